@@ -1,0 +1,46 @@
+"""Compressor: compression recipes as compiler pipelines.
+
+A model becomes a graph, passes rewrite it, kernels read the compressed storage, and a bundle comes out that
+runs without PyTorch and without the compiler.  The public names are below; each is imported when it is first
+used, so that ``import compressor`` costs nothing.  ``compressor.capture.capture`` turns a model into a graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compressor.codegen.targets import Target
+    from compressor.formats import Format
+    from compressor.pipeline import Context, Pass, Pipeline
+    from compressor.recipe import Recipe
+    from compressor.run import compress
+    from compressor.runtime import Bundle, load
+
+__all__ = ["Bundle", "Context", "Format", "Pass", "Pipeline", "Recipe", "Target", "compress", "load"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Bundle": "compressor.runtime",
+    "Context": "compressor.pipeline",
+    "Format": "compressor.formats",
+    "Pass": "compressor.pipeline",
+    "Pipeline": "compressor.pipeline",
+    "Recipe": "compressor.recipe",
+    "Target": "compressor.codegen.targets",
+    "compress": "compressor.run",
+    "load": "compressor.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'compressor' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,41 @@
+"""Errors that are meant for the user; the class decides the exit code of the ``compress`` command."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CompressorError(Exception):
+    """Something went wrong that the message explains: where, what, why, and what to do about it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(CompressorError):
+    """A command, an argument or a name that does not exist or makes no sense."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class RecipeError(UsageError):
+    """A recipe, or a data specification, that cannot be carried out as written."""
+
+
+class GateError(CompressorError):
+    """A gate of the recipe failed: the result is not as good as was asked for."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class VerificationError(CompressorError):
+    """What was built does not do what it claims: the graph, the kernels or the bundle failed a check."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class CaptureError(CompressorError):
+    """The model could not be turned into a graph."""
+
+
+class ToolchainError(CompressorError):
+    """A tool outside Python (a C++ compiler, a linker) is missing or failed."""

@@ -1,0 +1,28 @@
+"""Where the data folders that ship with Compressor are: in an installed wheel, or in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from compressor.errors import CompressorError
+
+Kind = Literal["recipes", "calibration", "models", "export"]
+
+
+def resource(kind: Kind) -> Path:
+    """The folder that holds the shipped ``kind``.
+
+    A wheel carries the folders as ``compressor/_data/<kind>``; in a checkout (an editable install, or the
+    repository's root on the path) they are the siblings of the package.
+
+    Raises:
+        CompressorError: the installation is incomplete.
+    """
+    package = Path(__file__).resolve().parent
+    installed, checkout = package / "_data" / kind, package.parent / kind
+    if installed.is_dir():
+        return installed
+    if (package.parent / "pyproject.toml").is_file() and checkout.is_dir():
+        return checkout
+    raise CompressorError(f"{installed}: missing; the installation is incomplete; install compressor again")
