@@ -1,0 +1,265 @@
+"""From a Hugging Face folder or id, or a module in memory, to a graph that passes rewrite and kernels are made from.
+
+A decoder is captured once, with explicit positions and a key-value cache, so that calibration, prefill and decode
+share one graph.  What is exported is the model's shadow (:mod:`compressor.capture_shadow`); the checkpoint's
+tensors, memory-mapped, are bound to the finished graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compressor.capture_attention import Recorder, check_masks, mask_requests
+from compressor.capture_export import explaining, export_program, unlift
+from compressor.capture_normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture_shadow import (
+    DecoderProgram,
+    EncoderProgram,
+    Shadow,
+    fake_parameters,
+    folder_shadow,
+    memory_shadow,
+)
+from compressor.capture_weights import map_weights
+from compressor.errors import CaptureError
+from compressor.graph import ModelInfo, drop_dead_parameters
+
+_WRAPPER = "hf"  # where the programs of capture_shadow hold the model
+
+
+def capture(
+    model: str | Path | nn.Module,
+    example_inputs: tuple[Any, ...] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    trust_remote_code: bool = False,
+) -> GraphModule:
+    """Capture a model as an FX graph with symbolic batch and sequence; ``graph.meta["model"]`` describes it.
+
+    Forward of the graph:
+        decoder: ``(ids i64[B, S], position i64[S], keep i64[R], k_cache, v_cache) -> (logits f32[B, R, V], k, v)``,
+            caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
+            indices along S whose logits are wanted;
+        encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
+        other modules: as given.
+
+    Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
+    memory-mapped (or shared with the module given: do not write to them); other parameters are float32.
+    Parameters have their Hugging Face names, tied ones the first of theirs.
+
+    Args:
+        model: Hugging Face folder or hub id, a transformers model in memory, or any module.
+        example_inputs: inputs of a plain module.  A transformers model given with them is taken as a plain module.
+        dynamic_shapes: as for torch.export.export, with example_inputs.
+        trust_remote_code: run code that comes with the checkpoint.
+    Raises:
+        CaptureError: what stopped it, in which module and line, and what to do.
+    """
+    if isinstance(model, nn.Module):
+        if example_inputs is not None:
+            return _capture_module(model, example_inputs, dynamic_shapes)
+        # A transformers model cannot exist unless transformers has been imported.
+        transformers = sys.modules.get("transformers")
+        if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+            raise CaptureError(f"{type(model).__name__} is a plain module: give example_inputs to capture it with")
+        shadow = memory_shadow(model)
+    elif example_inputs is not None or dynamic_shapes is not None:
+        raise CaptureError(f"{model}: example_inputs and dynamic_shapes are for modules, not for folders and ids")
+    else:
+        shadow = folder_shadow(model, trust_remote_code)
+    return _capture_shadow(shadow)
+
+
+def reexport(graph: GraphModule) -> ExportedProgram:
+    """Export a captured (and perhaps rewritten) graph again, with the same symbolic sizes, for lowering."""
+    info: ModelInfo = graph.meta["model"]
+    args, shapes = graph.meta["inputs"] if info.kind == "module" else example_call(info)
+    return export_program(graph, args, shapes, info.name)
+
+
+def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
+    """Example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
+    batch, longest = Dim("batch", min=1), info.max_positions or None
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    if info.kind == "encoder":
+        sequence = Dim("sequence", min=1, max=longest)
+        return (ids, torch.ones(2, 5)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
+    sequence, rows, capacity = Dim("sequence", min=1), Dim("rows", min=1), Dim("capacity", min=1)
+    caches = [[torch.zeros(2, info.kv_heads, 7, info.head_dim) for _ in range(info.layers)] for _ in range(2)]
+    cache_shape = [{0: batch, 2: capacity}] * info.layers
+    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *caches)
+    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
+
+
+def _capture_shadow(shadow: Shadow) -> GraphModule:
+    model, config = shadow.model, shadow.model.config.get_text_config()
+    facts: dict[str, Any] = {
+        "kind": shadow.kind,
+        "name": shadow.name,
+        "architecture": type(model).__name__,
+        "max_positions": getattr(config, "max_position_embeddings", None) or 0,
+        "vocab_size": config.vocab_size if getattr(config, "vocab_size", None) else 0,
+        "eos_ids": shadow.eos_ids,
+        "bos_id": shadow.bos_id,
+        "source": shadow.folder,
+        "config_sha256": shadow.config_sha256,
+    }
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake_parameters(model, mode)
+    probe = _probe_decoder if shadow.kind == "decoder" else _probe_encoder
+    program, found = probe(shadow, mode, facts["max_positions"])
+    info = ModelInfo(**facts, **found)
+    with mode:
+        args, shapes = example_call(info)
+    exported = export_program(program, args, shapes, shadow.name)
+
+    groups = _tied_groups(model)
+    rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
+    argument_names = list(inspect.signature(program.forward).parameters)
+    graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
+    layout = normalize(graph)
+
+    shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    computed = {name: b for name, b in buffers.items() if name not in model.state_dict()} | constants
+    stored = {first: names for first, names in groups.items() if first not in computed}
+    needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    weights = map_weights(shadow.source, stored, needed, model.base_model_prefix, ignored)
+
+    def read(name: str) -> Tensor:
+        return computed[name] if name in computed else weights.read(name, shapes_of[name])
+
+    return _bind(graph, layout, read, set(buffers) | set(constants), info)
+
+
+def _probe_decoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Run the shadow once without a cache, to find its layers and check what its attention asks for."""
+    model = shadow.model
+    _require_arguments(shadow, "input_ids", "position_ids", "past_key_values")
+    program = DecoderProgram(model)
+    with mode:
+        ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
+    recorder = Recorder(program.names, position=position)
+    with torch.no_grad(), mode, mask_requests(), explaining(program, shadow.name):
+        program.run(recorder, ids, keep)
+    sizes = {(tensor.shape[1], tensor.shape[3]) for tensor in recorder.keys.values()}
+    layers = len(recorder.keys)
+    if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.calls) != layers:
+        raise CaptureError(
+            f"{shadow.name}: {layers} layers of {type(model).__name__} store keys and values and "
+            f"{len(recorder.calls)} attend through transformers' attention interface; every layer must do both once "
+            "(recurrent, hybrid and self-made attention are not covered)"
+        )
+    if len(sizes) != 1:
+        raise CaptureError(f"{shadow.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered")
+    with explaining(None, shadow.name):
+        check_masks(recorder.calls, causal=True, positions=positions or 4096)
+    kv_heads, head_dim = next(iter(sizes))
+    return program, {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _probe_encoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = shadow.model
+    _require_arguments(shadow, "input_ids", "attention_mask")
+    program = EncoderProgram(model)
+    with mode:
+        ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)
+    recorder = Recorder(program.names, mask=mask)
+    with torch.no_grad(), mode, mask_requests(), explaining(program, shadow.name):
+        program.run(recorder, ids)
+    if not recorder.calls:
+        raise CaptureError(
+            f"{shadow.name}: no layer of {type(model).__name__} attends through transformers' attention interface; "
+            "capture it as a module with example inputs"
+        )
+    with explaining(None, shadow.name):
+        check_masks(recorder.calls, causal=False, positions=positions or 4096)
+    return program, {"layers": len(recorder.calls)}
+
+
+def _require_arguments(shadow: Shadow, *names: str) -> None:
+    known = inspect.signature(shadow.model.forward).parameters
+    absent = [name for name in names if name not in known]
+    if absent:
+        cls = type(shadow.model)
+        raise CaptureError(
+            f"{shadow.name}: {cls.__name__}.forward ({inspect.getsourcefile(cls)}) takes no {', '.join(absent)}; "
+            "capture it as a module with example inputs"
+        )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Each distinct parameter and buffer: its first name, and all its names."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {names[0]: names for names in groups.values()}
+
+
+def _bind(
+    graph: fx.Graph, layout: StoredLayout, read: Callable[[str], Tensor], buffers: set[str], info: ModelInfo
+) -> GraphModule:
+    """Give the graph its tensors, each in the form that its users expect."""
+    tensors: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name, tensor = node.target, read(node.target).detach()
+        if name in buffers:
+            tensors[name] = tensor
+            continue
+        if name in layout.transposed:
+            tensor = tensor.t()
+        if tensor.is_floating_point() and not keeps_storage(node):
+            tensor = tensor.float()
+        if name in layout.plus_one:
+            tensor = tensor + 1
+        tensors[name] = nn.Parameter(tensor, requires_grad=False)
+    cast_half_embeddings(graph, {name: tensor.dtype for name, tensor in tensors.items()})
+    module = GraphModule(tensors, graph, class_name=info.architecture)
+    drop_dead_parameters(module)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
+    return module
+
+
+def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any) -> GraphModule:
+    name = type(module).__name__
+    tensors = _tensors(module)
+    wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
+    if wrong:
+        raise CaptureError(
+            f"{name} has {', '.join(wrong)} parameters; arithmetic is float32: call module.float() first"
+        )
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        exported = export_program(module, tuple(args), dynamic_shapes, name)
+    finally:
+        for part, training in modes:
+            part.training = training
+    rename = {alias: first for first, names in _tied_groups(module).items() for alias in names}
+    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    graph, constants = unlift(exported, rename, names)
+    layout = normalize(graph)
+    held = {**tensors, **constants}
+    buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
+    captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
+    captured.meta["inputs"] = (tuple(args), dynamic_shapes)
+    return captured

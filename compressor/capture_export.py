@@ -1,0 +1,144 @@
+"""torch.export, made to answer two questions: what graph is it, and if there is none, which line is to blame."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+from compressor.errors import CaptureError
+
+_OWN = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_STANDARD = Path(traceback.__file__).parent
+
+
+def export_program(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, name: str) -> ExportedProgram:
+    """Export without strict tracing; in-place operators become functional ones.
+
+    Raises:
+        CaptureError: names the module and the line that stopped it.
+    """
+    with torch.no_grad(), explaining(module, name):
+        program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
+        if any(_writes(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})
+    changed = [s.target for s in program.graph_signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
+    if changed:
+        raise CaptureError(
+            f"{name} changes {', '.join(map(str, changed))} as it runs; only pure functions are captured"
+        )
+    return program
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """A graph that reads parameters with ``get_attr`` and takes the original arguments.
+
+    Args:
+        program: an exported program.
+        rename: name of each parameter and buffer in the program -> name in the graph; tied ones share one.
+        names: argument names of the graph's forward.
+    Returns:
+        The graph, with fake values and module names in ``meta``, and the constants that the export lifted.
+    """
+    graph, constants = fx.Graph(), dict[str, Tensor]()
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    env: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, fx.Node] = {}
+    for node in program.graph.nodes:
+        spec = specs.get(node.name) if node.op == "placeholder" else None
+        if spec is None or spec.kind is InputKind.USER_INPUT:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            assert spec.target is not None
+            target = rename.get(spec.target, spec.target)
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                constants[target] = program.constants[spec.target]
+            if target not in attributes:
+                attributes[target] = graph.create_node("get_attr", target)
+                attributes[target].meta = dict(node.meta)
+            env[node] = attributes[target]
+        else:
+            raise CaptureError(f"the model uses {spec.target}, an object ({spec.kind.name}) that a graph cannot hold")
+        env[node].meta = _renamed(env[node].meta, rename)
+    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, program.call_spec.in_spec, program.call_spec.out_spec)))
+    return graph, constants
+
+
+def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
+    """Module names in the provenance, without the wrapper around the model (its name is ``rename['']``)."""
+    wrapper = rename.get("")
+    stack = meta.get("nn_module_stack")
+    if wrapper is None or stack is None:
+        return meta
+    inner = {
+        key: (path.removeprefix(wrapper).removeprefix("."), cls)
+        for key, (path, cls) in stack.items()
+        if path.startswith(wrapper)
+    }
+    return {**meta, "nn_module_stack": inner}
+
+
+@contextmanager
+def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
+    """Turn what goes wrong inside into a CaptureError that names the module, file and line."""
+    try:
+        yield
+    except CaptureError as error:
+        raise CaptureError(f"{name}: {error}") from error
+    except Exception as error:
+        where = _where(error, root) or (type(root).__name__ if root is not None else name)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        raise CaptureError(
+            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error)}"
+        ) from error
+
+
+def _advice(error: Exception) -> str:
+    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
+        return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
+    if "Constraint" in type(error).__name__ or "specialized" in str(error):
+        return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
+    return (
+        "decoders must take position_ids and a cache and use transformers' attention interface; for anything else, "
+        "rewrite the line, or capture the part you need as a module with example inputs"
+    )
+
+
+def _where(error: BaseException, root: nn.Module | None) -> str:
+    """``module (Class) at file:line`` of the model's own deepest frame, or an empty string."""
+    names = {} if root is None else {id(module): path for path, module in root.named_modules()}
+    module_text = line_text = ""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    for link in reversed(chain):  # the outermost exception with a frame of the model wins
+        for frame, line in traceback.walk_tb(link.__traceback__):
+            owner = frame.f_locals.get("self")
+            if id(owner) in names and _is_model_code(frame):
+                path = names[id(owner)].removeprefix("hf").removeprefix(".")
+                module_text = f"{path or 'model'} ({type(owner).__name__})"
+            if _is_model_code(frame):
+                line_text = f"{frame.f_code.co_filename}:{line}"
+    return " at ".join(text for text in (module_text, line_text) if text)
+
+
+def _is_model_code(frame: FrameType) -> bool:
+    """Neither ours, nor torch's, nor Python's own: transformers' or the user's."""
+    path = Path(frame.f_code.co_filename)
+    packages = _STANDARD in path.parents and not any(p.name in ("site-packages", "dist-packages") for p in path.parents)
+    return path.is_file() and not packages and not any(own in path.parents for own in (_OWN, _TORCH))

@@ -1,0 +1,235 @@
+"""The shadow of a transformers model: its class and configuration, parameters with shapes and no storage.
+
+Exporting the shadow rather than the model costs no memory, leaves a model in memory untouched, and makes the
+graph's arithmetic float32 whatever type the checkpoint is stored in.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from compressor.capture_attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture_export import explaining
+from compressor.capture_weights import WeightSource, folder_source, module_source
+from compressor.errors import CaptureError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A shadow model and where its weights are."""
+
+    kind: Literal["decoder", "encoder"]
+    model: PreTrainedModel
+    source: WeightSource
+    name: str
+    folder: Path | None
+    config_sha256: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+
+class DecoderProgram(nn.Module):
+    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hf = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """See :func:`compressor.capture.capture` for the shapes."""
+        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache)
+        return self.run(recorder, ids, keep)
+
+    def run(self, recorder: Recorder, ids: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Call the model with a stand-in cache.  ``position`` broadcasts over the batch."""
+        assert recorder.position is not None
+        extra = {"logits_to_keep": keep} if self.selects else {}
+        with recording(recorder):
+            out = self.hf(
+                input_ids=ids, position_ids=recorder.position[None], past_key_values=recorder, use_cache=True, **extra
+            )
+        logits = out.logits if self.selects else out.logits[:, keep]
+        layers = sorted(recorder.keys)
+        return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]
+
+
+class EncoderProgram(nn.Module):
+    """The encoder's contract: (ids, mask) -> last hidden state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hf = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.typed = "token_type_ids" in inspect.signature(model.forward).parameters
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """See :func:`compressor.capture.capture` for the shapes."""
+        return self.run(Recorder(self.names, mask=mask), ids)
+
+    def run(self, recorder: Recorder, ids: Tensor) -> Tensor:
+        """Call the model; all tokens are of the first type, as when a tokenizer encodes one text."""
+        extra = {"token_type_ids": torch.zeros(ids.shape, dtype=torch.int64)} if self.typed else {}
+        with recording(recorder):
+            out = self.hf(input_ids=ids, attention_mask=recorder.mask, **extra)
+        return cast(Tensor, out.last_hidden_state)
+
+
+def folder_shadow(model: str | Path, trust_remote_code: bool) -> Shadow:
+    """Shadow of a Hugging Face folder or hub id; the class is the one that config.json names.
+
+    Raises:
+        CaptureError: no such model, or its configuration or files cannot be used.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    folder, name = _locate(model)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise CaptureError(f"{folder}: no config.json; give a folder as Hugging Face's save_pretrained writes it")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        hint = "" if trust_remote_code else "; if the model brings its own code, ask for it with trust_remote_code"
+        raise CaptureError(f"{config_file}: cannot be used ({_first_line(error)}){hint}") from error
+    kind = _kind(config, str(config_file))
+    source = folder_source(folder)  # before anything slow
+    auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
+    shadow = _build(
+        lambda: auto.from_config(
+            config, trust_remote_code=trust_remote_code, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+        ),
+        name,
+    )
+    special: dict[str, Any] = {"eos_token_id": config.eos_token_id, "bos_token_id": config.bos_token_id}
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        special |= {k: v for k, v in json.loads(generation.read_text(encoding="utf-8")).items() if k in special}
+    sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
+    return Shadow(kind, shadow, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
+
+
+def memory_shadow(model: PreTrainedModel) -> Shadow:
+    """Shadow of a transformers model in memory, whose tensors are shared.  Heads of encoders are left out."""
+    kind = _kind(model.config, type(model).__name__, type(model).__name__)
+    whole = model if kind == "decoder" else cast("PreTrainedModel", model.base_model)
+    cls: Any = type(whole)
+    config = copy.deepcopy(whole.config)
+    shadow = _build(
+        lambda: cls._from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32), cls.__name__
+    )
+    special = getattr(model, "generation_config", None) or model.config
+    sha256 = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()
+    eos_ids = _ids(getattr(special, "eos_token_id", None))
+    bos_id = getattr(special, "bos_token_id", None)
+    return Shadow(kind, shadow, module_source(whole), type(model).__name__, None, sha256, eos_ids, bos_id)
+
+
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Turn a shadow's parameters into fake CPU tensors of this mode, ties kept."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                with mode:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
+    """Construct with parameters on the meta device and buffers in memory, with their true values."""
+    register_attention()
+    moved = WeakIdKeyDictionary()
+
+    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta":
+            return parameter
+        if parameter not in moved:
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        return cast(nn.Parameter, moved[parameter])
+
+    hook = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
+    try:
+        with torch.random.fork_rng(devices=[]), explaining(None, name):
+            return cast("PreTrainedModel", make().eval())
+    finally:
+        hook.remove()
+
+
+def _kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+    )
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
+    )
+
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
+    if getattr(config, "is_encoder_decoder", False):
+        raise CaptureError(
+            f"{place}: {config.model_type} is an encoder-decoder; decoders and encoders are covered: capture one half "
+            "as a module with example inputs"
+        )
+    architecture = architecture or (config.architectures or [""])[0]
+    if architecture:
+        causal = architecture in CAUSAL.values() or architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    else:
+        causal = config.model_type in CAUSAL and config.model_type not in MASKED
+    return "decoder" if causal else "encoder"
+
+
+def _locate(model: str | Path) -> tuple[Path, str]:
+    """Folder and name of a model; a hub id is fetched into the hub's cache first."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name
+    if path.exists():
+        raise CaptureError(f"{path}: a file; give the folder that holds config.json and the safetensors")
+    if isinstance(model, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+        raise CaptureError(
+            f"{model}: no such folder; give a model folder or a Hugging Face id such as gpt2 or org/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES)), model
+    except Exception as error:
+        raise CaptureError(
+            f"{model}: no such folder here, and the Hugging Face hub does not give it ({_first_line(error)}); check "
+            "the name and the network, log in if the model is gated, or download it and give the folder"
+        ) from error
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

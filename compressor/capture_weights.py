@@ -1,0 +1,191 @@
+"""Where a model's weights come from: a checkpoint folder, memory-mapped, or a model in memory.
+
+Nothing here reads a weight before it is needed: a tensor of a safetensors file is a view of the mapped file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import CaptureError
+
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+_STORED_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Spellings of old checkpoints (TensorFlow's names for a norm's two parameters).
+_OLD_SUFFIXES = {".weight": ".gamma", ".bias": ".beta"}
+# Buffers that models once stored and now compute; no weights.
+_OBSOLETE = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$")
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Named tensors that are produced when asked for."""
+
+    place: str  # for messages
+    names: frozenset[str]
+    read: Callable[[str], Tensor]
+
+
+def module_source(model: nn.Module) -> WeightSource:
+    """The tensors of a model in memory; they are shared, not copied."""
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    away = sorted({str(t.device) for t in tensors.values() if t.device.type != "cpu"})
+    if away:
+        raise CaptureError(f"the model's tensors are on {', '.join(away)}; move it with model.cpu() first")
+    return WeightSource(f"the given {type(model).__name__}", frozenset(tensors), tensors.__getitem__)
+
+
+def folder_source(folder: Path) -> WeightSource:
+    """The safetensors of a Hugging Face folder, one file or several with an index, memory-mapped.
+
+    Raises:
+        CaptureError: there are none, one is missing, or one is not a safetensors file.
+    """
+    owner: dict[str, Path] = {}
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            listed: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / file for file in listed.values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CaptureError(f"{index}: not a safetensors index ({error}); fetch the file again") from error
+    else:
+        files = [folder / SINGLE_NAME]
+        if not files[0].is_file():
+            files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        why = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weight file at all"
+        raise CaptureError(
+            f"{folder}: no safetensors in this folder ({why}); save the model with save_pretrained(..., "
+            "safe_serialization=True) or fetch its safetensors"
+        )
+    handles: dict[Path, Any] = {}
+    for file in files:
+        handles[file] = _open(file)
+        owner.update(dict.fromkeys(handles[file].keys(), file))
+    return WeightSource(str(folder), frozenset(owner), lambda name: _read(handles[owner[name]], owner[name], name))
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    if not file.is_file():
+        raise CaptureError(f"{file}: {INDEX_NAME} lists this file, and it is missing; fetch it")
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except Exception as error:
+        raise CaptureError(
+            f"{file}: not a readable safetensors file ({error}); the download may be incomplete: fetch it again"
+        ) from error
+
+
+def _read(handle: Any, file: Path, name: str) -> Tensor:
+    try:
+        tensor: Tensor = handle.get_tensor(name)
+    except Exception as error:
+        raise CaptureError(f"{file}: cannot read {name} ({error}); fetch the file again") from error
+    return tensor
+
+
+@dataclass
+class WeightMap:
+    """Which stored tensor serves each parameter and buffer of a model.
+
+    A parameter may be stored under the name of one it is tied to, with or without the model's base prefix
+    (``bert.``, ``transformer.``), and with an old spelling.
+    """
+
+    source: WeightSource
+    stored: dict[str, str] = field(default_factory=dict)  # model's name -> stored name
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The stored tensor for a name of the model, which must have this shape and a floating type."""
+        stored = self.stored[name]
+        tensor = self.source.read(stored)
+        if tuple(tensor.shape) != shape:
+            raise CaptureError(
+                f"{self.source.place}: {stored} has shape {list(tensor.shape)}, the configuration says {list(shape)}; "
+                "config.json and the weights do not belong together"
+            )
+        if tensor.is_floating_point() and tensor.dtype not in _STORED_TYPES:
+            raise CaptureError(f"{self.source.place}: {stored} is stored as {tensor.dtype}; use a float16, bfloat16 or "
+                               "float32 checkpoint")  # fmt: skip
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def map_weights(
+    source: WeightSource, groups: Mapping[str, list[str]], needed: Iterable[str], prefix: str, ignored: Iterable[str]
+) -> WeightMap:
+    """Match a model's names with the stored ones.
+
+    Args:
+        source: where the tensors are.
+        groups: each tensor of the model, by its first name, with all names it is tied under.
+        needed: first names that the graph really reads; others may be missing.
+        prefix: the model class's ``base_model_prefix``.
+        ignored: regular expressions of stored names that the model class is known to leave aside.
+    Raises:
+        CaptureError: names are missing, or stored names have no place in the model.
+    """
+    result, taken = WeightMap(source), set[str]()
+    for first, names in groups.items():
+        found = [key for name in names for key in _spellings(name, prefix) if key in source.names]
+        taken.update(found)
+        if found:
+            result.stored[first] = found[0]
+            _check_tied(source, found)
+    missing = sorted(set(needed) - set(result.stored))
+    # A checkpoint of a model with a head, loaded as the body alone: the head's names lack the prefix.
+    body_only = not any(name.startswith(f"{prefix}.") for name in groups)
+    headed = body_only and any(key.startswith(f"{prefix}.") for key in taken)
+    patterns = [re.compile(pattern) for pattern in ignored]
+    unexpected = sorted(
+        key
+        for key in source.names - taken
+        if not (headed and not key.startswith(f"{prefix}."))
+        and not _OBSOLETE.search(key)
+        and not any(pattern.search(key) for pattern in patterns)
+    )
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} weights are missing ({_some(missing)})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} weights have no place in the model ({_some(unexpected)})")
+    if problems:
+        raise CaptureError(
+            f"{source.place}: {' and '.join(problems)}; config.json and the weights do not belong together, or "
+            '"architectures" in config.json names another class'
+        )
+    return result
+
+
+def _spellings(name: str, prefix: str) -> list[str]:
+    bare = name.removeprefix(f"{prefix}.")
+    names = [name, bare if bare != name else f"{prefix}.{name}"] if prefix else [name]
+    for new, old in _OLD_SUFFIXES.items():
+        names += [n.removesuffix(new) + old for n in names if n.endswith(new)]
+    return names
+
+
+def _check_tied(source: WeightSource, found: list[str]) -> None:
+    first = source.read(found[0]) if len(found) > 1 else None
+    for other in found[1:]:
+        second = source.read(other)
+        if first is not None and (first.shape != second.shape or not torch.equal(first, second)):
+            raise CaptureError(
+                f"{source.place}: {found[0]} and {other} differ, but the configuration ties them; set "
+                '"tie_word_embeddings": false in config.json'
+            )
+
+
+def _some(names: list[str], count: int = 3) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
