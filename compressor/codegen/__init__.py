@@ -1,0 +1,1 @@
+"""From a compressed FX graph to a library of kernels: lowering, kernel families, tuning, targets."""

@@ -1,0 +1,178 @@
+"""Converters from operators of the FX graph to kernels of ours, as TVM's importer calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import tvm
+from torch import fx
+from tvm import relax
+
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
+from compressor.codegen.kernels.vector import Isa
+from compressor.codegen.tune import Tuner
+from compressor.formats import TILE_ROWS, Format
+
+_TUNED_TOKENS = 64
+
+
+class Converter:
+    """Turns each of our operators into a call of one kernel; equal kernels are generated once.
+
+    Attributes:
+        records: one entry a kernel, in order of first use.
+    """
+
+    def __init__(self, isa: Isa, tuner: Tuner) -> None:
+        self.isa, self.tuner = isa, tuner
+        self.records: list[dict[str, Any]] = []
+        self._made: dict[str, Any] = {}
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """Operator name -> converter."""
+        return {
+            "dense_linear.default": self._dense_linear,
+            "packed_linear.default": self._packed_linear,
+            "rms_norm.default": self._rms_norm,
+            "layer_norm.default": self._layer_norm,
+            "cached_attention.default": self._cached_attention,
+            "masked_attention.default": self._masked_attention,
+            "embedding.default": self._embedding,
+        }
+
+    def _kernel(self, importer: Any, name: str, make: Callable[[], tuple[tvm.tirx.PrimFunc, dict[str, Any]]]) -> Any:
+        if name not in self._made:
+            func, details = make()
+            self._made[name] = importer.block_builder.add_func(func, name)
+            self.records.append({"name": name, "isa": self.isa.name, **details})
+        return self._made[name]
+
+    def _dense_linear(self, node: fx.Node, importer: Any) -> Any:
+        x, weight, bias = importer.retrieve_args(node)
+        rows, columns = (int(n) for n in weight.ty.shape)
+        storage = str(weight.ty.dtype)
+        has_bias = bias is not None
+        name = f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
+
+        def build(schedule: dense_linear.Schedule) -> tvm.tirx.PrimFunc:
+            return dense_linear.dense_linear(rows, columns, storage, has_bias, schedule)
+
+        def operands(tokens: int) -> list[Any]:
+            arrays = [np.zeros((1, tokens, columns), "float32"), np.zeros((rows, columns), storage)]
+            return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            source = dense_linear.__file__
+            first = self._choose(f"{name}:1", dense_linear.gemv_space(), build, lambda: operands(1), source)
+            space = dense_linear.gemm_space(first.gemv_rows)
+            many = f"{name}:{_TUNED_TOKENS}"
+            schedule = self._choose(many, space, build, lambda: operands(_TUNED_TOKENS), source)
+            return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule)}
+
+        return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
+
+    def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
+        x, codes, scales, zeros, bias, format_name, columns, rows = importer.retrieve_args(node)
+        fmt, has_bias = Format.parse(format_name), bias is not None
+        tiles = -(-rows // TILE_ROWS)
+        name = f"packed_linear_{rows}x{columns}_{fmt.name}{'_bias' if has_bias else ''}"
+
+        def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
+            return packed_linear.packed_linear(rows, columns, fmt, has_bias, self.isa, schedule)
+
+        def operands(tokens: int) -> list[Any]:
+            groups = (tiles, fmt.groups(columns), TILE_ROWS)
+            code_shape = (tiles, fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
+            arrays = [np.ones((1, tokens, columns), "float32"), np.zeros(code_shape, "int32"), np.ones(groups, "float16")]
+            arrays += [] if fmt.symmetric else [np.zeros(groups, "uint8")]
+            return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            source = packed_linear.__file__
+            first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
+            space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt)
+            many = f"{name}:{_TUNED_TOKENS}"
+            schedule = self._choose(many, space, build, lambda: operands(_TUNED_TOKENS), source)
+            details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
+            return build(schedule), details
+
+        weights = [codes, scales, *([] if zeros is None else [zeros]), *([bias] if has_bias else [])]
+        return self._rowwise(importer, name, make, x, weights, rows)
+
+    def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:
+        return self.tuner.choose(kernel, space, build, operands, source)
+
+    def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
+        x, weight, eps = importer.retrieve_args(node)
+        width = int(weight.ty.shape[0])
+        name = f"rms_norm_{width}_{eps:g}".replace("-", "m").replace(".", "p")
+        make = lambda: (norm.norm(width, eps, False, False), {"family": "rms_norm"})  # noqa: E731
+        return self._rowwise(importer, name, make, x, [weight], width)
+
+    def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
+        x, shape, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
+        if len(shape) != 1 or weight is None:
+            return importer._layer_norm(node)
+        width, has_bias = int(shape[0]), bias is not None
+        name = f"layer_norm_{width}_{eps:g}{'_bias' if has_bias else ''}".replace("-", "m").replace(".", "p")
+        make = lambda: (norm.norm(width, eps, True, has_bias), {"family": "layer_norm"})  # noqa: E731
+        return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
+
+    def _rowwise(self, importer: Any, name: str, make: Any, x: Any, weights: list[Any], width: int) -> Any:
+        """Call a kernel over the last dimension; all others are folded into two."""
+        kernel, bb = self._kernel(importer, name, make), importer.block_builder
+        leading = list(x.ty.shape)[:-1]
+        folded = [prod(leading[:-1], start=tvm.tirx.IntImm("int64", 1)), leading[-1]] if leading else [1, 1]
+        if len(leading) != 2:
+            x = bb.emit(relax.op.reshape(x, [*folded, x.ty.shape[-1]]))
+        out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
+        y = bb.emit(relax.call_tir(kernel, [x, *weights], out_ty=out))
+        return y if len(leading) == 2 else bb.emit(relax.op.reshape(y, [*leading, width]))
+
+    def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
+        batch, heads, new, width = q.ty.shape
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale), int(window), float(softcap))
+        name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        name += "" if sinks is None else "_sinks"
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            return attention.cached_attention(*shape, sinks is not None), {"family": "cached_attention"}
+
+        args = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
+        out = relax.TensorType([batch, new, heads, width], "float32")
+        call = relax.op.call_tir_inplace(
+            self._kernel(importer, name, make), relax.Tuple(args), [-1, 3, 4], [out, k_cache.ty, v_cache.ty]
+        )
+        return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
+
+    def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
+        q, k, v, mask, scale = importer.retrieve_args(node)
+        batch, heads, length, width = q.ty.shape
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        name = f"masked_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        make = lambda: (attention.masked_attention(*shape), {"family": "masked_attention"})  # noqa: E731
+        out = relax.TensorType([batch, length, heads, width], "float32")
+        kernel = self._kernel(importer, name, make)
+        return importer.block_builder.emit(relax.call_tir(kernel, [q, k, v, mask], out_ty=out))
+
+    def _embedding(self, node: fx.Node, importer: Any) -> Any:
+        table, ids = importer.retrieve_args(node)[:2]
+        bb = importer.block_builder
+        rows, width = (int(n) for n in table.ty.shape)
+        storage = str(table.ty.dtype)
+        name = f"embedding_{rows}x{width}_{storage}"
+        make = lambda: (embedding.embedding(rows, width, storage), {"family": "embedding"})  # noqa: E731
+        kernel = self._kernel(importer, name, make)
+        flat = ids if len(ids.ty.shape) == 2 else bb.emit(relax.op.reshape(ids, [1, *ids.ty.shape]))
+        out = relax.TensorType([*flat.ty.shape, width], "float32")
+        y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
+        return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
+
+
+def _zeros(wanted: bool, size: int) -> list[Any]:
+    return [np.zeros((size,), "float32")] if wanted else []

@@ -1,0 +1,94 @@
+"""Schedules for what is no kernel family of ours: element-wise chains, copies, gathers, small reductions.
+
+Each loop nest is vectorised along its innermost axis where that has a fixed width, and divided over threads
+when, at run time, it is large enough to pay for waking them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import tvm
+from tvm import s_tir, tirx
+from tvm_ffi import structural_map, structural_walk
+
+from compressor.codegen.kernels.norm import PARALLEL_FROM
+from compressor.codegen.kernels.vector import exp
+
+
+@tvm.transform.module_pass(opt_level=0, name="ScheduleElementwise")
+class ScheduleElementwise:
+    """Schedule every TIR function that still has schedulable blocks."""
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+        """Schedule function after function; our own kernels have no blocks and stay as they are."""
+        for gvar, func in list(mod.functions.items()):
+            if isinstance(func, tirx.PrimFunc) and _has_blocks(func):
+                mod[gvar] = _guard(_schedule(func))
+        return tirx.transform.ConvertSSA()(mod)  # the two branches define the same variables
+
+
+def _has_blocks(func: tirx.PrimFunc) -> bool:
+    names: list[str] = []
+    structural_walk(func.body, (s_tir.SBlock, lambda block: names.append(block.name_hint)))
+    return any(name != "root" for name in names)
+
+
+def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    sch = s_tir.Schedule(func)
+    root = sch.get_sblock("root")
+    for block in sch.get_child_blocks(root):
+        # What cannot be inlined (outputs, reductions, what feeds a reduction twice) keeps its loops.
+        with contextlib.suppress(s_tir.ScheduleError):
+            sch.compute_inline(block)
+    for block in sch.get_child_blocks(root):
+        loops = sch.get_loops(block)
+        kinds = [v.iter_type for v in sch.get(block).iter_vars]
+        spatial = 0
+        while spatial < len(loops) and len(kinds) == len(loops) and kinds[spatial] == tirx.IterVar.DataPar:
+            spatial += 1
+        if spatial == 0:
+            continue
+        outer = loops[:spatial]
+        extent = sch.get(outer[-1]).extent
+        if spatial == len(loops) and isinstance(extent, tirx.IntImm):
+            width = next((n for n in (16, 8, 4) if int(extent) % n == 0), 1)
+            if width > 1:
+                head, lane = sch.split(outer[-1], [None, width])
+                sch.vectorize(lane)
+                outer[-1] = head
+        sch.parallel(sch.fuse(*outer) if len(outer) > 1 else outer[0])
+    return sch.mod["main"]
+
+
+def _guard(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Every parallel loop becomes a choice at run time: serial when the work is small."""
+
+    def choose(loop: Any) -> Any:
+        if loop.kind != tirx.ForKind.PARALLEL:
+            return loop
+        serial = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+        return tirx.IfThenElse(_work(loop) >= PARALLEL_FROM, loop, serial)
+
+    return func.with_body(structural_map(func.body, (tirx.For, choose)))
+
+
+def _work(loop: Any) -> Any:
+    """Product of the extents of a loop nest."""
+    product, node = tirx.IntImm("int64", 1), loop
+    while isinstance(node, tirx.For):
+        product = product * tirx.Cast("int64", node.extent)
+        node = node.body
+    return product
+
+
+def _lower_exp(op: Any) -> Any:
+    """``exp`` of float32 as a polynomial instead of a call to libm for each element."""
+    dtype = str(op.ty.dtype)
+    if not dtype.startswith("float32"):
+        return None
+    return exp(op.args[0], int(dtype.partition("x")[2] or 1))
+
+
+tirx.op.register_intrin_lowering("tirx.exp", target="llvm", f=_lower_exp, level=99)

@@ -1,0 +1,1 @@
+"""One file per kernel family; each makes TIR functions for given shapes and one instruction set."""

@@ -1,0 +1,244 @@
+"""The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
+
+Integer path (A8): activations are quantised to int8 per token, dot products run in int32 within a group of
+columns, and one float multiply-add a group applies the scale.  Float path (A16): codes become floats in
+registers.  A single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over
+blocks of ``gemm_tokens`` tokens that unpacks each code once a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+
+from compressor.codegen.kernels.vector import Isa, code_quad, dot4, emit_tree_sum, splat
+from compressor.formats import TILE_ROWS, Format
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the tuner chooses: tiles of 16 rows a step for one token, and tiles by tokens for many."""
+
+    gemv_tiles: int
+    gemm_tiles: int
+    gemm_tokens: int
+
+
+_GEMM_DEFAULT = (1, 8)
+
+
+def gemv_space(tiles: int) -> list[Schedule]:
+    """Schedules that differ in what one token takes, for a weight of ``tiles`` tiles; the default first."""
+    return [Schedule(n, *_GEMM_DEFAULT) for n in (4, 2, 8, 1) if tiles % n == 0]
+
+
+def gemm_space(tiles: int, gemv_tiles: int, fmt: Format) -> list[Schedule]:
+    """Schedules that differ in what several tokens take; the default first.
+
+    A chunk is unrolled over its columns, tiles and tokens: formats with long chunks take smaller blocks, since
+    the time to compile grows with the square of the statements.
+    """
+    quads = fmt.chunk_columns // 4
+    space = [(n, m) for n, m in ((2, 8), (1, 16), (2, 4), (4, 4)) if n * m * quads <= 64 and tiles % n == 0]
+    return [Schedule(gemv_tiles, n, m) for n, m in (_GEMM_DEFAULT, *space)]
+
+
+def packed_linear(
+    out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
+) -> tvm.tirx.PrimFunc:
+    """TIR for ``y = x @ dequantize(codes, scales, zeros).T + bias``.
+
+    Parameters of the result: x float32 [d0, d1, in], codes, scales, zeros (asymmetric formats only), bias
+    (where there is one), y float32 [d0, d1, out].  Layout: :mod:`compressor.formats`.
+    """
+    body = _Body(out_features, in_features, fmt, isa)
+    integer, symmetric, ragged = fmt.activation_bits == 8, fmt.symmetric, out_features % TILE_ROWS != 0
+    tiles, chunks, groups = body.tiles, body.chunks, body.groups
+    rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
+    vectors, tail = columns // 16, columns % 16
+    group_columns, group_vectors = fmt.columns(columns), fmt.columns(columns) // 16
+    step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel(
+        x_: T.handle, codes_: T.handle, scales_: T.handle, zeros_: T.handle, bias_: T.handle, y_: T.handle
+    ) -> None:
+        d0 = T.int64()
+        d1 = T.int64()
+        x3 = T.match_buffer(x_, (d0, d1, columns), "float32")
+        codes = T.match_buffer(codes_, (tiles, chunks, fmt.chunk_words, TILE_ROWS), "int32")
+        scales = T.match_buffer(scales_, (tiles, groups, TILE_ROWS), "float16")
+        zeros = T.meta_var(None if symmetric else T.match_buffer(zeros_, (tiles, groups, TILE_ROWS), "uint8"))
+        bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
+        y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
+        tokens = T.meta_var(d0 * d1)
+        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (step - 1)) // step * step))
+        x = T.decl_buffer((tokens, columns), "float32", data=x3.data)
+        y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
+        a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
+        sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
+        factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale
+
+        @T.inline
+        def peak(m, out):
+            lane = T.alloc_buffer((16,), "float32", scope="local")
+            lane[every] = T.broadcast(T.float32(0), 16)
+            for k in range(vectors):
+                lane[every] = T.max(lane[every], T.abs(x[m, T.ramp(k * 16, 1, 16)]))
+            for k in range(tail):
+                lane[0] = T.max(lane[0], T.abs(x[m, vectors * 16 + k]))
+            out[0] = T.float32(0)
+            for i in T.unroll(16):
+                out[0] = T.max(out[0], lane[i])
+
+        @T.inline
+        def prepare_integer(m):
+            # Symmetric int8, as compressor.ops.quantize_activations defines it.
+            top = T.alloc_buffer((1,), "float32", scope="local")
+            peak(m, top)
+            factor[m] = top[0] / T.float32(127)
+            inverse = T.alloc_buffer((1,), "float32", scope="local")
+            inverse[0] = T.if_then_else(top[0] > T.float32(0), T.float32(127) / top[0], T.float32(0))
+            for k in range(vectors):
+                a[m, T.ramp(k * 16, 1, 16)] = T.Cast(
+                    "int8x16", T.nearbyint(x[m, T.ramp(k * 16, 1, 16)] * T.broadcast(inverse[0], 16))
+                )
+            for k in range(tail):
+                a[m, vectors * 16 + k] = T.Cast("int8", T.nearbyint(x[m, vectors * 16 + k] * inverse[0]))
+            for k in range(padded - columns):
+                a[m, columns + k] = T.int8(0)
+
+        @T.inline
+        def prepare_float(m):
+            factor[m] = T.float32(1)
+            for k in range(vectors):
+                a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
+            for k in range(tail):
+                a[m, vectors * 16 + k] = x[m, vectors * 16 + k]
+            for k in range(padded - columns):
+                a[m, columns + k] = T.float32(0)
+
+        @T.inline
+        def prepare(m):
+            if integer:
+                prepare_integer(m)
+            else:
+                prepare_float(m)
+            for g in range(groups):
+                lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
+                lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
+                length = T.meta_var(T.min(group_columns, padded - g * group_columns))
+                for k in range(length // 16):
+                    chunk = T.meta_var(a[m, T.ramp(g * group_columns + k * 16, 1, 16)])
+                    lane[every] = lane[every] + (T.Cast("int32x16", chunk) if integer else chunk)
+                for k in range(length % 16):
+                    single = T.meta_var(a[m, g * group_columns + length // 16 * 16 + k])
+                    lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
+                emit_tree_sum(lane, 16)
+                sums[m, g] = lane[0]
+
+        @T.inline
+        def block(first, n_tiles, m0, n_tokens):
+            shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
+            acc = T.alloc_buffer(shape, "int32" if integer else "float32", scope="local")
+            out = T.alloc_buffer(shape, "float32", scope="local")
+            body.clear(out, n_tokens, n_tiles)
+            for g in range(groups):
+                body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
+                for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
+                    body.add_chunk(acc, a, codes, first, m0, g * body.group_chunks + c, n_tokens, n_tiles)
+                body.end_group(out, acc, scales, first, g, n_tokens, n_tiles)
+            for t in T.unroll(n_tokens):
+                if m0 + t < tokens:
+                    for n in T.unroll(n_tiles):
+                        if ragged:
+                            for r in range(TILE_ROWS):
+                                row = T.meta_var((first + n) * TILE_ROWS + r)
+                                if row < rows:
+                                    value = T.meta_var(out[t, n, r] * factor[m0 + t])
+                                    y[m0 + t, row] = value + bias[row] if has_bias else value
+                        else:
+                            at = T.meta_var(T.ramp((first + n) * TILE_ROWS, 1, TILE_ROWS))
+                            wide = T.meta_var(out[t, n, every] * T.broadcast(factor[m0 + t], TILE_ROWS))
+                            y[m0 + t, at] = wide + bias[at] if has_bias else wide
+
+        if tokens == 1:
+            prepare(T.int64(0))
+            for i in T.parallel(tiles // schedule.gemv_tiles):
+                block(i * schedule.gemv_tiles, schedule.gemv_tiles, T.int64(0), 1)
+        else:
+            for m in T.parallel(tokens):
+                prepare(m)
+            for i in T.parallel(tiles // schedule.gemm_tiles):
+                for j in range((tokens + (step - 1)) // step):
+                    block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
+
+    x, codes, scales, zeros, bias, y = kernel.params
+    params = [x, codes, scales, *([] if symmetric else [zeros]), *([bias] if has_bias else []), y]
+    return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
+
+
+class _Body:
+    """The unrolled inner statements; each method emits stores into the function that is being built."""
+
+    def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
+        self.fmt, self.isa, self.integer = fmt, isa, fmt.activation_bits == 8
+        self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
+        self.group_chunks = -(-fmt.columns(columns) // fmt.chunk_columns)
+
+    def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
+        """(token, tile, rows of the tile that one register holds)."""
+        for n in range(n_tiles):
+            for part in range(0, TILE_ROWS, self.isa.lanes):
+                for t in range(n_tokens):
+                    yield t, n, T.ramp(part, 1, self.isa.lanes)
+
+    def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
+
+    def start_group(
+        self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Accumulators begin at minus the zero point times the sum of the group's activations."""
+        lanes, kind, const = self.isa.lanes, *(("int32", T.int32) if self.integer else ("float32", T.float32))
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            minus_sum = const(0) - sums[m0 + t, g]
+            if zeros is None:
+                value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
+            else:
+                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", zeros[first + n, g, at])
+            T.buffer_store(acc, value, [t, n, at])
+
+    def add_chunk(
+        self, acc: Any, a: Any, codes: Any, first: Any, m0: Any, c: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Add one chunk of columns of every tile and token."""
+        lanes, fmt = self.isa.lanes, self.fmt
+        for quad in range(fmt.chunk_columns // 4):
+            column = c * fmt.chunk_columns + 4 * quad
+            last = None
+            for t, n, at in self.lanes(n_tokens, n_tiles):
+                if t == 0:  # a new register of codes, shared by all tokens
+                    last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
+                if self.integer:
+                    four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")
+                    value = dot4(acc[t, n, at], last, T.broadcast(four, lanes), fmt, self.isa)
+                else:
+                    value = acc[t, n, at]
+                    for i in range(4):
+                        code = T.bitwise_and(T.shift_right(last, splat(8 * i, lanes)), splat(0xFF, lanes))
+                        value = value + T.Cast(f"float32x{lanes}", code) * T.broadcast(a[m0 + t, column + i], lanes)
+                T.buffer_store(acc, value, [t, n, at])
+
+    def end_group(self, out: Any, acc: Any, scales: Any, first: Any, g: Any, n_tokens: int, n_tiles: int) -> None:
+        """Apply the group's scales."""
+        lanes = self.isa.lanes
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
+            scale = T.Cast(f"float32x{lanes}", scales[first + n, g, at])
+            T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])

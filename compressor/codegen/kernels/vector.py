@@ -1,0 +1,132 @@
+"""Vector expressions that the kernel families share: one place for instruction sets and float formats.
+
+Every function takes and returns TIR expressions over vectors of ``lanes`` 32-bit elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.formats import Format
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An x86 instruction set as the kernels see it."""
+
+    name: str
+    lanes: int  # 32-bit lanes of a register
+    vnni: bool  # has vpdpbusd
+    cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list
+    mcpu: str
+
+
+AVX512_VNNI = Isa(
+    "avx512_vnni", 16, True, ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"), "cascadelake"
+)
+AVX2 = Isa("avx2", 8, False, ("avx2", "fma", "f16c"), "haswell")
+ISAS = {isa.name: isa for isa in (AVX512_VNNI, AVX2)}
+
+
+def splat(value: Any, lanes: int) -> Any:
+    """A vector of ``lanes`` equal int32 constants."""
+    value &= 0xFFFFFFFF
+    return T.broadcast(T.int32(value - (1 << 32) if value >> 31 else value), lanes)
+
+
+def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
+    """Codes of columns ``4 * quad .. 4 * quad + 3`` of a chunk, one a byte, one row a lane.
+
+    Args:
+        word: callable from the index of a chunk's word to its int32 vector.
+    """
+    result, offset, first = None, 0, 0
+    for width in fmt.planes:
+        index, j = divmod(quad, 8 // width)
+        bits = word(first + index)
+        if j:
+            bits = T.shift_right(bits, splat(width * j, lanes))
+        if width < 8:
+            bits = T.bitwise_and(bits, splat(((1 << width) - 1) * 0x01010101, lanes))
+        if offset:
+            bits = T.shift_left(bits, splat(offset, lanes))
+        result = bits if result is None else T.bitwise_or(result, bits)
+        offset, first = offset + width, first + fmt.chunk_columns * width // 32
+    return result
+
+
+def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
+    """``acc + sum over 4 bytes of codes (unsigned) * activation (signed)`` in int32.
+
+    Args:
+        codes: int32 vector of four unsigned bytes a lane.
+        activation: int32 vector of four signed bytes a lane.
+    """
+    octets, lanes = f"int8x{4 * isa.lanes}", isa.lanes
+    a = T.reinterpret(activation, dtype=octets)
+    if isa.vnni:
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
+        return T.call_llvm_pure_intrin(name, acc, T.reinterpret(codes, dtype=octets), a, dtype=f"int32x{lanes}")
+
+    def products(unsigned: Any) -> Any:
+        pairs = T.call_llvm_pure_intrin(
+            T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.ub.sw"),
+            T.reinterpret(unsigned, dtype=octets),
+            a,
+            dtype=f"int16x{2 * lanes}",
+        )
+        ones = T.broadcast(T.int16(1), 2 * lanes)
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.wd")
+        return T.call_llvm_pure_intrin(name, pairs, ones, dtype=f"int32x{lanes}")
+
+    if fmt.bits < 8:  # 2 * 127 * 127 fits the saturating 16-bit sum of pmaddubsw
+        return acc + products(codes)
+    low = products(T.bitwise_and(codes, splat(0x7F7F7F7F, lanes)))
+    high = products(T.bitwise_and(T.shift_right(codes, splat(7, lanes)), splat(0x01010101, lanes)))
+    return acc + low + T.shift_left(high, splat(7, lanes))
+
+
+def to_float(value: Any, storage: str, lanes: int) -> Any:
+    """A loaded vector (or scalar, one lane) of stored floats as float32; bfloat16 is stored as uint16."""
+    suffix = f"x{lanes}" if lanes > 1 else ""
+    if storage == "float32":
+        return value
+    if storage == "float16":
+        return T.Cast(f"float32{suffix}", value)
+    sixteen = T.broadcast(T.uint32(16), lanes) if lanes > 1 else T.uint32(16)
+    return T.reinterpret(T.shift_left(T.Cast(f"uint32{suffix}", value), sixteen), dtype=f"float32{suffix}")
+
+
+def exp(x: Any, lanes: int) -> Any:
+    """``e ** x`` to 2 units in the last place for x in [-87, 88], clamped outside.
+
+    Range reduction by ln 2 in two parts and a degree-6 polynomial (the Cephes ``expf`` scheme): the
+    scalar call to libm that LLVM emits instead costs about ten times as much.
+    """
+
+    def const(value: float) -> Any:
+        return T.broadcast(T.float32(value), lanes) if lanes > 1 else T.float32(value)
+
+    x = T.min(T.max(x, const(-87.0)), const(88.0))
+    n = T.floor(x * const(1.44269504088896341) + const(0.5))
+    r = x - n * const(0.693359375) - n * const(-2.12194440e-4)
+    p = const(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + const(c)
+    p = p * r * r + r + const(1.0)
+    suffix = f"x{lanes}" if lanes > 1 else ""
+    bias = splat(127, lanes) if lanes > 1 else T.int32(127)
+    shift = splat(23, lanes) if lanes > 1 else T.int32(23)
+    power = T.shift_left(T.Cast(f"int32{suffix}", n) + bias, shift)
+    return p * T.reinterpret(power, dtype=f"float32{suffix}")
+
+
+def emit_tree_sum(buffer: Any, lanes: int, *prefix: Any) -> None:
+    """Emit stores that leave the sum of ``buffer[*prefix, 0:lanes]`` in element 0 (LLVM makes shuffles of them)."""
+    while lanes > 1:
+        lanes //= 2
+        for i in range(lanes):
+            T.buffer_store(buffer, buffer[(*prefix, i)] + buffer[(*prefix, lanes + i)], [*prefix, i])

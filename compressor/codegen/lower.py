@@ -1,0 +1,193 @@
+"""FX -> Relax -> kernels: one readable list of phases, and a check of the stored bytes after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from tvm import relax
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+from tvm_ffi import structural_walk
+
+from compressor.capture import reexport
+from compressor.codegen.convert import Converter
+from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.kernels.vector import Isa
+from compressor.codegen.targets import Target
+from compressor.codegen.tune import Tuner, cpu_name
+from compressor.errors import VerificationError
+
+_CONSTANT_BYTES_ALLOWED = 1 << 16
+"""Rotary frequencies and the like may be constants; weights may not."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """Compiled kernels and the program that calls them.
+
+    Attributes:
+        executable: TVM's executable.
+        parameters: names of the parameters, in the order of the entry function's last argument, a tuple.
+        kernels: one record a kernel: name, family, shape, format, schedule, evidence.
+        isa: the instruction set that it needs.
+    """
+
+    executable: Any
+    parameters: list[str]
+    kernels: list[dict[str, Any]]
+    isa: Isa
+
+    def save(self, path: Path, target: Target) -> None:
+        """Link the shared library ``path``; raises ToolchainError."""
+
+        def link(output: str, objects: Any, **_options: Any) -> None:
+            target.link(output, [str(name) for name in objects])
+
+        link.output_format = "so"  # type: ignore[attr-defined]
+        link.object_format = "o"  # type: ignore[attr-defined]
+        self.executable.export_library(str(path), fcompile=link)
+
+
+def phases() -> list[tuple[str, tvm.transform.Pass]]:
+    """The phases from the imported program to what the virtual machine runs.
+
+    TVM's default list folds constants, which would evaluate packed weights back to dense ones; this one does not.
+    """
+    t = relax.transform
+    return [
+        ("bundle_parameters", t.BundleModelParams()),
+        ("legalize", t.LegalizeOps()),
+        ("annotate", t.AnnotateTIROpPattern()),
+        ("fuse_ops", t.FuseOps()),
+        ("fuse_tir", t.FuseTIR()),
+        ("drop_dead_code", t.DeadCodeElimination()),
+        ("schedule_elementwise", ScheduleElementwise()),
+        ("rewrite_reshapes", t.RewriteDataflowReshape()),
+        ("leave_dataflow", t.ToNonDataflow()),
+        ("drop_purity", t.RemovePurityChecking()),
+        ("call_kernels", t.CallTIRRewrite()),
+        ("plan_memory", t.StaticPlanBlockMemory()),
+        ("allocate", t.LowerAllocTensor()),
+        ("free", t.KillAfterLastUse()),
+        ("lower_builtins", t.LowerRuntimeBuiltin()),
+        ("compute_values", t.ComputePrimValue()),
+        ("lower_shapes", t.VMShapeLower()),
+        ("name_globals", t.AttachGlobalSymbol()),
+    ]
+
+
+def compile_graph(
+    graph: GraphModule,
+    target: Target,
+    *,
+    tune: str = "quick",
+    threads: int = 1,
+    dump: Callable[[str, str], None] | None = None,
+    tuner: Tuner | None = None,
+) -> Library:
+    """Lower a graph and generate its kernels.
+
+    Args:
+        tune: ``off``, ``quick`` or ``full``.
+        threads: threads that tuning may use; part of the tuning key.
+        dump: called with (phase, text) after each phase.
+    Raises:
+        VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
+        ToolchainError, UsageError: from the target.
+    """
+    isa = target.resolve()
+    tvm_target = target.tvm_target(isa)
+    runs_here = target.executes(isa)
+    tuner = tuner or Tuner(tune, tvm_target if runs_here else None, f"{isa.name}|{cpu_name()}|{threads} threads")
+    converter = Converter(isa, tuner)
+    program = reexport(graph)
+    mod, parameters = _import(program, converter)
+    expected = {name: p.numel() * p.element_size() for name, p in graph.named_parameters()}
+    with tvm_target:
+        check_storage(mod, "import", parameters, expected)
+        for name, phase in phases():
+            mod = phase(mod)
+            check_storage(mod, name, parameters, expected)
+            if dump is not None:
+                dump(name, mod.script())
+        executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
+    if tuner.log:
+        tuner.database.save()
+    evidence = "executed" if runs_here else "compiled"
+    kernels = [{**record, "evidence": evidence} for record in converter.records]
+    return Library(executable, parameters, kernels, isa)
+
+
+class _Importer(ExportedProgramImporter):  # type: ignore[misc]
+    """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits."""
+
+    def __init__(self, decoder: bool) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    @staticmethod
+    def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tvm.runtime.empty((1,), "float32")  # dropped again: parameters stay inputs
+        return tvm.runtime.tensor(tensor.detach().numpy())
+
+    def create_input_vars(self, exported_program: ExportedProgram) -> Any:
+        parameters, inputs, constraints = super().create_input_vars(exported_program)
+        for name, var in parameters.items():
+            if var.ty.dtype == "bfloat16":
+                parameters[name] = relax.Var(name, relax.TensorType(var.ty.shape, "uint16"))
+        return parameters, inputs, constraints
+
+    def _flatten_output_args(self, output_args: Any) -> Any:  # type: ignore[override]
+        # New keys and values are outputs in FX; here the attention kernels write them to the caches in place.
+        flat = ExportedProgramImporter._flatten_output_args(output_args)
+        return flat[:1] if self.decoder else flat
+
+
+def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModule, list[str]]:
+    kind = torch.export.graph_signature.InputKind
+    decoder = any("cached_attention" in str(node.target) for node in program.graph.nodes)
+    try:
+        mod = _Importer(decoder).from_exported_program(
+            program,
+            keep_params_as_input=True,
+            unwrap_unit_return_tuple=True,
+            no_bind_return_tuple=False,
+            custom_convert_map=converter.table(),
+        )
+    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
+        raise VerificationError(
+            f"lowering: an operator of the captured graph cannot be lowered: {error}; report it with the output of --dump"
+        ) from error
+    mod["main"] = mod["main"].without_attr("params")
+    specs = program.graph_signature.input_specs
+    return mod, [str(spec.target) for spec in specs if spec.kind is kind.PARAMETER]
+
+
+def check_storage(mod: tvm.IRModule, phase: str, parameters: list[str], expected: dict[str, int]) -> None:
+    """Assert that no phase undid the compression ("what is claimed is stored").
+
+    Constants must stay small, and no tensor of fixed shape may be as large as a packed weight would be dense.
+
+    Raises:
+        VerificationError: names the phase.
+    """
+    constants: list[int] = []
+
+    def count(node: Any) -> None:
+        constants.append(int(node.data.numpy().nbytes))
+
+    for func in mod.functions.values():
+        if isinstance(func, relax.Function):
+            structural_walk(func, (relax.Constant, count))
+    if sum(constants) > _CONSTANT_BYTES_ALLOWED:
+        raise VerificationError(
+            f"lowering phase {phase!r}: {sum(constants)} bytes of constants (allowed: {_CONSTANT_BYTES_ALLOWED}); "
+            "weights were folded into the program"
+        )

@@ -1,0 +1,90 @@
+"""x86-64 with AVX2 or AVX512-VNNI: detection, TVM target, linking."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compressor.codegen.kernels.vector import ISAS, Isa
+from compressor.errors import ToolchainError, UsageError
+
+if TYPE_CHECKING:
+    import tvm
+
+
+def host_flags() -> frozenset[str]:
+    """CPU flags of this machine as Linux names them; empty where it is no x86-64 Linux."""
+    info = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not info.exists():
+        return frozenset()
+    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+@dataclass(frozen=True)
+class X86:
+    """Linux on x86-64.
+
+    Attributes:
+        isa: ``native`` (the best this machine has), ``avx512_vnni`` or ``avx2``.
+    """
+
+    isa: str = "native"
+
+    def resolve(self) -> Isa:
+        """The instruction set to generate for.
+
+        Raises:
+            UsageError: no such instruction set, or ``native`` on a machine that has none of them.
+        """
+        if self.isa != "native":
+            if self.isa not in ISAS:
+                raise UsageError(f"target x86: isa {self.isa!r} is unknown; there are: native, {', '.join(ISAS)}")
+            return ISAS[self.isa]
+        for isa in ISAS.values():
+            if self.executes(isa):
+                return isa
+        raise UsageError(
+            f"target x86: this machine ({platform.machine()}) has none of {', '.join(ISAS)}; "
+            "name the target machine's: target: {x86: {isa: avx2}}"
+        )
+
+    def executes(self, isa: Isa) -> bool:
+        """Whether this machine can execute code for ``isa``."""
+        return host_flags().issuperset(isa.cpu_flags)
+
+    def tvm_target(self, isa: Isa) -> tvm.target.Target:
+        """TVM's target; LLVM takes the features from the name of a CPU generation that has just these."""
+        import tvm
+
+        return tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": isa.mcpu})
+
+    def link(self, output: str, objects: Sequence[str]) -> None:
+        """Link with the C++ compiler on PATH, else with the ``ziglang`` package's.
+
+        Raises:
+            ToolchainError: there is neither, or the link failed.
+        """
+        command = [*_compiler(), "-shared", "-fPIC", "-o", output, *objects]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ToolchainError(f"linking the kernels failed: {' '.join(command)}\n{done.stderr.strip()}")
+
+
+def _compiler() -> list[str]:
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.28"]
+    raise ToolchainError(
+        "no C++ compiler to link the kernels with: none of c++, g++, clang++ is on PATH and the package ziglang is not "
+        "installed; install one, for instance `apt-get install g++` or `pip install 'compressor[zig]'`"
+    )

@@ -1,0 +1,200 @@
+"""Every kernel family against the eager reference of its operator: all formats, ragged shapes, both instruction sets.
+
+A kernel for an instruction set that this machine lacks is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import tvm
+
+import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, vector
+from compressor.codegen.targets.x86 import X86
+from compressor.formats import Format
+from compressor.packing import PackedWeight, pack
+
+OPS = torch.ops.compressor
+TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
+
+
+def build(func: tvm.tirx.PrimFunc, isa: vector.Isa) -> Any:
+    """Compile one kernel for ``isa``."""
+    if not X86().executes(isa):
+        pytest.skip(f"this machine has no {isa.name}")
+    module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
+    return tvm.compile(module, target=X86().tvm_target(isa))["kernel"]
+
+
+def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> torch.Tensor:
+    """Call with torch operands (None is left out), the output last; NaN shows what was not written."""
+    result = tvm.runtime.tensor(torch.full(out, float("nan")).numpy())
+    arrays = [t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in operands if t is not None]
+    kernel(*(tvm.runtime.tensor(t.numpy()) for t in arrays), result)
+    return torch.from_numpy(result.numpy())
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
+    groups = fmt.groups(columns)
+    codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
+    zeros = torch.randint(fmt.levels, (rows, groups), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(rows, groups, generator=rng) + 0.1).half()
+    return pack(codes, scales, None if fmt.symmetric else zeros, fmt)
+
+
+@pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
+@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None:
+    pick = random.Random(f"{bits} {activation_bits} {isa.name}")
+    rng = torch.Generator().manual_seed(bits)
+    strategy = pick.choice(["tensor", "channel", "group", "group"])
+    size = pick.choice([32, 64]) if strategy == "group" else 0
+    fmt = Format(bits, pick.random() < 0.5, strategy, size, activation_bits)  # type: ignore[arg-type]
+    rows, columns, has_bias = pick.randint(1, 70), pick.randint(5, 200), pick.random() < 0.5
+    packed = random_packed(fmt, rows, columns, rng)
+    bias = torch.randn(rows, generator=rng) if has_bias else None
+    tiles = packed.codes.shape[0]
+    schedule = pick.choice(packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt))
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
+    for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
+        x = torch.randn(batch, tokens, columns, generator=rng)
+        x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
+        got = run(kernel, x, packed.codes, packed.scales, packed.zeros, bias, out=(batch, tokens, rows))
+        args = (packed.codes, packed.scales, packed.zeros, bias, fmt.name, columns, rows)
+        assert relative_error(got, OPS.packed_linear(x, *args)) < TOLERANCE, (fmt.name, rows, columns, tokens)
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("name", ["W4A8_G32", "W4A16_G32"])
+def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> None:
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
+    rows, columns = 128, 96
+    space = packed_linear.gemm_space(8, 4, fmt)
+    gemv = packed_linear.gemv_space(8)
+    schedule = packed_linear.Schedule(gemv[index % len(gemv)].gemv_tiles, space[index].gemm_tiles, space[index].gemm_tokens)
+    packed = random_packed(fmt, rows, columns, rng)
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, vector.AVX512_VNNI, schedule), vector.AVX512_VNNI)
+    for tokens in (1, 5, 16):
+        x = torch.randn(1, tokens, columns, generator=rng)
+        got = run(kernel, x, packed.codes, packed.scales, out=(1, tokens, rows))
+        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, name, columns, rows)
+        assert relative_error(got, expected) < TOLERANCE
+
+
+def test_integer_sums_do_not_saturate() -> None:
+    """The largest codes against the largest activations, where a 16-bit intermediate would overflow."""
+    for isa in vector.ISAS.values():
+        for bits in (7, 8):
+            fmt = Format(bits, False, "channel", 0, 8)
+            codes = torch.full((16, 64), fmt.levels - 1, dtype=torch.uint8)
+            packed = pack(codes, torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8), fmt)
+            schedule = packed_linear.gemv_space(1)[0]
+            kernel = build(packed_linear.packed_linear(16, 64, fmt, False, isa, schedule), isa)
+            x = torch.ones(1, 1, 64)
+            got = run(kernel, x, packed.codes, packed.scales, packed.zeros, out=(1, 1, 16))
+            assert relative_error(got, torch.full((1, 1, 16), 64.0 * (fmt.levels - 1))) < TOLERANCE
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "has_bias"), [(40, 172, True), (37, 64, False), (1, 5, True)])
+def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: bool) -> None:
+    rng = torch.Generator().manual_seed(rows)
+    names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "uint16"}
+    weight = torch.randn(rows, columns, generator=rng).to(storage)
+    bias = torch.randn(rows, generator=rng) if has_bias else None
+    for isa in vector.ISAS.values():
+        for schedule in dense_linear.gemm_space(dense_linear.gemv_space()[1].gemv_rows)[:2]:
+            kernel = build(dense_linear.dense_linear(rows, columns, names[storage], has_bias, schedule), isa)
+            for batch, tokens in [(1, 1), (2, 3), (1, 16)]:
+                x = torch.randn(batch, tokens, columns, generator=rng)
+                got = run(kernel, x, weight, bias, out=(batch, tokens, rows))
+                assert relative_error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE
+
+
+@pytest.mark.parametrize("width", [8, 64, 172, 2048])
+def test_norms(width: int) -> None:
+    rng = torch.Generator().manual_seed(width)
+    weight, bias = torch.randn(width, generator=rng), torch.randn(width, generator=rng)
+    rms = build(norm.norm(width, 1e-5, False, False), vector.AVX2)
+    layer = build(norm.norm(width, 1e-5, True, True), vector.AVX2)
+    for tokens in (1, 3, 40):
+        x = torch.randn(2, tokens, width, generator=rng) * 5 + 1
+        assert relative_error(run(rms, x, weight, out=x.shape), OPS.rms_norm(x, weight, 1e-5)) < TOLERANCE
+        expected = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-5)
+        assert relative_error(run(layer, x, weight, bias, out=x.shape), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "window", "softcap", "has_sinks"),
+    [(8, 4, 8, 0, 0.0, False), (4, 2, 64, 3, 0.0, False), (4, 4, 32, 0, 2.0, False), (6, 1, 12, 5, 0.0, True)],
+)
+def test_cached_attention(
+    heads: int, kv_heads: int, width: int, window: int, softcap: float, has_sinks: bool
+) -> None:
+    rng = torch.Generator().manual_seed(width)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    kernel = build(
+        attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, has_sinks), vector.AVX512_VNNI
+    )
+    sinks = normal(heads) if has_sinks else None
+    for past, new in [(0, 1), (0, 5), (5, 1), (7, 20), (37, 3)]:
+        k_cache, v_cache = normal(2, kv_heads, 40, width), normal(2, kv_heads, 40, width)
+        q, k, v = normal(2, heads, new, width) * 4, normal(2, kv_heads, new, width), normal(2, kv_heads, new, width)
+        position = torch.arange(past, past + new)
+        caches = [tvm.runtime.tensor(t.numpy()) for t in (k_cache, v_cache)]
+        out = tvm.runtime.tensor(torch.full((2, new, heads, width), float("nan")).numpy())
+        rest = [tvm.runtime.tensor(t.numpy()) for t in (position, sinks) if t is not None]
+        kernel(*(tvm.runtime.tensor(t.numpy()) for t in (q, k, v)), *caches, *rest, out)
+        expected = OPS.cached_attention(q, k, v, k_cache, v_cache, position, 0.3, window, softcap, sinks)
+        assert relative_error(torch.from_numpy(out.numpy()), expected) < TOLERANCE
+        for cache, got, fresh in zip((k_cache, v_cache), caches, (k, v), strict=True):
+            cache[:, :, past : past + new] = fresh
+            assert torch.equal(torch.from_numpy(got.numpy()), cache)  # written where it must be and nowhere else
+
+
+def test_masked_attention_ignores_padding() -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 9, 32, generator=rng) for _ in range(3))
+    mask = torch.ones(2, 9)
+    mask[1, 5:] = 0
+    kernel = build(attention.masked_attention(4, 4, 32, 0.2), vector.AVX2)
+    got = run(kernel, q, k, v, mask, out=(2, 9, 4, 32))
+    assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
+
+
+def test_embedding() -> None:
+    table = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([[0, 49, 7], [3, 3, 1]])
+    kernel = build(embedding.embedding(50, 24, "uint16"), vector.AVX2)
+    assert torch.equal(run(kernel, table, ids, out=(2, 3, 24)), table.float()[ids])
+
+
+def test_exponential_is_within_two_units_in_the_last_place() -> None:
+    from tvm.script import tirx as T
+
+    every = T.ramp(0, 1, 16)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel(x_: T.handle, y_: T.handle) -> None:
+        n = T.int64()
+        x = T.match_buffer(x_, (n, 16), "float32")
+        y = T.match_buffer(y_, (n, 16), "float32")
+        for i in range(n):
+            y[i, every] = vector.exp(x[i, every], 16)
+
+    x = torch.linspace(-86.9, 87.9, 160000).view(-1, 16)
+    got = run(build(kernel, vector.AVX2), x, out=tuple(x.shape)).double()
+    expected = x.double().exp()
+    assert float(((got - expected) / expected).abs().max()) < 2 * torch.finfo(torch.float32).eps

@@ -1,0 +1,95 @@
+"""Formats and packing: exact round trips, counted bytes, the documented layout, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compressor.errors import CompressorError, UsageError
+from compressor.formats import FORMATS, Format
+from compressor.packing import choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
+
+
+@st.composite
+def formats(draw: st.DrawFn) -> Format:
+    bits = draw(st.integers(2, 8))
+    strategy = draw(st.sampled_from(["tensor", "channel", "group"]))
+    size = 32 * draw(st.integers(1, 3)) if strategy == "group" else 0
+    return Format(bits, draw(st.booleans()), strategy, size, draw(st.sampled_from([8, 16])))
+
+
+@settings(deadline=None, max_examples=80)
+@given(formats(), st.integers(1, 50), st.integers(1, 150), st.integers(0, 2**31))
+def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
+    scales = torch.rand(rows, fmt.groups(columns), generator=rng).half()
+    zeros = None if fmt.symmetric else torch.randint(fmt.levels, scales.shape, generator=rng, dtype=torch.uint8)
+    packed = pack(codes, scales, zeros, fmt)
+    got_codes, got_scales, got_zeros = unpack(packed)
+    assert torch.equal(got_codes, codes) and torch.equal(got_scales, scales)
+    assert (got_zeros is None) if zeros is None else torch.equal(got_zeros, zeros)
+    assert packed.nbytes == fmt.packed_bytes(rows, columns)
+    size = fmt.columns(columns)
+    for group in range(fmt.groups(columns)):
+        part = slice(group * size, (group + 1) * size)
+        zero = None if zeros is None else zeros[:, group]
+        expected = grid_values(codes[:, part], scales[:, group], zero, fmt)
+        assert torch.equal(dequantize(packed)[:, part], expected)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_layout_is_the_documented_one(bits: int) -> None:
+    """Reads single codes back by the bit positions that the formats module documents."""
+    fmt = Format(bits, True, "channel", 0)
+    rows, columns = 20, 70
+    codes = torch.randint(fmt.levels, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack(codes, torch.ones(rows, 1).half(), None, fmt).codes
+    for row, column in [(0, 0), (3, 5), (15, 31), (16, 32), (19, 69), (7, 47)]:
+        chunk, inside = divmod(column, fmt.chunk_columns)
+        value = offset = first = 0
+        for width in fmt.planes:
+            word, place = divmod(inside, 32 // width)
+            j, i = divmod(place, 4)
+            bits_of_word = int(packed[row // 16, chunk, first + word, row % 16]) & 0xFFFFFFFF
+            value |= (bits_of_word >> (8 * i + width * j) & ((1 << width) - 1)) << offset
+            offset, first = offset + width, first + fmt.chunk_columns * width // 32
+        assert value == codes[row, column]
+
+
+@settings(deadline=None, max_examples=60)
+@given(formats(), st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 1e4), st.integers(0, 2**31))
+def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: int, size: float, seed: int) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
+    scales, zeros = choose_grid(weight, fmt)
+    values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+    # Half a step, one float16 rounding of the scale over the whole range, and what the symmetric grid
+    # lacks at its positive end (half a step).
+    bound = scales.float()[:, None] * (1.0 + fmt.levels * 2.0**-11) + 2.0**-24 * fmt.levels
+    assert bool(((values - weight).abs() <= bound).all())
+
+
+def test_grid_keeps_zero_and_survives_extremes() -> None:
+    for name in ("W4A16_G32", "W4A16_ASYM_G32", "W8A8", "W2A16_ASYM_G32"):
+        fmt = Format.parse(name)
+        for weight in (torch.zeros(3, 8), torch.full((3, 8), 1e-30), torch.full((3, 8), -5.0)):
+            scales, zeros = choose_grid(weight, fmt)
+            values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+            assert bool(torch.isfinite(values).all())
+            zero = round_to_grid(torch.zeros(3, 1), scales, zeros, fmt)
+            assert bool((grid_values(zero, scales, zeros, fmt) == 0).all())
+        for bad in (float("nan"), float("inf"), 1e9):
+            with pytest.raises(CompressorError, match="NaN, inf"):
+                choose_grid(torch.full((1, 8), bad), fmt)
+
+
+def test_names_round_trip_and_errors_say_what_is_near() -> None:
+    for name, fmt in FORMATS.items():
+        assert fmt.name == name and Format.parse(name) == fmt
+    assert Format.parse("w4a16") == Format.parse("W4A16_G128")
+    assert Format.parse("W8A8").strategy == "channel"
+    for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32")]:
+        with pytest.raises(UsageError, match=expected):
+            Format.parse(name)
