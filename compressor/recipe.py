@@ -1,0 +1,296 @@
+"""YAML -> Recipe.  Every error says ``file:line: key: what; why; nearest valid name``."""
+
+from __future__ import annotations
+
+import copy
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+
+from compressor.errors import RecipeError
+from compressor.gates import QUALITY, Gate
+from compressor.recipe_overrides import apply_override, set_value
+from compressor.recipe_passes import build_passes, pass_options, recipe_name
+from compressor.recipe_source import expand_data, find_shipped, is_file, read_recipe, shipped_names
+from compressor.recipe_yaml import KeyPath, Origin, Source, nearest
+from compressor.resources import resource
+from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
+
+__all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+class TargetSpec(Section):
+    """What to generate code for: the target's name, and the instruction set (``native``: what this CPU has)."""
+
+    name: StrictStr
+    isa: Literal["native", "avx512_vnni", "avx2"] = "native"
+
+
+class Recipe(Section):
+    """A model, and everything that is to happen to it.
+
+    Attributes:
+        model: folder (beside the recipe, or in the current folder), name of a shipped model, or hub id.
+        trust_remote_code: run code that comes with the model.
+        calibration: text that calibrated passes learn from.
+        evaluation: text that quality is measured on.
+        passes: the passes, in order: frozen dataclasses as :class:`compressor.pipeline.Pass` says.
+        target: what to generate code for.
+        tune: how long to search for fast kernels.
+        gates: what the result must reach.
+        output: folder of the bundle, relative to the current folder.
+        seed: of every random choice outside calibration.
+    """
+
+    model: StrictStr | None = Field(default=None, min_length=1)
+    trust_remote_code: StrictBool = False
+    calibration: TextSpec | None = None
+    evaluation: EvaluationSpec = EvaluationSpec()
+    passes: tuple[Any, ...]
+    target: TargetSpec = TargetSpec(name="x86")
+    tune: Literal["off", "quick", "full"] = "quick"
+    gates: tuple[Gate, ...] = ()
+    output: StrictStr | None = Field(default=None, min_length=1)
+    seed: StrictInt = Field(default=0, ge=0, lt=2**63)
+
+    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.calibration is not None and self.calibration.held_out:
+            name = self.calibration.name or self.calibration.files
+            raise ValueError(f"calibration: {name} is held out, for evaluation only; calibrate on other text")
+        if self.calibration is None and self.evaluation.kind is None:
+            for gate in self.gates:
+                if gate.metric in QUALITY:
+                    raise ValueError(f"gates.{gate.metric}: there is no text to measure it on; add `evaluation:`")
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
+        """Build a recipe from plain data with the keys of the YAML form.
+
+        An entry of ``passes`` may also be a pass itself.  Relative paths refer to ``folder``, then to the
+        current folder.
+
+        Raises:
+            RecipeError: as :func:`load_recipe`, with ``recipe`` in the place of ``file:line``.
+        """
+        source = Source(copy.deepcopy(dict(data)), {(): Origin("recipe", 0, Path(folder))})
+        expand_data(source)
+        return _build(source)
+
+    def problem(self, path: KeyPath, what: str) -> RecipeError:
+        """An error about one of the recipe's keys that says where the key was written."""
+        return self._source.error(path, what)
+
+    def model_source(self) -> Path | str:
+        """The model's folder, or its id on the Hugging Face hub.
+
+        Raises:
+            RecipeError: there is none of either kind.
+        """
+        if self.model is None:
+            raise self.problem((), "model: missing; add `model:`, or name one with --model")
+        folder = self._source.origin(("model",)).folder
+        shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
+        places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
+        for place in places:
+            try:
+                if place.is_dir():
+                    return place
+            except (OSError, ValueError):
+                continue
+        if _HUB_ID.fullmatch(self.model) and not self.model.startswith("."):
+            return self.model
+        looked = " and ".join(dict.fromkeys(map(str, places)))
+        raise self.problem(("model",), f"{self.model!r} is neither a folder (looked at {looked}) nor a hub id")
+
+    def check_files(self) -> None:
+        """Check that the model and all files are there, and have the hashes that the recipe states.
+
+        Raises:
+            RecipeError: something is missing or changed.
+        """
+        self.model_source()
+        for spec in (self.calibration, self.evaluation):
+            if spec is not None:
+                spec.find_files()
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
+
+        ``output`` is left out: where the bundle is written to says nothing about what is in it.
+        """
+        others = {"calibration", "evaluation", "passes", "gates", "target", "output"}
+        plain = self.model_dump(mode="json", exclude=others)
+        plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
+        plain["evaluation"] = self.evaluation.resolved()
+        plain["passes"] = [{recipe_name(step): pass_options(step)} for step in self.passes]
+        plain["target"] = {self.target.name: {"isa": self.target.isa}}
+        plain["gates"] = {gate.metric: str(gate) for gate in self.gates}
+        return plain
+
+
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    target: str | None = None,
+    output: str | None = None,
+) -> Recipe:
+    """Read a recipe file, or a shipped recipe by its name.
+
+    Files that the recipe names (model, texts) are not looked at: :meth:`Recipe.check_files` does that.
+
+    Args:
+        path: a YAML file, or a name such as ``quickstart``.
+        overrides: ``dotted.key=value`` each, as after ``--set``.
+        model, target, output: values of the options of that name; relative paths refer to the current folder.
+    Raises:
+        RecipeError: anything about it is wrong.
+    """
+    file = Path(path)
+    if not is_file(file):
+        shipped = find_shipped("recipes", str(path))
+        if shipped is None:
+            hint = nearest(file.stem, shipped_names("recipes"))
+            raise RecipeError(f"{path}: no such file, and no shipped recipe has that name; {hint}")
+        file = shipped
+    source = read_recipe(file)
+    for name, value in (("model", model), ("target", target), ("output", output)):
+        if value is not None:
+            source.graft((name,), value, Source({}, {(): Origin(f"--{name}")}))
+    for text in overrides:
+        apply_override(source, text)
+    expand_data(source)
+    return _build(source)
+
+
+def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:
+    """Read a data specification as given on the command line: a set's name, a .yaml file, YAML, or a text file.
+
+    Raises:
+        RecipeError: it is none of them.
+    """
+    key, origin = ("evaluation" if evaluation else "calibration"), Origin("--data")
+    source = Source({}, {(): origin})
+    if is_file(Path(text)) and not text.endswith((".yaml", ".yml")):
+        source.graft((key,), {"text": text}, Source({}, {(): origin}))
+    else:
+        set_value(source, [key], text, origin)
+    expand_data(source)
+    spec = _build(Source({**source.data, "passes": []}, source.origins))
+    found = spec.evaluation if evaluation else spec.calibration
+    if found is None or found.kind is None:
+        raise RecipeError(f"{origin}: {text!r} names no text")
+    return found
+
+
+def target_names() -> list[str]:
+    """Names of the targets: the files in ``codegen/targets``."""
+    folder = Path(__file__).parent / "codegen" / "targets"
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.name.startswith("_"))
+
+
+def _build(source: Source) -> Recipe:
+    """Validate; all problems that can be told apart are reported, one a line."""
+    problems: list[str] = []
+    data = dict(source.data)
+    if "passes" in data:
+        data["passes"] = build_passes(source, problems)
+    if data.get("gates") is not None:
+        data["gates"] = _build_gates(source, problems)
+    if data.get("target") is not None:
+        data["target"] = _target(source, problems)
+    _default_window(data)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        problems += [_explain(source, problem) for problem in error.errors(include_url=False)]
+    if problems:
+        raise RecipeError("\n".join(dict.fromkeys(problems)))
+    recipe._source = source
+    for key, spec in (("calibration", recipe.calibration), ("evaluation", recipe.evaluation)):
+        if spec is not None and spec.kind is not None:
+            path = (key, spec.kind)
+            spec.locate(source.origin(path).folder, f"{source.origin(path)}: {key}.{spec.kind}")
+    return recipe
+
+
+def _default_window(data: dict[str, Any]) -> None:
+    """Evaluate at the length that was calibrated at, unless the recipe says otherwise."""
+    calibration, evaluation = data.get("calibration"), data.get("evaluation")
+    if isinstance(calibration, dict) and calibration.get("sequence_length") is not None:
+        if evaluation is None:
+            evaluation = {}
+        if isinstance(evaluation, dict) and evaluation.get("window") is None:
+            data["evaluation"] = {**evaluation, "window": calibration["sequence_length"]}
+
+
+def _build_gates(source: Source, problems: list[str]) -> tuple[Gate, ...]:
+    gates = source.data["gates"]
+    if not isinstance(gates, dict):
+        problems.append(source.locate(("gates",), f'expected `metric: "<= value"` lines; found {gates!r:.80}'))
+        return ()
+    built = []
+    for metric, text in gates.items():
+        try:
+            if text is not None:
+                built.append(Gate.parse(str(metric), text))
+        except RecipeError as error:
+            problems.append(source.locate(("gates", metric), str(error)))
+    return tuple(built)
+
+
+def _target(source: Source, problems: list[str]) -> Any:
+    """``x86`` or ``{x86: {isa: ...}}`` as a TargetSpec's fields."""
+    target = source.data["target"]
+    name: Any = target
+    options: Any = {}
+    if isinstance(target, dict) and len(target) == 1:
+        ((name, options),) = target.items()
+    if not isinstance(name, str) or not isinstance(options, dict | None):
+        problems.append(source.locate(("target",), f"expected a name or `name: {{options}}`; found {target!r:.80}"))
+        return None
+    if name not in target_names():
+        problems.append(
+            source.locate(("target",), f"no target is called {name!r:.80}; {nearest(name, target_names())}")
+        )
+        return None
+    try:
+        return TargetSpec(name=name, **(options or {}))
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            located = {**problem, "loc": ("target", name, *problem["loc"])}
+            problems.append(_explain(source, located))
+        return None
+
+
+def _explain(source: Source, problem: Mapping[str, Any]) -> str:
+    """One of pydantic's problems in our words."""
+    path, message = tuple(problem["loc"]), str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        sections: dict[str, type[Section]] = {
+            "calibration": TextSpec, "evaluation": EvaluationSpec, "target": TargetSpec,
+        }  # fmt: skip
+        section = sections.get(str(path[0]), Recipe) if len(path) > 1 else Recipe
+        known = [key for key in section.yaml_keys() if (section, key) != (TargetSpec, "name")]
+        if section is Recipe:
+            known.append("extends")
+        return source.locate(path, f"unknown key; {nearest(str(path[-1]), known)}")
+    if problem["type"] == "missing":
+        return source.locate(path, "missing; add it")
+    if problem["type"] == "value_error":
+        key, colon, rest = message.partition(": ")
+        if path == () and colon:  # from Recipe._fits_together, which begins with the key
+            return source.locate(tuple(key.split(".")), rest)
+        return source.locate(path, message)
+    return source.locate(path, f"{problem['input']!r:.80} does not fit; {message}")

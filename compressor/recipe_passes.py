@@ -1,0 +1,114 @@
+"""Entries of a recipe's ``passes`` -> instances of the passes' dataclasses, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from compressor.errors import CompressorError, RecipeError, UsageError
+from compressor.formats import Format
+from compressor.recipe_yaml import KeyPath, Source, nearest
+
+
+def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
+    """The passes of a recipe, in order; what is wrong with them is added to ``problems``."""
+    steps = source.data["passes"]
+    if not isinstance(steps, list | tuple):
+        problems.append(source.locate(("passes",), f"expected a list of `- name: {{options}}`; found {steps!r:.80}"))
+        return ()
+    built = []
+    for index, step in enumerate(steps):
+        path: KeyPath = ("passes", index)
+        if dataclasses.is_dataclass(step) and callable(getattr(step, "run", None)):
+            built.append(step)
+            continue
+        entry = {step: {}} if isinstance(step, str) else step
+        if not isinstance(entry, dict) or len(entry) != 1:
+            problems.append(source.locate(path, f"expected one `name: {{options}}`; found {step!r:.80}"))
+            continue
+        ((name, options),) = entry.items()
+        try:
+            built.append(_build_pass(source, (*path, name), {} if options is None else options))
+        except RecipeError as error:
+            problems.append(str(error))
+    return tuple(built)
+
+
+def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
+    from compressor.pipeline import available_passes, pass_class
+
+    name = str(path[-1])
+    if name not in available_passes():
+        raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, available_passes())}")
+    if not isinstance(options, dict):
+        raise source.error(path, f"expected a mapping of options; found {options!r:.80}")
+    try:
+        kind = pass_class(name)
+        fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+        for key in options:
+            if key not in fields:
+                raise source.error((*path, key), f"{name} has no such option; {nearest(str(key), fields)}")
+        for key, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and key not in options:
+                example = f", such as `{key}: W4A16_G128`" if key == "scheme" else ""
+                raise source.error(path, f"{key}: missing; {name} needs it{example}")
+        hints = get_type_hints(kind)
+        values = {key: _option(source, (*path, key), value, hints[key]) for key, value in options.items()}
+        return kind(**values)
+    except RecipeError:
+        raise
+    except (CompressorError, ValueError, TypeError) as error:
+        raise source.error(path, str(error)) from error
+
+
+def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
+    """One option of a pass, checked against the field's annotation."""
+    if path[-1] == "scheme" and isinstance(value, str):
+        try:
+            Format.parse(value)
+        except UsageError as error:
+            raise source.error(path, str(error)) from error
+    try:
+        checked = TypeAdapter(hint).validate_python(_frozen(value))
+    except ValidationError as error:
+        reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
+        raise source.error(path, f"{value!r:.80} does not fit; {'; or '.join(reasons)}") from error
+    except PydanticUserError as error:
+        raise source.error(path, f"the pass's annotation {hint!r} cannot be read from a recipe") from error
+    if isinstance(value, bool) and not isinstance(checked, bool):
+        raise source.error(path, f"{value!r} does not fit; a number or text is expected")
+    return checked
+
+
+def recipe_name(step: Any) -> str:
+    """The name under which a recipe finds the pass."""
+    from compressor.pipeline import available_passes, pass_name
+
+    place = f"{type(step).__module__}:{type(step).__qualname__}"
+    return next((name for name, known in available_passes().items() if known == place), pass_name(step))
+
+
+def pass_options(step: Any) -> dict[str, Any]:
+    """All options of a pass, defaults included, as plain data."""
+    return {field.name: _plain(getattr(step, field.name)) for field in dataclasses.fields(step) if field.init}
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, so that a pass stays immutable."""
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Format):
+        return value.name
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

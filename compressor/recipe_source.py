@@ -1,0 +1,126 @@
+"""Recipe files as data: what a recipe extends is merged below it, data sets that it names are put in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import RecipeError
+from compressor.recipe_yaml import LARGEST_BYTES, KeyPath, Origin, Source, nearest, parse
+from compressor.resources import Kind, resource
+
+DATA_KEYS = ("calibration", "evaluation")
+SOURCE_KEYS = ("text", "json", "parquet", "hub")
+_UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a regular file; False also for names that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def find_shipped(kind: Kind, name: str) -> Path | None:
+    """The shipped YAML file of that name, if there is one."""
+    return {path.stem: path for path in resource(kind).glob("*.yaml")}.get(name)
+
+
+def shipped_names(kind: Kind) -> list[str]:
+    """Names of the shipped recipes or calibration sets."""
+    return sorted(path.stem for path in resource(kind).glob("*.yaml"))
+
+
+def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
+    """Read a recipe file, what it extends, and the data sets that it names.
+
+    Raises:
+        RecipeError: a file is missing or is not a recipe's YAML; recipes extend one another in a circle.
+    """
+    source = _read(path)
+    expand_data(source)
+    if source.data.get("extends") is None:
+        source.data.pop("extends", None)
+        return source
+    seen = [*seen, path.resolve()]
+    name, origin = source.data.pop("extends"), source.origin(("extends",))
+    if not isinstance(name, str):
+        raise source.error(("extends",), f"{name!r} is not the path or the name of a recipe")
+    written = origin.folder / name
+    base = written if is_file(written) else find_shipped("recipes", name)
+    if base is None:
+        why = f"no recipe at {str(written)!r}, and none of that name is shipped"
+        raise source.error(("extends",), f"{why}; {nearest(name, shipped_names('recipes'))}")
+    if base.resolve() in seen:
+        circle = " -> ".join(str(step) for step in [*seen, base.resolve()])
+        raise source.error(("extends",), f"recipes extend one another in a circle: {circle}; remove one `extends:`")
+    return _merge(read_recipe(base, seen), source)
+
+
+def expand_data(source: Source) -> None:
+    """Replace the name (or path) of a data set under ``calibration`` and ``evaluation`` by its content."""
+    for key in DATA_KEYS:
+        name = source.data.get(key)
+        if not isinstance(name, str):
+            continue
+        origin = source.origin((key,))
+        if name.endswith((".yaml", ".yml")):
+            places = dict.fromkeys([origin.folder / name, Path(name)])
+            path = next((place for place in places if is_file(place)), None)
+            why = f"no file at {' or '.join(repr(str(place)) for place in places)}"
+        else:
+            path = find_shipped("calibration", name)
+            why = f"no data set {name!r} is shipped; {nearest(name, shipped_names('calibration'))}"
+        if path is None:
+            raise source.error((key,), f"{why}; files are given as `{key}: {{text: FILE}}`")
+        data_set = _read(path)
+        data_set.data.setdefault("name", path.stem)
+        for unused in _UNUSED_KEYS[key]:  # a set may say how to use it for either purpose
+            data_set.data.pop(unused, None)
+        source.graft((key,), data_set.data, data_set)
+        source.origins[key,] = origin
+
+
+def _read(path: Path) -> Source:
+    if not is_file(path):
+        raise RecipeError(f"{path}: no such file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise RecipeError(f"{path}:{line}: not UTF-8 text; save it as UTF-8") from error
+    return parse(text, Origin(str(path), 1, path.parent))
+
+
+def _merge(base: Source, child: Source) -> Source:
+    """``child`` over ``base``: mappings key by key, lists and scalars wholly."""
+    merged = Source(base.data, base.origins)
+    merged.origins[()] = child.origins[()]
+    _merge_into(merged, (), child)
+    return merged
+
+
+def _merge_into(merged: Source, path: KeyPath, child: Source) -> None:
+    below, above = _at(merged.data, path), _at(child.data, path)
+    for key, value in above.items():
+        here = (*path, key)
+        # another target, or another source of text, has nothing in common with the one it replaces
+        renamed = path == () and (
+            key == "target" or (key in DATA_KEYS and isinstance(value, dict) and any(k in value for k in SOURCE_KEYS))
+        )
+        if isinstance(value, dict) and isinstance(below.get(key), dict) and not renamed:
+            _merge_into(merged, here, child)
+        else:
+            merged.graft(here, value, child, here)
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for key in path:
+        data = data[key]
+    return data

@@ -1,0 +1,197 @@
+"""Where text comes from, and how much of it is used: ``calibration:`` and ``evaluation:`` of a recipe."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from compressor.errors import RecipeError
+from compressor.recipe_source import SOURCE_KEYS, is_file
+from compressor.resources import resource
+
+Kind = Literal["text", "json", "parquet", "hub"]
+
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+_FITTING: Mapping[str, tuple[Kind, ...]] = {
+    "config": ("hub",),
+    "split": ("hub",),
+    "field": ("json", "parquet", "hub"),
+    "sha256": ("text", "json", "parquet"),
+}
+Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are errors, and null means the default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or key not in cls.yaml_keys()}
+
+    @classmethod
+    def yaml_keys(cls) -> dict[str, str]:
+        """The keys in YAML, each with the name of its field."""
+        return {info.alias or name: name for name, info in cls.model_fields.items()}
+
+
+class DataSource(Section):
+    """Text from exactly one of: text files, JSON (lines) files, parquet files, a data set on the Hugging Face hub.
+
+    Attributes:
+        name: what it is called in reports; a shipped set's own name.
+        description: for people.
+        text, json_files (key ``json``), parquet: one file or several, as written; :meth:`find_files` locates them.
+        hub: id of a data set.
+        config, split: of the hub's data set; the split is ``train`` unless given.
+        field: the field or column that holds the text (JSON, parquet, hub).
+        held_out: kept for evaluation; calibration refuses it.
+        sha256: of the files' bytes, one file after another; checked by :meth:`find_files`.
+    """
+
+    name: StrictStr = ""
+    description: StrictStr = ""
+    text: Names | None = None
+    json_files: Names | None = Field(default=None, alias="json")
+    parquet: Names | None = None
+    hub: StrictStr | None = Field(default=None, min_length=1)
+    config: StrictStr | None = None
+    split: StrictStr = "train"
+    field: StrictStr = "text"
+    held_out: StrictBool = False
+    sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _where: str = PrivateAttr(default="")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSource:
+        given = [key for key in SOURCE_KEYS if getattr(self, self.yaml_keys()[key]) is not None]
+        if len(given) > 1 or (not given and self._needs_source()):
+            found = f"found {' and '.join(given)}" if given else "found none"
+            raise ValueError(f"give exactly one of {', '.join(SOURCE_KEYS)}; {found}")
+        chosen = given[0] if given else None
+        for key, kinds in _FITTING.items():
+            if key in self.model_fields_set and chosen not in kinds and getattr(self, key) != self._default(key):
+                raise ValueError(f"`{key}` has no meaning without {' or '.join(kinds)}; remove it")
+        return self
+
+    @classmethod
+    def _needs_source(cls) -> bool:
+        return True
+
+    @classmethod
+    def _default(cls, key: str) -> object:
+        return cls.model_fields[key].default
+
+    @property
+    def kind(self) -> Kind | None:
+        """Which source it has; None for an evaluation on the rest of the calibration data."""
+        kinds: tuple[Kind, ...] = ("text", "json", "parquet", "hub")
+        return next((key for key in kinds if getattr(self, self.yaml_keys()[key]) is not None), None)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files as written; empty for the hub."""
+        return self.text or self.json_files or self.parquet or ()
+
+    def find_files(self) -> tuple[Path, ...]:
+        """Absolute paths of the files, looked for beside the recipe, in the current folder and among those shipped.
+
+        Raises:
+            RecipeError: a file is missing (all places are named) or the content is not what ``sha256`` says.
+        """
+        where = self._where or f"{self.kind}"
+        found = []
+        for name in self.files:
+            folders = (self._folder, Path(), resource("calibration"))
+            places = dict.fromkeys((folder / name).absolute() for folder in folders)
+            path = next((place for place in places if is_file(place)), None)
+            if path is None:
+                raise RecipeError(f"{where}: {name!r} is missing; looked at {' and '.join(map(str, places))}")
+            found.append(path)
+        if self.sha256 is not None:
+            self._check_hash(found, where)
+        return tuple(found)
+
+    def _check_hash(self, files: list[Path], where: str) -> None:
+        digest = hashlib.sha256()
+        for path in files:
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+        if digest.hexdigest() != self.sha256:
+            raise RecipeError(
+                f"{where}: the content has SHA-256 {digest.hexdigest()}, and `sha256` says {self.sha256}; "
+                "get the right file, or correct the hash"
+            )
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain data after defaults, without what does not bear on the result."""
+        unfit = {key for key, kinds in _FITTING.items() if self.kind not in kinds}
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"description", *unfit})
+
+    def locate(self, folder: Path, where: str) -> None:
+        """Note the folder that file names are relative to, and the ``file:line: key`` for error messages."""
+        self._folder, self._where = folder, where
+
+
+class TextSpec(DataSource):
+    """Calibration data: ``samples`` windows of ``sequence_length`` tokens, drawn with ``seed``."""
+
+    samples: StrictInt = Field(default=128, ge=1, le=1_000_000)
+    sequence_length: StrictInt = Field(default=512, ge=2, le=1_048_576)
+    seed: StrictInt = Field(default=0, ge=0, lt=2**63)
+
+
+class EvaluationSpec(DataSource):
+    """Evaluation data: the first ``tokens`` tokens, scored in windows of ``window`` tokens, ``stride`` apart.
+
+    Without a source it is the part of the calibration data that was not sampled.  The first
+    ``window - stride`` tokens of a window (but the first) are context only.  A stride left out is half a window.
+    """
+
+    tokens: StrictInt = Field(default=16384, ge=2)
+    window: StrictInt = Field(default=512, ge=2, le=1_048_576)
+    stride: StrictInt = Field(default=256, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _half_window(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("stride") is None:
+            window = data.get("window", cls.model_fields["window"].default)
+            if isinstance(window, int) and not isinstance(window, bool):
+                return {**data, "stride": max(1, window // 2)}
+        return data
+
+    @model_validator(mode="after")
+    def _stride_within_window(self) -> EvaluationSpec:
+        if self.stride > self.window:
+            raise ValueError(f"stride {self.stride} is larger than the window, {self.window}; tokens would be left out")
+        return self
+
+    @classmethod
+    def _needs_source(cls) -> bool:
+        return False
