@@ -25,11 +25,13 @@ class Converter:
 
     Attributes:
         records: one entry a kernel, in order of first use.
+        smallest_packed: elements of the smallest packed weight, None before the first.
     """
 
     def __init__(self, isa: Isa, tuner: Tuner) -> None:
         self.isa, self.tuner = isa, tuner
         self.records: list[dict[str, Any]] = []
+        self.smallest_packed: int | None = None
         self._made: dict[str, Any] = {}
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -79,6 +81,7 @@ class Converter:
         x, codes, scales, zeros, bias, format_name, columns, rows = importer.retrieve_args(node)
         fmt, has_bias = Format.parse(format_name), bias is not None
         tiles = -(-rows // TILE_ROWS)
+        self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
         name = f"packed_linear_{rows}x{columns}_{fmt.name}{'_bias' if has_bias else ''}"
 
         def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
