@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, Valid
 
 from compressor.errors import RecipeError
 from compressor.gates import QUALITY, Gate
+from compressor.recipe_options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe_overrides import apply_override, set_value
-from compressor.recipe_passes import build_passes, pass_options, recipe_name
 from compressor.recipe_source import expand_data, find_shipped, is_file, read_recipe, shipped_names
 from compressor.recipe_yaml import KeyPath, Origin, Source, nearest
 from compressor.resources import resource
@@ -23,13 +22,6 @@ from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-
-
-class TargetSpec(Section):
-    """What to generate code for: the target's name, and the instruction set (``native``: what this CPU has)."""
-
-    name: StrictStr
-    isa: Literal["native", "avx512_vnni", "avx2"] = "native"
 
 
 class Recipe(Section):
@@ -53,7 +45,7 @@ class Recipe(Section):
     calibration: TextSpec | None = None
     evaluation: EvaluationSpec = EvaluationSpec()
     passes: tuple[Any, ...]
-    target: TargetSpec = TargetSpec(name="x86")
+    target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
@@ -132,8 +124,8 @@ class Recipe(Section):
         plain = self.model_dump(mode="json", exclude=others)
         plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
         plain["evaluation"] = self.evaluation.resolved()
-        plain["passes"] = [{recipe_name(step): pass_options(step)} for step in self.passes]
-        plain["target"] = {self.target.name: {"isa": self.target.isa}}
+        plain["passes"] = [{recipe_name(step): options_of(step)} for step in self.passes]
+        plain["target"] = {self.target.name: options_of(self.target.build())}
         plain["gates"] = {gate.metric: str(gate) for gate in self.gates}
         return plain
 
@@ -194,12 +186,6 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     return found
 
 
-def target_names() -> list[str]:
-    """Names of the targets: the files in ``codegen/targets``."""
-    folder = Path(__file__).parent / "codegen" / "targets"
-    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if not module.name.startswith("_"))
-
-
 def _build(source: Source) -> Recipe:
     """Validate; all problems that can be told apart are reported, one a line."""
     problems: list[str] = []
@@ -209,7 +195,7 @@ def _build(source: Source) -> Recipe:
     if data.get("gates") is not None:
         data["gates"] = _build_gates(source, problems)
     if data.get("target") is not None:
-        data["target"] = _target(source, problems)
+        data["target"] = build_target(source, problems)
     _default_window(data)
     try:
         recipe = Recipe.model_validate(data)
@@ -250,39 +236,13 @@ def _build_gates(source: Source, problems: list[str]) -> tuple[Gate, ...]:
     return tuple(built)
 
 
-def _target(source: Source, problems: list[str]) -> Any:
-    """``x86`` or ``{x86: {isa: ...}}`` as a TargetSpec's fields."""
-    target = source.data["target"]
-    name: Any = target
-    options: Any = {}
-    if isinstance(target, dict) and len(target) == 1:
-        ((name, options),) = target.items()
-    if not isinstance(name, str) or not isinstance(options, dict | None):
-        problems.append(source.locate(("target",), f"expected a name or `name: {{options}}`; found {target!r:.80}"))
-        return None
-    if name not in target_names():
-        problems.append(
-            source.locate(("target",), f"no target is called {name!r:.80}; {nearest(name, target_names())}")
-        )
-        return None
-    try:
-        return TargetSpec(name=name, **(options or {}))
-    except ValidationError as error:
-        for problem in error.errors(include_url=False):
-            located = {**problem, "loc": ("target", name, *problem["loc"])}
-            problems.append(_explain(source, located))
-        return None
-
-
 def _explain(source: Source, problem: Mapping[str, Any]) -> str:
     """One of pydantic's problems in our words."""
     path, message = tuple(problem["loc"]), str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        sections: dict[str, type[Section]] = {
-            "calibration": TextSpec, "evaluation": EvaluationSpec, "target": TargetSpec,
-        }  # fmt: skip
-        section = sections.get(str(path[0]), Recipe) if len(path) > 1 else Recipe
-        known = [key for key in section.yaml_keys() if (section, key) != (TargetSpec, "name")]
+        sections: dict[object, type[Section]] = {"calibration": TextSpec, "evaluation": EvaluationSpec}
+        section = sections.get(path[0], Recipe) if len(path) > 1 else Recipe
+        known = list(section.yaml_keys())
         if section is Recipe:
             known.append("extends")
         return source.locate(path, f"unknown key; {nearest(str(path[-1]), known)}")

@@ -54,7 +54,7 @@ def _pass_path(source: Source, which: str, origin: Origin) -> KeyPath:
     names = [str(_name(step)) for step in passes]
     places = [int(which)] if which.isdecimal() else [i for i, name in enumerate(names) if name == which]
     if not places or places[0] >= len(names):
-        known = nearest(which, names) if names else "the recipe has no passes"
+        known = nearest(which, set(names)) if names else "the recipe has no passes"
         raise RecipeError(f"{origin}: the recipe has no pass {which!r}; {known}")
     if len(places) > 1:
         options = " or ".join(f"passes.{place}" for place in places)

@@ -1,8 +1,10 @@
-"""Entries of a recipe's ``passes`` -> instances of the passes' dataclasses, and back."""
+"""Passes and targets in a recipe <-> instances of the dataclasses whose fields are their options."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -11,6 +13,20 @@ from pydantic.errors import PydanticUserError
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.formats import Format
 from compressor.recipe_yaml import KeyPath, Source, nearest
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """A target's name, and those of its options that the recipe gives."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> Any:
+        """The target itself, a :class:`compressor.codegen.targets.Target`; imports its module, and so TVM."""
+        from compressor.codegen.targets import target_class
+
+        return target_class(self.name)(**dict(self.options))
 
 
 def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
@@ -43,10 +59,42 @@ def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
     name = str(path[-1])
     if name not in available_passes():
         raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, available_passes())}")
+    return _instance(source, path, pass_class, options)
+
+
+def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
+    """The target of a recipe; what is wrong with it is added to ``problems``.
+
+    Options are checked against the target's dataclass, which is imported only where there are options.
+    """
+    from compressor.codegen.targets import available_targets, target_class
+
+    target, path = source.data["target"], ("target",)
+    name: Any = target
+    options: Any = None
+    if isinstance(target, dict) and len(target) == 1:
+        ((name, options),) = target.items()
+    if not isinstance(name, str):
+        problems.append(source.locate(path, f"expected a name or `name: {{options}}`; found {target!r:.80}"))
+    elif name not in available_targets():
+        problems.append(source.locate(path, f"no target is called {name!r:.80}; {nearest(name, available_targets())}"))
+    else:
+        try:
+            if options:
+                _instance(source, (*path, name), target_class, options)
+            return TargetSpec(name, tuple((options or {}).items()))
+        except RecipeError as error:
+            problems.append(str(error))
+    return None
+
+
+def _instance(source: Source, path: KeyPath, find_class: Callable[[str], type[Any]], options: Any) -> Any:
+    """The dataclass called ``path[-1]``, with the options as its fields."""
+    name = str(path[-1])
     if not isinstance(options, dict):
         raise source.error(path, f"expected a mapping of options; found {options!r:.80}")
     try:
-        kind = pass_class(name)
+        kind = find_class(name)
         fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
         for key in options:
             if key not in fields:
@@ -57,16 +105,15 @@ def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
                 example = f", such as `{key}: W4A16_G128`" if key == "scheme" else ""
                 raise source.error(path, f"{key}: missing; {name} needs it{example}")
         hints = get_type_hints(kind)
-        values = {key: _option(source, (*path, key), value, hints[key]) for key, value in options.items()}
-        return kind(**values)
+        return kind(**{key: _option(source, (*path, key), value, hints[key]) for key, value in options.items()})
     except RecipeError:
         raise
-    except (CompressorError, ValueError, TypeError) as error:
+    except (CompressorError, ValueError, TypeError, NameError) as error:  # of the class, or of its annotations
         raise source.error(path, str(error)) from error
 
 
 def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
-    """One option of a pass, checked against the field's annotation."""
+    """One option, checked against its field's annotation."""
     if path[-1] == "scheme" and isinstance(value, str):
         try:
             Format.parse(value)
@@ -78,7 +125,7 @@ def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
         reasons = dict.fromkeys(problem["msg"] for problem in error.errors(include_url=False))
         raise source.error(path, f"{value!r:.80} does not fit; {'; or '.join(reasons)}") from error
     except PydanticUserError as error:
-        raise source.error(path, f"the pass's annotation {hint!r} cannot be read from a recipe") from error
+        raise source.error(path, f"the field's annotation {hint!r} cannot be read from a recipe") from error
     if isinstance(value, bool) and not isinstance(checked, bool):
         raise source.error(path, f"{value!r} does not fit; a number or text is expected")
     return checked
@@ -92,9 +139,10 @@ def recipe_name(step: Any) -> str:
     return next((name for name, known in available_passes().items() if known == place), pass_name(step))
 
 
-def pass_options(step: Any) -> dict[str, Any]:
-    """All options of a pass, defaults included, as plain data."""
-    return {field.name: _plain(getattr(step, field.name)) for field in dataclasses.fields(step) if field.init}
+def options_of(instance: Any) -> dict[str, Any]:
+    """All options of a pass or a target, defaults included, as plain data."""
+    fields = [field.name for field in dataclasses.fields(instance) if field.init]
+    return {name: _plain(getattr(instance, name)) for name in fields}
 
 
 def _frozen(value: Any) -> Any:
