@@ -122,7 +122,7 @@ def _capture_shadow(shadow: Shadow) -> GraphModule:
     info = ModelInfo(**facts, **found)
     with mode:
         args, shapes = example_call(info)
-    exported = export_program(program, args, shapes, shadow.name)
+    exported = export_program(program, args, shapes, shadow.name, root=model)
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
@@ -152,7 +152,7 @@ def _probe_decoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tupl
     with mode:
         ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
     recorder = Recorder(program.names, position=position)
-    with torch.no_grad(), mode, mask_requests(), explaining(program, shadow.name):
+    with torch.no_grad(), mode, mask_requests(), explaining(model, shadow.name):
         program.run(recorder, ids, keep)
     sizes = {(tensor.shape[1], tensor.shape[3]) for tensor in recorder.keys.values()}
     layers = len(recorder.keys)
@@ -177,7 +177,7 @@ def _probe_encoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tupl
     with mode:
         ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)
     recorder = Recorder(program.names, mask=mask)
-    with torch.no_grad(), mode, mask_requests(), explaining(program, shadow.name):
+    with torch.no_grad(), mode, mask_requests(), explaining(model, shadow.name):
         program.run(recorder, ids)
     if not recorder.calls:
         raise CaptureError(
@@ -255,7 +255,8 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any)
         for part, training in modes:
             part.training = training
     rename = {alias: first for first, names in _tied_groups(module).items() for alias in names}
-    names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    named = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names = named[: len(args)] if len(named) >= len(args) else [f"input_{i}" for i in range(len(args))]
     graph, constants = unlift(exported, rename, names)
     layout = normalize(graph)
     held = {**tensors, **constants}

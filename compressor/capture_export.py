@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
+from compressor.capture_attention import ATTENTION_NAME
 from compressor.errors import CaptureError
 
 _OWN = Path(__file__).parent
@@ -22,13 +24,19 @@ _TORCH = Path(torch.__file__).parent
 _STANDARD = Path(traceback.__file__).parent
 
 
-def export_program(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, name: str) -> ExportedProgram:
+def export_program(
+    module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any, name: str, root: nn.Module | None = None
+) -> ExportedProgram:
     """Export without strict tracing; in-place operators become functional ones.
 
+    Args:
+        module, args, dynamic_shapes: as for torch.export.export.
+        name: of the model, for messages.
+        root: the model inside, when the module is a wrapper of ours.
     Raises:
         CaptureError: names the module and the line that stopped it.
     """
-    with torch.no_grad(), explaining(module, name):
+    with torch.no_grad(), explaining(root or module, name):
         program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
@@ -95,6 +103,10 @@ def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
 @contextmanager
 def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
     """Turn what goes wrong inside into a CaptureError that names the module, file and line."""
+    # torch logs a traceback of its own where shapes do not fit; the error below says it better.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     except CaptureError as error:
@@ -105,9 +117,16 @@ def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
         raise CaptureError(
             f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error)}"
         ) from error
+    finally:
+        log.setLevel(level)
 
 
 def _advice(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return (
+            "the model picks its attention from a table of its own, not through transformers' attention interface; "
+            "capture it as a module with example inputs"
+        )
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
         return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
     if "Constraint" in type(error).__name__ or "specialized" in str(error):
@@ -130,8 +149,7 @@ def _where(error: BaseException, root: nn.Module | None) -> str:
         for frame, line in traceback.walk_tb(link.__traceback__):
             owner = frame.f_locals.get("self")
             if id(owner) in names and _is_model_code(frame):
-                path = names[id(owner)].removeprefix("hf").removeprefix(".")
-                module_text = f"{path or 'model'} ({type(owner).__name__})"
+                module_text = f"{names[id(owner)] or 'model'} ({type(owner).__name__})"
             if _is_model_code(frame):
                 line_text = f"{frame.f_code.co_filename}:{line}"
     return " at ".join(text for text in (module_text, line_text) if text)

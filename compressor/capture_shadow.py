@@ -123,10 +123,13 @@ def folder_shadow(model: str | Path, trust_remote_code: bool) -> Shadow:
         ),
         name,
     )
-    special: dict[str, Any] = {"eos_token_id": config.eos_token_id, "bos_token_id": config.bos_token_id}
+    special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():
-        special |= {k: v for k, v in json.loads(generation.read_text(encoding="utf-8")).items() if k in special}
+        try:
+            special |= {k: v for k, v in json.loads(generation.read_text(encoding="utf-8")).items() if k in special}
+        except (ValueError, AttributeError) as error:
+            raise CaptureError(f"{generation}: not a JSON object ({error}); fetch the file again") from error
     sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
     return Shadow(kind, shadow, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
 

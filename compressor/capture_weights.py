@@ -180,7 +180,11 @@ def _check_tied(source: WeightSource, found: list[str]) -> None:
     first = source.read(found[0]) if len(found) > 1 else None
     for other in found[1:]:
         second = source.read(other)
-        if first is not None and (first.shape != second.shape or not torch.equal(first, second)):
+        if (
+            first is not None
+            and first.data_ptr() != second.data_ptr()
+            and (first.shape != second.shape or not torch.equal(first, second))
+        ):
             raise CaptureError(
                 f"{source.place}: {found[0]} and {other} differ, but the configuration ties them; set "
                 '"tie_word_embeddings": false in config.json'
