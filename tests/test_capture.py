@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from compressor.capture import capture, reexport
-from compressor.errors import CaptureError
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +39,7 @@ DECODERS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=96, word_embed_proj_dim=64),
     "gemma2": lambda: transformers.Gemma2Config(
-        **GROUPED, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+        **GROUPED, sliding_window=4, attn_logit_softcapping=0.1, final_logit_softcapping=3.0
     ),
 }
 
@@ -281,177 +279,3 @@ def test_plain_module_with_a_symbolic_batch() -> None:
     assert graph.get_parameter("hf.weight").data_ptr() == module.hf.weight.data_ptr()
     linear = next(n for n in graph.graph.nodes if str(n.target) == "compressor.dense_linear.default")
     assert list(linear.meta["nn_module_stack"].values())[-1][0] == "hf"
-
-
-# What is refused, and how
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    build(DECODERS["llama"]()).save_pretrained(tmp_path)
-    return tmp_path
-
-
-def edit_json(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    stored = load_file(folder / "model.safetensors")
-    change(stored)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    for model in (tmp_path / "none", str(tmp_path / "none"), "./none", "a/b/c"):
-        with pytest.raises(CaptureError, match=r"no such folder.*give a model folder"):
-            capture(model)
-
-
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def fail(*_: object, **__: object) -> str:
-        raise OSError("cannot connect\nlong story")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CaptureError, match=r"org/name: no such folder here, and .* \(cannot connect\); check the name"):
-        capture("org/name")
-
-
-def test_hub_id_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
-    info = capture("org/name").meta["model"]
-    assert (info.name, info.source) == ("org/name", folder)
-
-
-def test_file_instead_of_a_folder(folder: Path) -> None:
-    with pytest.raises(CaptureError, match="a file; give the folder"):
-        capture(folder / "model.safetensors")
-
-
-def test_no_configuration(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CaptureError, match=r"config\.json: cannot be used"):
-        capture(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(CaptureError, match=r"no config\.json"):
-        capture(folder)
-
-
-def test_only_pickled_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CaptureError, match=r"no safetensors .*only pytorch_model\.bin.*safe_serialization"):
-        capture(folder)
-
-
-def test_truncated_weights(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CaptureError, match=r"not a readable safetensors file.*fetch it again"):
-        capture(folder)
-
-
-def test_broken_index(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"lm_head.weight": "model-00002.safetensors"}}')
-    with pytest.raises(CaptureError, match=r"model-00002\.safetensors: .* lists this file, and it is missing"):
-        capture(folder)
-    index.write_text("[]")
-    with pytest.raises(CaptureError, match="not a safetensors index"):
-        capture(folder)
-
-
-def test_missing_and_unexpected_weights(folder: Path) -> None:
-    def rename(stored: dict[str, Tensor]) -> None:
-        stored["model.layers.0.mlp.extra_proj.weight"] = stored.pop("model.layers.0.mlp.up_proj.weight")
-
-    edit_weights(folder, rename)
-    message = (
-        r"1 weights are missing \(model\.layers\.0\.mlp\.up_proj\.weight\) and 1 weights have no place .*extra_proj"
-    )
-    with pytest.raises(CaptureError, match=message):
-        capture(folder)
-
-
-def test_weights_of_another_size(folder: Path) -> None:
-    edit_weights(folder, lambda stored: stored.update({"model.norm.weight": torch.ones(32)}))
-    with pytest.raises(CaptureError, match=r"model\.norm\.weight has shape \[32\], the configuration says \[64\]"):
-        capture(folder)
-
-
-def test_tied_weights_that_differ(folder: Path) -> None:
-    edit_json(folder / "config.json", tie_word_embeddings=True)
-    with pytest.raises(CaptureError, match=r"differ, but the configuration ties them; set \"tie_word_embeddings\""):
-        capture(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "already quantised"),
-        ({"model_type": "nonesuch"}, r"config\.json: cannot be used .*trust_remote_code"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-         r"model\.rotary_emb \(LlamaRotaryEmbedding\) at .*rope_utils\.py:\d+: .*branches on a tensor's value"),
-    ],
-)  # fmt: skip
-def test_configurations_that_are_refused(folder: Path, changes: dict[str, object], message: str) -> None:
-    edit_json(folder / "config.json", **changes)
-    with pytest.raises(CaptureError, match=message):
-        capture(folder)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lambda: transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=96, num_local_experts=2,
-                                               pad_token_id=0, attention_chunk_size=4),
-         r"layers\.0\.self_attn wants a mask other than"),
-        (lambda: transformers.GPTNeoConfig(vocab_size=97, hidden_size=64, num_layers=2, num_heads=4,
-                                           attention_types=[[["global", "local"], 1]]),
-         r"modeling_gpt_neo\.py:\d+: .*table of its own"),
-        (lambda: transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
-    ],
-)  # fmt: skip
-def test_attention_that_no_operator_expresses(
-    config: Callable[[], transformers.PreTrainedConfig], message: str
-) -> None:
-    with pytest.raises(CaptureError, match=message):
-        capture(build(config()))
-
-
-def test_encoder_with_a_window_is_refused() -> None:
-    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "cls", "sep"))}
-    config = transformers.ModernBertConfig(**SIZES, **special, local_attention=4)
-    with pytest.raises(CaptureError, match=r"layers\.1\.attn asks its attention for sliding_window"):
-        capture(build(config, transformers.AutoModel))
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), Gate())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Gate(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
-def test_error_names_module_and_line() -> None:
-    with pytest.raises(
-        CaptureError, match=r"Branching: .*inner\.1 \(Gate\) at .*test_capture\.py:\d+: .*tensor's value"
-    ):
-        capture(Branching(), (torch.ones(2, 4),))
-
-
-def test_plain_module_needs_inputs_and_float32() -> None:
-    with pytest.raises(CaptureError, match="plain module: give example_inputs"):
-        capture(nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match=r"call module\.float\(\) first"):
-        capture(nn.Linear(4, 4).half(), (torch.ones(2, 4),))
