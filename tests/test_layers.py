@@ -24,7 +24,7 @@ LAYERS = (
     ("passes",),
     ("codegen",),
     ("export", "runtime"),
-    ("evaluate", "run"),
+    ("evaluate", "verify", "bench", "run"),
     ("cli",),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.
