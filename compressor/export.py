@@ -1,0 +1,260 @@
+"""Writes bundles: manifest, kernels, weights, tokenizer, run-time.  A bundle appears whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import secrets
+import shutil
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor import __version__
+from compressor.errors import CompressorError, ToolchainError, UsageError
+from compressor.resources import resource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
+_EXCHANGE = 2  # renameat2's RENAME_EXCHANGE: two names swap what they name, in one step
+_HERE = -100  # AT_FDCWD
+
+
+@dataclass(frozen=True)
+class BundleParts:
+    """What a bundle is made of.  Everything here must be the same in two runs with the same inputs."""
+
+    graph: nn.Module  # the parameters, by name; they may be memory-mapped, or views
+    parameters: Sequence[str]  # names, in the order in which the library's entry takes them
+    library: Path  # the kernels, linked
+    model: Mapping[str, Any]  # fields of ModelInfo; `source` is left out
+    recipe: Mapping[str, Any]  # after defaults and overrides
+    sites: Sequence[Mapping[str, Any]]  # name, format, bytes_before, bytes_after, ...
+    kernels: Sequence[Mapping[str, Any]]  # name, evidence, ...
+    cpu_features: Sequence[str]  # as in /proc/cpuinfo
+    dense_weight_bytes: int
+    tokenizer: Path | None = None  # folder of the model; None for a model without text
+
+
+def write_bundle(destination: Path, parts: BundleParts) -> Path:
+    """Write a bundle to ``destination``, in place of a bundle that is there already; returns ``destination``.
+
+    Raises:
+        UsageError: the destination is something other than a bundle, or cannot be written to.
+        CompressorError: the tokenizer or a parameter is missing, or writing failed; nothing is left behind.
+    """
+    with publishing(destination) as folder:
+        fill_bundle(folder, parts)
+    return destination
+
+
+@contextmanager
+def publishing(destination: Path) -> Iterator[Path]:
+    """A new folder beside ``destination`` that takes its place when the block ends well, and vanishes otherwise.
+
+    What the block wrote is on the disk before it gets its name.  A bundle that was there stays whole until then.
+    """
+    check_destination(destination)
+    destination = destination.absolute()
+    partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in sorted(partial.rglob("*"), reverse=True):
+            _flush(file)
+        _flush(partial)
+        _take_place(partial, destination)
+        _flush(destination.parent)
+    except OSError as error:
+        raise CompressorError(
+            f"{destination}: cannot be written: {error}; free some space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_destination(destination: Path) -> None:
+    """Raise a UsageError unless a bundle can be written to ``destination``: for a check before hours of work."""
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise UsageError(f"{destination}: is no folder; choose another name for the bundle")
+    if destination.is_dir() and any(destination.iterdir()) and not _is_bundle(destination):
+        raise UsageError(f"{destination}: holds something else than a bundle; choose another name, or an empty folder")
+    parent = next(folder for folder in destination.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{destination}: cannot be written, {parent} is no folder that you may write to")
+
+
+def fill_bundle(folder: Path, parts: BundleParts) -> None:
+    """Write all files of a bundle into the empty ``folder``."""
+    from compressor.export_weights import write_safetensors
+
+    tensors = {}
+    for name in parts.parameters:
+        try:
+            tensors[name] = parts.graph.get_parameter(name)
+        except AttributeError as error:
+            raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
+    python, versions = resource("export") / "python", installed_versions()
+    shutil.copyfile(parts.library, folder / "model.so")
+    shutil.copyfile(python / "compressor_runtime.py", folder / "compressor_runtime.py")
+    _copy_tvm_runtime(folder / "lib")
+    if parts.tokenizer is not None:
+        write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
+    readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
+    words = {
+        "name": parts.model.get("name", "model"),
+        "tvm_ffi": versions["apache-tvm-ffi"],
+        "cpu_features": ", ".join(sorted(parts.cpu_features)) or "no special features",
+    }
+    (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
+    hashes = {"weights.safetensors": write_safetensors(folder / "weights.safetensors", tensors)}
+    manifest = {
+        "format": "compressor bundle",
+        "schema_version": 1,
+        "kind": parts.model["kind"],
+        "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
+        "recipe": parts.recipe,
+        "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
+        "sites": list(parts.sites),
+        "parameters": list(parts.parameters),
+        "kernels": list(parts.kernels),
+        "cpu_features": sorted(parts.cpu_features),
+        "versions": versions,
+        "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
+        "dense_weight_bytes": parts.dense_weight_bytes,
+        "files": _listing(folder, hashes),
+    }
+    (folder / "manifest.json").write_bytes(_with_total(manifest))
+
+
+def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
+    """Keep measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
+    partial = bundle / f".measurements.{secrets.token_hex(4)}.partial"
+    try:
+        partial.write_bytes(_json(measurements))
+        _flush(partial)
+        partial.replace(bundle / "measurements.json")
+    except OSError as error:
+        raise CompressorError(f"{bundle}: measurements.json cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_tokenizer(source: Path, file: Path, vocab_size: int) -> None:
+    """Copy the tokenizer of a model folder as tokenizer.json, converted through transformers if it has an older form.
+
+    Raises:
+        CompressorError: there is none, or it makes ids that a model of ``vocab_size`` (0: unknown) does not know.
+    """
+    from tokenizers import Tokenizer
+
+    if (source / "tokenizer.json").is_file():
+        shutil.copyfile(source / "tokenizer.json", file)
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            AutoTokenizer.from_pretrained(source, local_files_only=True).backend_tokenizer.save(str(file))
+        except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+            raise CompressorError(
+                f"{source}: no tokenizer.json, and no tokenizer that transformers can convert to one ({error}); "
+                "put the model's tokenizer files beside its weights"
+            ) from error
+    try:
+        largest = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False).values(), default=0)
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise CompressorError(f"{source / 'tokenizer.json'}: not a tokenizer: {error}") from error
+    if vocab_size and largest >= vocab_size:  # added tokens may lie beyond: some models never see theirs
+        raise CompressorError(
+            f"{source}: the tokenizer makes ids up to {largest}, the model knows {vocab_size}; "
+            "give the tokenizer that belongs to this model"
+        )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python, the machine's architecture, and the packages that decide what a bundle is like."""
+    own = {"compressor": __version__, "machine": platform.machine(), "python": platform.python_version()}
+    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _copy_tvm_runtime(folder: Path) -> None:
+    """TVM's run-time library and its licence, found without importing TVM."""
+    spec = importlib.util.find_spec("tvm")
+    library = Path(spec.origin).parent / "lib" / "libtvm_runtime.so" if spec is not None and spec.origin else None
+    if library is None or not library.is_file():
+        raise ToolchainError(f"{library or 'tvm'}: not found; install the apache-tvm wheel that Compressor asks for")
+    folder.mkdir()
+    shutil.copyfile(library, folder / library.name)
+    for entry in importlib.metadata.files("apache-tvm") or ():
+        if entry.name in ("LICENSE", "NOTICE"):
+            shutil.copyfile(str(entry.locate()), folder / f"{entry.name}-apache-tvm")
+
+
+def _listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Every file in ``folder`` with its size and SHA-256; those in ``known`` are not read again."""
+    from compressor_runtime import sha256
+
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    return {
+        name: {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)} for name, file in files.items()
+    }
+
+
+def _with_total(manifest: dict[str, Any]) -> bytes:
+    """The manifest as JSON with ``bundle_bytes``: all files and the manifest itself, measurements not included."""
+    files_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    text, total = b"", -1
+    while total != files_bytes + len(text):  # the number is part of the text that it counts
+        total = files_bytes + len(text)
+        text = _json({**manifest, "bundle_bytes": total})
+    return text
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _is_bundle(folder: Path) -> bool:
+    from compressor_runtime import BundleError, read_manifest
+
+    try:
+        read_manifest(folder)
+    except BundleError:
+        return False
+    return True
+
+
+def _take_place(partial: Path, destination: Path) -> None:
+    """Rename a folder over another one; afterwards ``partial`` names what was there, if anything was."""
+    if not destination.exists():
+        partial.rename(destination)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_HERE, os.fsencode(partial), _HERE, os.fsencode(destination), _EXCHANGE) == 0:
+        return
+    # A file system that cannot exchange names: between these two steps there is no bundle at the destination.
+    former = partial.with_suffix(".former")
+    destination.rename(former)
+    try:
+        partial.rename(destination)
+    except OSError:
+        former.rename(destination)
+        raise
+    former.rename(partial)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compressor_runtime import read_safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch import nn
+
+from compressor.errors import CompressorError, UsageError
+from compressor.export import (
+    BundleParts,
+    check_destination,
+    publishing,
+    write_bundle,
+    write_measurements,
+    write_tokenizer,
+)
+from compressor.export_weights import write_safetensors
+from compressor.runtime import DamagedBundleError, check_files, read_manifest
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8, torch.bool]
+
+
+def some_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
+    numbers = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(dtype)
+
+
+# --- safetensors
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), max_size=6))
+def test_the_official_library_and_the_run_time_read_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
+) -> None:
+    file = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    tensors = {f"t{i}": some_tensor(dtype, shape, i) for i, (dtype, shape) in enumerate(kinds)}
+    digest = write_safetensors(file, tensors)
+    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    official, ours = load_file(file), read_safetensors(file)
+    assert set(official) == set(ours) == set(tensors)
+    for name, tensor in tensors.items():
+        assert official[name].dtype == tensor.dtype and torch.equal(official[name], tensor)
+        bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+        assert ours[name][1].tolist() == bits.tolist()
+
+
+def test_tensors_of_whole_64_bytes_are_aligned_and_the_rest_to_their_elements(tmp_path: Path) -> None:
+    sizes = {"a": (3, torch.uint8), "b": (16, torch.float32), "c": (5, torch.float32), "d": (64, torch.int8)}
+    sizes["e"] = (7, torch.float16)
+    write_safetensors(tmp_path / "w", {k: some_tensor(dtype, [n], 0) for k, (n, dtype) in sizes.items()})
+    for name, (stored, array) in read_safetensors(tmp_path / "w").items():
+        assert array.ctypes.data % (64 if name in "bd" else array.itemsize) == 0, (name, stored)
+
+
+def test_views_and_memory_mapped_tensors_are_written_as_they_look(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(12.0).reshape(3, 4)}, tmp_path / "in")
+    with safe_open(tmp_path / "in", "pt") as mapped:
+        weight = mapped.get_tensor("w")
+    write_safetensors(tmp_path / "out", {"turned": weight.t(), "part": weight[:, 1:3], "scalar": torch.tensor(2.0)})
+    read = load_file(tmp_path / "out")
+    assert torch.equal(read["turned"], weight.t()) and torch.equal(read["part"], weight[:, 1:3])
+    assert read["scalar"].shape == () and read["scalar"] == 2
+
+
+def test_the_order_of_the_tensors_does_not_matter(tmp_path: Path) -> None:
+    tensors = {name: some_tensor(torch.float32, [n], n) for name, n in (("x", 3), ("a", 16), ("m", 5))}
+    assert write_safetensors(tmp_path / "1", tensors) == write_safetensors(
+        tmp_path / "2", dict(reversed(tensors.items()))
+    )
+
+
+def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CompressorError, match=r"odd: torch\.complex64"):
+        write_safetensors(tmp_path / "w", {"odd": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(CompressorError, match=r"gone: .* on meta"):
+        write_safetensors(tmp_path / "w", {"gone": torch.zeros(2, device="meta")})
+
+
+def header(entries: object, data: bytes = b"\0" * 8) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0\0",
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"{]",
+        header([]),
+        header({"w": 1}),
+        header({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}),
+        header({"w": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}),
+        header({"w": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}),
+        header({"w": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}),
+        header({"w": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}}),
+        header({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
+        header({"w": {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}}),
+        header({"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}),
+        header({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        header({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", 8]}}),
+        (40000).to_bytes(8, "little") + b"[" * 40000,
+    ],
+    ids=range(18),
+)
+def test_a_broken_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "w").write_bytes(content)
+    with pytest.raises(DamagedBundleError, match="not a valid safetensors file"):
+        read_safetensors(tmp_path / "w")
+
+
+# --- bundles
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> BundleParts:
+    graph = nn.ModuleDict({"lm": nn.Linear(4, 6, bias=True)})
+    (tmp_path / "kernels.so").write_bytes(b"kernels")
+    source = tmp_path / "model"
+    source.mkdir()
+    Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(source / "tokenizer.json"))
+    return BundleParts(
+        graph=graph,
+        parameters=["lm.weight", "lm.bias"],
+        library=tmp_path / "kernels.so",
+        model={"kind": "decoder", "name": "tiny", "vocab_size": 6, "eos_ids": (1,), "source": source},
+        recipe={"seed": 0},
+        sites=[{"name": "lm", "format": "W4A16_G128", "bytes_before": 96, "bytes_after": 120}],
+        kernels=[{"name": "main", "evidence": "executed"}],
+        cpu_features=["sse2", "avx2"],
+        dense_weight_bytes=96,
+        tokenizer=source,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundleParts) -> None:
+    bundle = write_bundle(tmp_path / "deep" / "bundle", parts)
+    own = {"README.md", "compressor_runtime.py", "manifest.json", "model.so", "tokenizer.json", "weights.safetensors"}
+    tvm = {"lib/LICENSE-apache-tvm", "lib/NOTICE-apache-tvm", "lib/libtvm_runtime.so"}
+    assert set(contents(bundle)) == own | tvm
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest)
+    assert sorted(manifest["files"]) == sorted(set(contents(bundle)) - {"manifest.json"})
+    assert manifest["bundle_bytes"] == sum(map(len, contents(bundle).values()))
+    assert (manifest["weight_bytes"], manifest["dense_weight_bytes"]) == (4 * (24 + 6), 96)
+    assert manifest["formats"] == ["W4A16_G128"] and manifest["kind"] == "decoder"
+    assert str(tmp_path) not in (bundle / "manifest.json").read_text()  # where it was made is nobody's business
+    assert torch.equal(load_file(bundle / "weights.safetensors")["lm.weight"], parts.graph.get_parameter("lm.weight"))
+    assert "sse2" in (bundle / "README.md").read_text()
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(bundle.stat().st_mode) == 0o777 & ~umask
+
+
+def test_the_same_parts_give_the_same_bytes(tmp_path: Path, parts: BundleParts) -> None:
+    first = contents(write_bundle(tmp_path / "1", parts))
+    again = contents(write_bundle(tmp_path / "2", replace(parts, cpu_features=["avx2", "sse2"])))
+    assert first == again
+
+
+def test_measurements_stand_outside_the_hashes(tmp_path: Path, parts: BundleParts) -> None:
+    bundle = write_bundle(tmp_path / "b", parts)
+    before = (bundle / "manifest.json").read_bytes()
+    write_measurements(bundle, {"perplexity": 3.5})
+    write_measurements(bundle, {"perplexity": 4.5})
+    assert json.loads((bundle / "measurements.json").read_text()) == {"perplexity": 4.5}
+    assert (bundle / "manifest.json").read_bytes() == before
+    check_files(bundle, read_manifest(bundle))
+    assert not list(bundle.glob(".*"))
+
+
+def test_a_bundle_takes_the_place_of_a_bundle_and_of_an_empty_folder(tmp_path: Path, parts: BundleParts) -> None:
+    (tmp_path / "b").mkdir()
+    write_bundle(tmp_path / "b", parts)
+    write_bundle(tmp_path / "b", replace(parts, recipe={"seed": 1}))
+    assert read_manifest(tmp_path / "b")["recipe"] == {"seed": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "kernels.so", "model"]
+
+
+def test_the_former_bundle_survives_a_failure(tmp_path: Path, parts: BundleParts) -> None:
+    before = contents(write_bundle(tmp_path / "b", parts))
+    with pytest.raises(CompressorError, match=r"lm\.nothing"):
+        write_bundle(tmp_path / "b", replace(parts, parameters=["lm.nothing"]))
+    with pytest.raises(KeyboardInterrupt), publishing(tmp_path / "b") as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert contents(tmp_path / "b") == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "kernels.so", "model"]
+
+
+def test_a_file_system_that_cannot_exchange_names(
+    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compressor.export._EXCHANGE", 1 << 20)  # no such flag: the kernel refuses it
+    for seed in (0, 1):
+        write_bundle(tmp_path / "b", replace(parts, recipe={"seed": seed}))
+    assert read_manifest(tmp_path / "b")["recipe"] == {"seed": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "kernels.so", "model"]
+
+
+def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, parts: BundleParts) -> None:
+    folder, file, link = tmp_path / "thesis", tmp_path / "file", tmp_path / "link"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "a browser extension"}')
+    file.write_text("text")
+    link.symlink_to(folder)
+    for destination in (folder, file, link, file / "below"):
+        with pytest.raises(UsageError, match=r"thesis|file|link"):
+            write_bundle(destination, parts)
+        with pytest.raises(UsageError):
+            check_destination(destination)
+    assert (folder / "manifest.json").read_text() == '{"name": "a browser extension"}' and file.read_text() == "text"
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not hold for root
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_bundle(tmp_path / "b", parts)
+    monkeypatch.undo()
+
+    def full(path: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("compressor.export._flush", full)
+    with pytest.raises(CompressorError, match="No space left"):
+        write_bundle(tmp_path / "b", parts)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.so", "model"]
+
+
+# --- tokenizers
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path, parts: BundleParts) -> None:
+    assert parts.tokenizer is not None
+    with pytest.raises(CompressorError, match="ids up to 5, the model knows 3"):
+        write_tokenizer(parts.tokenizer, tmp_path / "t.json", 3)
+    (parts.tokenizer / "tokenizer.json").write_text("{}")
+    with pytest.raises(CompressorError, match="not a tokenizer"):
+        write_bundle(tmp_path / "b", parts)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_slow_tokenizer_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 7}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    write_tokenizer(tmp_path, tmp_path / "out.json", 7)
+    assert Tokenizer.from_file(str(tmp_path / "out.json")).encode("hello world").tokens == [
+        "[CLS]",
+        "hello",
+        "world",
+        "[SEP]",
+    ]
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path, shared_data: Callable[[str], Path]) -> None:
+    (tmp_path / "config.json").write_bytes((shared_data("models/stories260K") / "config.json").read_bytes())
+    with pytest.raises(CompressorError, match=r"no tokenizer\.json"):
+        write_tokenizer(tmp_path, tmp_path / "out.json", 512)
