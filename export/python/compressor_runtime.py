@@ -34,13 +34,12 @@ TVM_RUNTIME = "lib/libtvm_runtime.so"
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
 _LARGEST_HEADER_BYTES = 100 << 20  # of a manifest or a safetensors header, as the safetensors library has it
 _SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
-# safetensors name -> (how numpy holds it, how the kernels see it)
-_DTYPES = {
-    **{f"F{bits}": (f"float{bits}", f"float{bits}") for bits in (16, 32, 64)},
-    **{f"I{bits}": (f"int{bits}", f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": (f"uint{bits}", f"uint{bits}") for bits in (8, 16, 32, 64)},
-    "BF16": ("uint16", "uint16"),  # the kernels take the bits
-    "BOOL": ("bool", "bool"),
+_DTYPES = {  # safetensors name -> numpy's
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "BF16": "uint16",  # numpy has no bfloat16; the kernels take the bits
+    "BOOL": "bool",
 }
 _configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
 
@@ -154,8 +153,8 @@ def available_cores() -> int:
     return len(cores) if share[0] == "max" else max(1, min(len(cores), int(share[0]) // int(share[1])))
 
 
-def read_safetensors(file: Path) -> dict[str, tuple[str, NDArray[Any]]]:
-    """Tensors of a safetensors file as (safetensors dtype, array); arrays are memory-mapped, private, bf16 as uint16.
+def read_safetensors(file: Path) -> dict[str, NDArray[Any]]:
+    """Tensors of a safetensors file by name, memory-mapped (a private mapping); bfloat16 comes as its bits, uint16.
 
     Raises:
         DamagedBundleError: the file breaks the format: header, offsets, holes, sizes, unknown dtypes.
@@ -171,10 +170,10 @@ def read_safetensors(file: Path) -> dict[str, tuple[str, NDArray[Any]]]:
         tensors, cursor = {}, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, end), shape = entry["data_offsets"], entry["shape"]
-            dtype = np.dtype(_DTYPES[entry["dtype"]][0])
+            dtype = np.dtype(_DTYPES[entry["dtype"]])
             if start != cursor or any(type(n) is not int or n < 0 for n in shape):
                 raise ValueError(f"{name} has offsets {start}, {end} and shape {shape}")
-            tensors[name] = (entry["dtype"], np.asarray(data[start:end]).view(dtype).reshape(shape))
+            tensors[name] = np.asarray(data[start:end]).view(dtype).reshape(shape)
             cursor = end
         if cursor != data.size:
             raise ValueError(f"{data.size} bytes of data, {cursor} described")
@@ -193,13 +192,13 @@ class Bundle:
         self.limit: int = _field(self.model, "max_positions", int) or sys.maxsize  # 0: the model states none
         stored = read_safetensors(_member(root, WEIGHTS))
         names = _field(manifest, "parameters", list)
-        if absent := [name for name in names if name not in stored]:
+        if absent := [name for name in names if not isinstance(name, str) or name not in stored]:
             raise DamagedBundleError(f"{root / WEIGHTS}: lacks {absent[0]}; copy the bundle again")
-        self._parameters = tvm_ffi.convert([_tensor(*stored[name]) for name in names])
+        self._parameters = tvm_ffi.convert([_to_tvm(stored[name]) for name in names])
         try:
-            machine = tvm_ffi.load_module(str(_member(root, LIBRARY).resolve()))["vm_load_executable"]()
-            machine["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
-            self._main, self._read = machine["main"], machine["read_bandwidth"]
+            self._machine = tvm_ffi.load_module(str(_member(root, LIBRARY).resolve()))["vm_load_executable"]()
+            self._machine["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
+            self._main = self._machine["main"]
         except (RuntimeError, AttributeError) as error:
             raise BundleError(f"{root / LIBRARY}: cannot be loaded: {error}") from error
         self._turn = threading.Lock()
@@ -217,7 +216,7 @@ class Bundle:
 
     def run(self, *inputs: ArrayLike) -> Any:
         """Run a bundle made of a plain module: arrays in, as at its capture; an array out, or a list of them."""
-        return self.call(*(_to_tvm(_aligned_copy(np.asarray(x))) for x in inputs))
+        return self.call(*(_to_tvm(np.asarray(x)) for x in inputs))
 
     def encode(self, ids: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float32]:
         """Last hidden state [B, S, H] of an encoder for ids [B, S]; mask [B, S] is 1 for tokens, 0 for padding."""
@@ -325,10 +324,10 @@ class Bundle:
 
     def read_bandwidth(self, words: NDArray[np.int32], repeats: int = 5) -> float:
         """Bytes per second at which the bundle's threads read int32 [64, n, 4, 16]; the best of the repeats."""
-        tensor, seconds = _to_tvm(_aligned_copy(words)), []
+        tensor, seconds = _to_tvm(words), []
         for _ in range(repeats):
             begin = time.perf_counter()
-            self._call(self._read, tensor)
+            self._call(self._machine["read_bandwidth"], tensor)
             seconds.append(time.perf_counter() - begin)
         return words.nbytes / min(seconds)
 
@@ -379,7 +378,7 @@ class Session:
             )
         self.make_room(count)
         inputs = (tokens, np.arange(self.position, self.position + count), rows.astype(np.int64))
-        logits: NDArray[np.float32] = self.bundle.call(*(_to_tvm(_aligned_copy(x)) for x in inputs), *self._caches)
+        logits: NDArray[np.float32] = self.bundle.call(*(_to_tvm(x) for x in inputs), *self._caches)
         self.position += count
         return logits
 
@@ -429,7 +428,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt)[-8:]  # enough context for the spaces that some tokenizers join words with
+        self._ids = list(prompt)  # some tokenizers write a word's space only after another word
         self._start, self._read = 0, len(self._ids)
 
     def push(self, token: int) -> str:
@@ -442,12 +441,15 @@ class TextStream:
         return self._new(whole=True)
 
     def _new(self, whole: bool) -> str:
-        known = self._tokenizer.decode(self._ids[self._start : self._read]).rstrip("\ufffd")
-        text = self._tokenizer.decode(self._ids[self._start :])
+        before: str = self._tokenizer.decode(self._ids[self._start : self._read])
+        known = before.rstrip("\ufffd")
+        text: str = self._tokenizer.decode(self._ids[self._start :])
         if len(text) <= len(known) or (text.endswith("\ufffd") and not whole):
             return ""
-        self._start, self._read = self._read, len(self._ids)
-        return str(text[len(known) :])
+        if known == before:  # otherwise the prompt ends within a character: do not begin there
+            self._start = self._read
+        self._read = len(self._ids)
+        return text[len(known) :]
 
 
 def _pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Iterator[str]:
@@ -522,25 +524,13 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
 
-def _aligned_copy(array: NDArray[Any]) -> NDArray[Any]:
-    copy = _aligned(array.shape, array.dtype)
-    copy[...] = array
-    return copy
-
-
 def _to_tvm(array: NDArray[Any]) -> Any:
+    """The array as the kernels take it: where it lies when that is aligned and contiguous, otherwise a copy."""
+    if array.ctypes.data % ALIGNMENT_BYTES or not array.flags.c_contiguous or not array.flags.writeable:
+        copy = _aligned(array.shape, array.dtype)
+        copy[...] = array
+        array = copy
     return tvm_ffi.from_dlpack(array)
-
-
-def _tensor(stored: str, array: NDArray[Any]) -> Any:
-    """A parameter for the kernels: where it lies when it is aligned, otherwise a copy."""
-    tensor = _to_tvm(array if array.ctypes.data % ALIGNMENT_BYTES == 0 else _aligned_copy(array))
-    held, seen = _DTYPES[stored]
-    if held == seen:
-        return tensor
-    # numpy has no bfloat16: hand over the bits, and say what they are
-    view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
-    return view(tensor, tvm_ffi.Shape(array.shape), tvm_ffi.dtype(seen), 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
