@@ -1,0 +1,244 @@
+"""GPTQ: rounding whose errors the columns still to come make up for (Frantar et al. 2022, arXiv 2210.17323)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.calibration import Hessian, stream
+from compressor.errors import CompressorError, UsageError
+from compressor.formats import Format
+from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
+from compressor.passes.rtn import rtn_quantize
+from compressor.pipeline import Context
+from compressor.sites import choose_format, choose_sites, compress_site
+
+_MOST_DAMPENING = 1e3
+
+
+@dataclass(frozen=True)
+class GptqInfo:
+    """What happened while one weight was quantised.
+
+    Attributes:
+        error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs.
+        rtn_error: the same for round to nearest.
+        dampening_frac: the fraction of mean(diag H) that the diagonal was raised by.
+        method: ``gptq``, or ``rtn`` where that had the smaller error and was kept.
+        dead_columns: inputs that were zero in all samples; their weights are rounded to nearest.
+    """
+
+    error: float
+    rtn_error: float
+    dampening_frac: float
+    method: str
+    dead_columns: int
+
+
+def gptq_quantize(
+    weight: Tensor,
+    hessian: Tensor,
+    fmt: Format,
+    *,
+    actorder: bool = True,
+    static_groups: bool = True,
+    dampening_frac: float = 0.01,
+    blocksize: int = 128,
+) -> tuple[PackedWeight, GptqInfo]:
+    """Quantise column after column, spreading each column's error over the columns after it.
+
+    All arithmetic is float64.  The result is never worse under ``hessian`` than round to nearest: where it
+    would be, the codes of round to nearest are returned and the info says so.
+
+    Args:
+        weight: float [out, in].
+        hessian: float32 [in, in], a positive multiple of X^T X.
+        actorder: quantise columns by falling diag(H).
+        static_groups: take every group's grid from the original weight, before any column is quantised;
+            otherwise from the compensated weight when the group begins.
+        dampening_frac: fraction of mean(diag H) added to the diagonal; ten times more as long as the
+            factorisation fails or the result is worse than round to nearest.
+        blocksize: columns between two updates of the whole remainder (speed only).
+    Raises:
+        UsageError: ``actorder`` without ``static_groups`` (columns of a group would have to lie apart, which
+            the packed layout cannot express).
+        CompressorError: weight or Hessian hold NaN or inf.
+    """
+    in_features = weight.shape[1]
+    if actorder and not static_groups and fmt.groups(in_features) > 1:
+        raise UsageError(
+            "gptq: actorder needs static_groups: with grids chosen on the way, the columns of one group would lie "
+            "apart and the stored weight would need an index; set static_groups, or actorder to false"
+        )
+    W, H = weight.double(), hessian.double()
+    if not bool(torch.isfinite(H).all()):
+        raise CompressorError("gptq: the Hessian holds NaN or inf: the site's inputs overflow on these samples")
+    dead = torch.diagonal(H) <= 0
+    H = H.masked_fill(dead[:, None] | dead, 0.0)
+    rtn = rtn_quantize(weight, fmt)
+    rtn_loss = _loss(W, rtn, H)
+    norm = float(((W @ H) * W).sum())
+    order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
+    blocks = list(_blocks(in_features, fmt.columns(in_features), blocksize))
+    mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
+    best, loss, damp = rtn, rtn_loss, dampening_frac
+    while damp <= _MOST_DAMPENING:
+        try:
+            Hinv = _inverse_factor(H, dead, order, mean, damp)
+            packed = _sweep(W, Hinv, rtn, order, blocks, static_groups)
+            gptq_loss = _loss(W, packed, H)
+        except CompressorError:
+            gptq_loss = math.inf  # not positive definite, or the compensation ran away
+        if gptq_loss <= rtn_loss:
+            best, loss = packed, gptq_loss
+            break
+        damp = damp * 10 if damp > 0 else 1e-6
+    info = GptqInfo(
+        error=loss / norm if norm > 0 else 0.0,
+        rtn_error=rtn_loss / norm if norm > 0 else 0.0,
+        dampening_frac=damp,
+        method="rtn" if best is rtn else "gptq",
+        dead_columns=int(dead.sum()),
+    )
+    return best, info
+
+
+def _loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
+    difference = W - dequantize(packed)
+    return max(0.0, float(((difference @ H) * difference).sum()))
+
+
+def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
+    """Upper R with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
+
+    With H = U U^T, U upper (the Cholesky factor of H read backwards), R is U^-1: one factorisation
+    and one triangular inverse instead of the paper's Cholesky, inverse, Cholesky.
+    """
+    diagonal = torch.diagonal(H).masked_fill(dead, mean) + damp * mean
+    backwards = H.clone().diagonal_scatter(diagonal)[order][:, order].flip(0, 1)
+    L, failed = torch.linalg.cholesky_ex(backwards)
+    if int(failed):
+        raise CompressorError("the Hessian is not positive definite")
+    U = L.flip(0, 1)
+    R: Tensor = torch.linalg.solve_triangular(U, torch.eye(len(U), dtype=U.dtype), upper=True)
+    if not bool(torch.isfinite(R).all()):
+        raise CompressorError("the inverse of the Hessian is not finite")
+    return R
+
+
+def _blocks(in_features: int, group: int, blocksize: int) -> Iterator[tuple[int, int]]:
+    """Column ranges, cut so that a group that spans several blocks begins with one and no group straddles two."""
+    span = group if group > blocksize else blocksize // group * group
+    for begin in range(0, in_features, span):
+        end = min(begin + span, in_features)
+        for first in range(begin, end, blocksize):
+            yield first, min(first + blocksize, end)
+
+
+def _sweep(
+    W: Tensor, Hinv: Tensor, rtn: PackedWeight, order: Tensor, blocks: list[tuple[int, int]], static_groups: bool
+) -> PackedWeight:
+    """Algorithm 1 of the paper, on the grids of ``rtn``; W and codes are transposed: a column is contiguous."""
+    out_features, in_features = W.shape
+    fmt, size = rtn.format, rtn.format.columns(in_features)
+    codes = torch.empty(in_features, out_features, dtype=torch.uint8)
+    _, scales, zeros = unpack(rtn)
+    scales, zeros = scales.clone(), None if zeros is None else zeros.clone()  # unpack may return views of rtn
+    Wt = W.t()[order].contiguous()
+    for first, last in blocks:
+        Err = torch.empty(last - first, out_features, dtype=W.dtype)
+        for i in range(first, last):
+            group = int(order[i]) // size
+            if not static_groups and i % size == 0:
+                scale, zero = choose_grid(Wt[i : i + size].t().float(), fmt)
+                scales[:, group] = scale
+                if zeros is not None and zero is not None:
+                    zeros[:, group] = zero
+            scale, zero = scales[:, group], None if zeros is None else zeros[:, group]
+            code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
+            error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / Hinv[i, i]
+            Wt[i + 1 : last].addr_(Hinv[i, i + 1 : last], error, alpha=-1)
+            Err[i - first] = error
+            codes[order[i]] = code[:, 0]
+        Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
+    return pack(codes.t().contiguous(), scales, zeros, fmt)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Quantise the matched linears one group of shared inputs after another, on calibration samples.
+
+    Attributes:
+        scheme: format name, such as ``W4A16_G128``.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+        group_size: columns a scale; 0 keeps the scheme's.
+        actorder: quantise the columns with the largest inputs first, on grids taken from the original weight.
+        dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
+        true_sequential: let each group of linears see the block's earlier linears quantised; otherwise only
+            earlier blocks are.
+    """
+
+    scheme: str
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    group_size: int = 0
+    actorder: bool = True
+    dampening_frac: float = 0.01
+    true_sequential: bool = True
+
+    def __post_init__(self) -> None:
+        choose_format(self.scheme, self.group_size)
+        if not 0 <= self.dampening_frac <= 1:
+            raise UsageError(f"gptq: dampening_frac {self.dampening_frac} is not between 0 and 1")
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
+        fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
+        ids = ctx.calibration("gptq").ids
+        with ctx.reporter.task("gptq", len(sites)) as task:
+            for group, statistic in stream(graph, ids, sites, Hessian, true_sequential=self.true_sequential):
+                hessian = statistic.value
+                for site in group:
+                    weight = graph.get_parameter(site.weight_name).detach().float()
+                    try:
+                        packed, info = gptq_quantize(
+                            weight,
+                            hessian,
+                            fmt,
+                            actorder=self.actorder,
+                            static_groups=self.actorder,
+                            dampening_frac=self.dampening_frac,
+                        )
+                    except CompressorError as error:
+                        raise CompressorError(f"{site.name}: {error}") from error
+                    compress_site(
+                        graph,
+                        ctx,
+                        site,
+                        packed,
+                        "gptq",
+                        error=info.error,
+                        error_of="output",
+                        rtn_error=info.rtn_error,
+                        notes=self._notes(info),
+                    )
+                    task.advance()
+        return graph
+
+    def _notes(self, info: GptqInfo) -> list[str]:
+        """What was not as asked for."""
+        notes = []
+        if info.method == "rtn":
+            notes.append("rounded to nearest: GPTQ had no smaller error")
+        elif info.dampening_frac > self.dampening_frac:
+            notes.append(f"dampening raised to {info.dampening_frac:g}")
+        if info.dead_columns:
+            notes.append(f"{info.dead_columns} inputs are zero in all samples; their weights are rounded to nearest")
+        return notes

@@ -1,0 +1,198 @@
+"""Text to tokens: windows to calibrate on, and tokens to evaluate on.
+
+``datasets``, ``tokenizers`` and ``transformers`` are imported when text is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressorError, UsageError
+
+if TYPE_CHECKING:
+    from compressor.text_spec import DataSource, EvaluationSpec, TextSpec
+
+_BLOCK_CHARACTERS = 1 << 18  # tokenised at once, cut at the end of a line
+_SPARE_TOKENS = 1 << 20
+_SEPARATOR = "<|endoftext|>"  # of documents, in plain-text corpora
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Token windows to calibrate on, and the rest of the text.
+
+    Attributes:
+        ids: int64 [samples, sequence_length].
+        rest: int64 [tokens], everything that was read and not sampled, in order.
+        sha256: of ``ids``, as little-endian int64.
+        source: where the text came from.
+    """
+
+    ids: Tensor
+    rest: Tensor
+    sha256: str
+    source: str
+
+
+def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0) -> Samples:
+    """Read text, tokenise it, cut it in windows, and draw ``spec.samples`` of them.
+
+    Documents end at ``<|endoftext|>`` (the rows of a data set are joined by blank lines).  Each gets the special
+    tokens that the tokenizer puts around a text, unless the tokenizer knows the separator as a token itself.
+    At most four times as many tokens as the samples have, and a million more, are read.
+
+    Args:
+        spec: what to read and how much to draw.
+        tokenizer_folder: holds ``tokenizer.json``, or a slow tokenizer that transformers can read.
+        vocab_size: rows of the model's embedding; 0 skips the check.
+    Raises:
+        UsageError: the set is held out, missing, empty or too short, or the tokenizer is not the model's.
+    """
+    source, length = _label(spec), spec.sequence_length
+    if spec.held_out:
+        raise UsageError(f"calibration: {source} is held out, for evaluation only; calibrate on other text")
+    tokens = _read_tokens(spec, tokenizer_folder, vocab_size, 4 * spec.samples * length + _SPARE_TOKENS)
+    count = len(tokens) // length
+    if count < spec.samples:
+        raise UsageError(
+            f"calibration: {source} has {len(tokens)} tokens, {count} windows of {length}, and {spec.samples} samples "
+            f"are wanted; set samples to {max(1, count)} or less, a shorter sequence_length, or give more text"
+        )
+    windows = tokens[: count * length].view(count, length)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(spec.seed))
+    drawn = order[: spec.samples].sort().values
+    left = torch.ones(count, dtype=torch.bool).index_fill(0, drawn, False)
+    rest = torch.cat([windows[left].flatten(), tokens[count * length :]])
+    ids = windows[drawn].contiguous()
+    return Samples(ids, rest, _sha256(ids), source)
+
+
+def load_evaluation(
+    spec: EvaluationSpec, samples: Samples | None, tokenizer_folder: Path | None, vocab_size: int = 0
+) -> tuple[Tensor, str]:
+    """Tokens to evaluate on, int64 [at most ``spec.tokens``], and where they came from.
+
+    Without a source of its own, the evaluation takes what calibration left over.
+
+    Raises:
+        UsageError: there is no text, or not even two tokens of it, or the tokenizer is not the model's.
+    """
+    if spec.kind is not None:
+        return _read_tokens(spec, tokenizer_folder, vocab_size, spec.tokens)[: spec.tokens], _label(spec)
+    if samples is None:
+        raise UsageError("evaluation: there is no text: name one, or calibrate on a text longer than the samples")
+    if len(samples.rest) < 2:
+        raise UsageError(
+            f"evaluation: calibration used all of {samples.source}; lower `samples`, or give evaluation its own text"
+        )
+    return samples.rest[: spec.tokens], f"{samples.source}, what calibration did not sample"
+
+
+def _label(spec: DataSource) -> str:
+    return spec.name or ", ".join(spec.files) or str(spec.hub)
+
+
+def _sha256(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _read_tokens(spec: DataSource, folder: Path | None, vocab_size: int, enough: int) -> Tensor:
+    """At least ``enough`` tokens, or all that there are; int64 [tokens]."""
+    encode, knows_separator = _tokenizer(folder)
+    parts: list[list[int]] = []
+    found = 0
+    for block, opens in _blocks(_texts(spec), "" if knows_separator else _SEPARATOR):
+        if block:
+            parts.append(encode(block, opens))
+            found += len(parts[-1])
+        if found >= enough:
+            break
+    if found < 2:
+        raise UsageError(f"{_label(spec)}: the text is empty; give one with more to read")
+    tokens = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64)
+    largest = int(tokens.max())
+    if vocab_size and largest >= vocab_size:
+        raise UsageError(
+            f"{folder}: the tokenizer does not match the model: it gives token {largest} (so has at least "
+            f"{largest + 1} tokens) and the model's vocabulary has {vocab_size}; use the model's own tokenizer"
+        )
+    return tokens
+
+
+def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], bool]:
+    """(text, with special tokens) -> ids, and whether the separator of documents is a token of its own."""
+    if folder is None:
+        raise UsageError("calibration: the model has no folder to find a tokenizer in; capture it from a folder or id")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        from transformers import AutoTokenizer
+
+        try:
+            slow = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise UsageError(f"{folder}: no tokenizer: there is no tokenizer.json, and {_reason(error)}") from error
+        known = _SEPARATOR in slow.get_vocab()
+        return lambda text, special: list(slow.encode(text, add_special_tokens=special)), known
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise UsageError(f"{file}: not a tokenizer: {_reason(error)}; get the file again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    known = tokenizer.token_to_id(_SEPARATOR) is not None
+    return lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids), known
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _texts(spec: DataSource) -> Iterator[str]:
+    """Rows of the source, streamed so that no cache is written: whole lines, or documents and a blank line."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    kind, options = spec.kind, {"split": spec.split, "streaming": True}
+    try:
+        if kind == "hub":
+            rows = load_dataset(str(spec.hub), spec.config, **options)
+        else:
+            files = [str(path) for path in spec.find_files()]
+            extra = {"keep_linebreaks": True} if kind == "text" else {}
+            rows = load_dataset(str(kind), data_files=files, **{**options, "split": "train"}, **extra)
+        field = "text" if kind == "text" else spec.field
+        for row in rows:
+            if not isinstance(row.get(field), str):
+                raise UsageError(f"{_label(spec)}: no text in field {field!r}; the fields are {', '.join(row)}")
+            yield row[field] if kind == "text" else row[field] + "\n\n"
+    except CompressorError:
+        raise
+    except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:
+        raise UsageError(f"{_label(spec)}: cannot be read as {kind}: {_reason(error)}") from error
+
+
+def _blocks(texts: Iterable[str], separator: str) -> Iterator[tuple[str, bool]]:
+    """Documents, long ones in blocks, each block with whether it opens a document."""
+    parts: list[str] = []
+    size, opens = 0, True
+    for text in texts:
+        first, *others = text.split(separator) if separator else [text]
+        parts.append(first)
+        for piece in others:
+            yield "".join(parts).strip(), opens
+            parts, size, opens = [piece], 0, True
+        size += len(parts[-1])
+        if size >= _BLOCK_CHARACTERS:
+            yield "".join(parts), opens
+            parts, size, opens = [], 0, False
+    yield "".join(parts).strip(), opens

@@ -1,0 +1,93 @@
+"""What every weight pass does around its arithmetic: choose the format and the linears, replace, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+
+from torch.fx import GraphModule
+
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.graph import Site, linear_sites, match_sites, replace_linear
+from compressor.packing import PackedWeight
+from compressor.pipeline import Context, SiteRecord
+
+
+def choose_format(scheme: str, group_size: int = 0) -> Format:
+    """The format of a scheme's name, with another group size unless that is 0.
+
+    Raises:
+        UsageError: no such scheme, or a group size that the format cannot have.
+    """
+    fmt = Format.parse(scheme)
+    return dataclasses.replace(fmt, strategy="group", group_size=group_size) if group_size else fmt
+
+
+def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    """One pattern or several, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def choose_sites(
+    graph: GraphModule, pass_name: str, fmt: Format, targets: str | Sequence[str], ignore: str | Sequence[str]
+) -> list[Site]:
+    """The linears that match ``targets`` and not ``ignore``, in dataflow order.
+
+    Raises:
+        UsageError: a pattern matches nothing (the nearest names are given), nothing is left, or the group size
+            divides the inputs of none of the linears.
+    """
+    sites = linear_sites(graph)
+    matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
+    if unmatched:
+        known = sorted({site.module_class for site in sites} | {site.name for site in sites})
+        known += sorted({site.name.rpartition(".")[2] for site in sites} - set(known))
+        hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
+        raise UsageError(f"{pass_name}: patterns that match no linear of the model: {hints}")
+    if not matched:
+        raise UsageError(f"{pass_name}: every linear that `targets` matches is ignored as well; nothing to compress")
+    if fmt.group_size and all(site.in_features % fmt.group_size for site in matched):
+        widths = sorted({site.in_features for site in matched})
+        fitting = [size for size in (256, 128, 64, 32, 16, 8) if any(width % size == 0 for width in widths)]
+        advice = f"; sizes that divide some: {', '.join(map(str, fitting))}" if fitting else "; use one scale a channel"
+        raise UsageError(
+            f"{pass_name}: group size {fmt.group_size} divides the inputs of none of the matched linears "
+            f"(their inputs: {', '.join(map(str, widths))}){advice}"
+        )
+    return matched
+
+
+def compress_site(
+    graph: GraphModule,
+    ctx: Context,
+    site: Site,
+    packed: PackedWeight,
+    pass_name: str,
+    *,
+    error: float,
+    error_of: str = "weight",
+    rtn_error: float | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Put a packed weight in the place of a dense one and record it, with a note on whatever is out of the ordinary."""
+    weight = graph.get_parameter(site.weight_name)
+    before = weight.numel() * weight.element_size()
+    notes = list(notes)
+    ragged = site.in_features % packed.format.group_size if packed.format.group_size else 0
+    if ragged:
+        notes.append(f"last group has {ragged} of {packed.format.group_size} columns")
+    if site.tied:
+        notes.append(f"tied: the dense weight {site.weight_name} stays for the embedding")
+    if packed.nbytes > before:
+        notes.append(f"stored bytes exceed the dense weight's {before}")
+    replace_linear(graph, site, packed)
+    record = SiteRecord(
+        site.name, pass_name, packed.format.name, before, packed.nbytes, error, error_of, rtn_error, "; ".join(notes)
+    )
+    ctx.records.append(record)
+
+
+def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.0)
