@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
@@ -164,6 +164,14 @@ def load_recipe(
         apply_override(source, text)
     expand_data(source)
     return _build(source)
+
+
+@overload
+def load_text_spec(text: str, *, evaluation: Literal[True]) -> EvaluationSpec: ...
+
+
+@overload
+def load_text_spec(text: str, *, evaluation: Literal[False] = False) -> TextSpec: ...
 
 
 def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:

@@ -90,7 +90,11 @@ class Converter:
         def operands(tokens: int) -> list[Any]:
             groups = (tiles, fmt.groups(columns), TILE_ROWS)
             code_shape = (tiles, fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
-            arrays = [np.ones((1, tokens, columns), "float32"), np.zeros(code_shape, "int32"), np.ones(groups, "float16")]
+            arrays = [
+                np.ones((1, tokens, columns), "float32"),
+                np.zeros(code_shape, "int32"),
+                np.ones(groups, "float16"),
+            ]
             arrays += [] if fmt.symmetric else [np.zeros(groups, "uint8")]
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 

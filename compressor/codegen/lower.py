@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import tvm
+from compressor_runtime import available_cores
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tvm import relax
@@ -19,6 +20,7 @@ from tvm_ffi import structural_walk
 from compressor.capture import reexport
 from compressor.codegen.convert import Converter
 from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import Tuner, cpu_name
@@ -88,15 +90,14 @@ def compile_graph(
     target: Target,
     *,
     tune: str = "quick",
-    threads: int = 1,
+    threads: int | None = None,
     dump: Callable[[str, str], None] | None = None,
-    tuner: Tuner | None = None,
 ) -> Library:
     """Lower a graph and generate its kernels.
 
     Args:
         tune: ``off``, ``quick`` or ``full``.
-        threads: threads that tuning may use; part of the tuning key.
+        threads: threads that candidates are timed on, part of the tuning key; None takes the physical cores.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
@@ -105,7 +106,9 @@ def compile_graph(
     isa = target.resolve()
     tvm_target = target.tvm_target(isa)
     runs_here = target.executes(isa)
-    tuner = tuner or Tuner(tune, tvm_target if runs_here else None, f"{isa.name}|{cpu_name()}|{threads} threads")
+    threads = threads or available_cores()
+    machine = f"{isa.name}|{cpu_name()}|{threads} threads"
+    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine)
     converter = Converter(isa, tuner)
     program = reexport(graph)
     mod, parameters = _import(program, converter)
@@ -144,7 +147,7 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
                 parameters[name] = relax.Var(name, relax.TensorType(var.ty.shape, "uint16"))
         return parameters, inputs, constraints
 
-    def _flatten_output_args(self, output_args: Any) -> Any:  # type: ignore[override]
+    def _flatten_output_args(self, output_args: Any) -> Any:
         # New keys and values are outputs in FX; here the attention kernels write them to the caches in place.
         flat = ExportedProgramImporter._flatten_output_args(output_args)
         return flat[:1] if self.decoder else flat
@@ -163,11 +166,26 @@ def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModul
         )
     except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
         raise VerificationError(
-            f"lowering: an operator of the captured graph cannot be lowered: {error}; report it with the output of --dump"
+            f"lowering: an operator of the captured graph cannot be lowered: {error}; "
+            "report it with the output of --dump"
         ) from error
     mod["main"] = mod["main"].without_attr("params")
+    mod = _add_probe(mod)
     specs = program.graph_signature.input_specs
     return mod, [str(spec.target) for spec in specs if spec.kind is kind.PARAMETER]
+
+
+def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:
+    """Add the function `read_bandwidth`, with which a bundle measures the memory it runs on."""
+    bb = relax.BlockBuilder(mod)
+    x = relax.Var("x", relax.TensorType([probe.PARTS, tvm.tirx.Var("n", "int64"), 4, 16], "int32"))
+    with bb.function("read_bandwidth", [x]):
+        kernel = bb.add_func(probe.read_bandwidth(), "probe_read_bandwidth")
+        with bb.dataflow():
+            out = relax.TensorType([probe.PARTS, 16], "int32")
+            y = bb.emit_output(relax.call_tir(kernel, [x], out_ty=out))
+        bb.emit_func_output(y)
+    return bb.finalize()
 
 
 def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import tvm
+from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
 S = TypeVar("S")
@@ -71,12 +71,14 @@ class Tuner:
 
     Attributes:
         mode: ``off`` takes each space's first, ``quick`` times its first three, ``full`` all.
+        threads: threads that candidates run on.
         target: TVM target to compile candidates for, or None where this machine cannot execute them.
         machine: what results depend on besides the kernel (instruction set, CPU, threads).
         log: a line for each choice.
     """
 
     mode: str
+    threads: int
     target: tvm.target.Target | None
     machine: str
     database: Database = dataclasses.field(default_factory=Database)
@@ -105,6 +107,7 @@ class Tuner:
         key = f"{kernel}|{self.machine}|{digest}"
         known = self.database.entries.get(key)
         if known is None or known["tried"] < len(candidates):
+            configure_threads(self.threads)
             copies = self._copies(operands)
             times = [_time(build(schedule), self.target, copies) for schedule in candidates]
             best = min(range(len(times)), key=times.__getitem__)

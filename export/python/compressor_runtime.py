@@ -339,9 +339,9 @@ class Bundle:
     def _call(self, function: Any, *arguments: Any) -> Any:
         with self._turn:
             configured = self._executor is not None or getattr(_configured, "threads", None) == self.threads
-            if not configured and not _configure_threads(self.threads):
+            if not configured and not configure_threads(self.threads):
                 # This thread's pool was made smaller, by somebody's earlier kernels, and cannot grow: use another.
-                self._executor = ThreadPoolExecutor(1, "compressor", _configure_threads, (self.threads,))
+                self._executor = ThreadPoolExecutor(1, "compressor", configure_threads, (self.threads,))
             executor = self._executor
             return function(*arguments) if executor is None else executor.submit(function, *arguments).result()
 
@@ -507,7 +507,7 @@ def _load_tvm_runtime(root: Path, manifest: dict[str, Any]) -> None:
         raise BundleError(f"{library}: cannot be loaded ({error}); install apache-tvm-ffi {built}") from error
 
 
-def _configure_threads(threads: int) -> bool:
+def configure_threads(threads: int) -> bool:
     """Give this thread's pool of TVM workers ``threads`` of them, on the cores we may use; False if it is too small."""
     cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
     cpus *= -(-threads // len(cpus))  # TVM makes a pool as large as this list when it makes one

@@ -80,9 +80,13 @@ def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> No
     rows, columns = 128, 96
     space = packed_linear.gemm_space(8, 4, fmt)
     gemv = packed_linear.gemv_space(8)
-    schedule = packed_linear.Schedule(gemv[index % len(gemv)].gemv_tiles, space[index].gemm_tiles, space[index].gemm_tokens)
+    schedule = packed_linear.Schedule(
+        gemv[index % len(gemv)].gemv_tiles, space[index].gemm_tiles, space[index].gemm_tokens
+    )
     packed = random_packed(fmt, rows, columns, rng)
-    kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, vector.AVX512_VNNI, schedule), vector.AVX512_VNNI)
+    kernel = build(
+        packed_linear.packed_linear(rows, columns, fmt, False, vector.AVX512_VNNI, schedule), vector.AVX512_VNNI
+    )
     for tokens in (1, 5, 16):
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(kernel, x, packed.codes, packed.scales, out=(1, tokens, rows))
@@ -137,9 +141,7 @@ def test_norms(width: int) -> None:
     ("heads", "kv_heads", "width", "window", "softcap", "has_sinks"),
     [(8, 4, 8, 0, 0.0, False), (4, 2, 64, 3, 0.0, False), (4, 4, 32, 0, 2.0, False), (6, 1, 12, 5, 0.0, True)],
 )
-def test_cached_attention(
-    heads: int, kv_heads: int, width: int, window: int, softcap: float, has_sinks: bool
-) -> None:
+def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, softcap: float, has_sinks: bool) -> None:
     rng = torch.Generator().manual_seed(width)
 
     def normal(*shape: int) -> torch.Tensor:

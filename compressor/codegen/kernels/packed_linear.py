@@ -60,7 +60,7 @@ def packed_linear(
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
-    group_columns, group_vectors = fmt.columns(columns), fmt.columns(columns) // 16
+    group_columns = fmt.columns(columns)
     step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -214,9 +214,7 @@ class _Body:
                 value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", zeros[first + n, g, at])
             T.buffer_store(acc, value, [t, n, at])
 
-    def add_chunk(
-        self, acc: Any, a: Any, codes: Any, first: Any, m0: Any, c: Any, n_tokens: int, n_tiles: int
-    ) -> None:
+    def add_chunk(self, acc: Any, a: Any, codes: Any, first: Any, m0: Any, c: Any, n_tokens: int, n_tiles: int) -> None:
         """Add one chunk of columns of every tile and token."""
         lanes, fmt = self.isa.lanes, self.fmt
         for quad in range(fmt.chunk_columns // 4):

@@ -25,7 +25,11 @@ class Isa:
 
 
 AVX512_VNNI = Isa(
-    "avx512_vnni", 16, True, ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"), "cascadelake"
+    "avx512_vnni",
+    16,
+    True,
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+    "cascadelake",
 )
 AVX2 = Isa("avx2", 8, False, ("avx2", "fma", "f16c"), "haswell")
 ISAS = {isa.name: isa for isa in (AVX512_VNNI, AVX2)}

@@ -42,7 +42,9 @@ class Target(Protocol):
 def available_targets() -> dict[str, str]:
     """Names of all targets with the module (or ``module:Class``) each is in; imports none of them."""
     folder = Path(__file__).parent
-    shipped = {module.name: f"compressor.codegen.targets.{module.name}" for module in pkgutil.iter_modules([str(folder)])}
+    shipped = {
+        module.name: f"compressor.codegen.targets.{module.name}" for module in pkgutil.iter_modules([str(folder)])
+    }
     return dict(sorted({**{e.name: e.value for e in entry_points(group=_GROUP)}, **shipped}.items()))
 
 

@@ -1,0 +1,181 @@
+"""What there is: catalogues of passes, formats, targets, recipes and sets; the contents of bundles and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import UsageError
+from compressor.resources import resource
+
+
+def catalogue(kind: str) -> dict[str, str]:
+    """Names of one kind, each with a line about it."""
+    return _KINDS[kind]()
+
+
+def _passes() -> dict[str, str]:
+    from compressor.pipeline import available_passes, pass_class
+
+    return {name: _summary(pass_class(name)) for name in available_passes()}
+
+
+def _formats() -> dict[str, str]:
+    from compressor.formats import FORMATS
+
+    return {
+        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, "
+        + ("float activations" if fmt.activation_bits == 16 else "int8 activations, dynamic per token")
+        for name, fmt in FORMATS.items()
+    }
+
+
+def _targets() -> dict[str, str]:
+    from compressor.codegen.targets import available_targets, target_class
+
+    return {name: _summary(target_class(name)) for name in available_targets()}
+
+
+def _recipes() -> dict[str, str]:
+    return {path.stem: _first_comment(path) for path in sorted(resource("recipes").glob("*.yaml"))}
+
+
+def _calibration() -> dict[str, str]:
+    return {path.stem: _first_comment(path) for path in sorted(resource("calibration").glob("*.yaml"))}
+
+
+_KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
+    "passes": _passes,
+    "formats": _formats,
+    "targets": _targets,
+    "recipes": _recipes,
+    "calibration": _calibration,
+}
+
+
+def describe(name: str) -> tuple[str, str]:
+    """(kind, full text) of a pass, format, target, recipe or calibration set.
+
+    Raises:
+        UsageError: nothing has that name; the nearest is named.
+    """
+    from compressor.codegen.targets import available_targets, target_class
+    from compressor.pipeline import available_passes, pass_class
+
+    if name in available_passes():
+        return "pass", _options_text(name, pass_class(name))
+    if name in available_targets():
+        return "target", _options_text(name, target_class(name))
+    for kind in ("recipes", "calibration"):
+        path = resource(kind) / f"{name}.yaml"
+        if path.name == f"{name}.yaml" and path.is_file():
+            return kind.removesuffix("s"), path.read_text(encoding="utf-8").rstrip()
+    try:
+        return "format", _format_text(name)
+    except UsageError as error:
+        known = [known for kind in _KINDS for known in catalogue(kind)]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        raise UsageError(
+            f"{name!r} is no pass, format, target, recipe or calibration set; nearest: {', '.join(near)}"
+        ) from error
+
+
+def _format_text(name: str) -> str:
+    from compressor.formats import Format
+
+    fmt = Format.parse(name)
+    span = {"tensor": "the whole weight", "channel": "each row", "group": f"every {fmt.group_size} columns of a row"}
+    planes = " + ".join(f"{width}-bit" for width in fmt.planes)
+    return "\n".join(
+        [
+            fmt.name,
+            f"  weights      {fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}",
+            f"  scales       float16, one for {span[fmt.strategy]}",
+            f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
+            f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
+            f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
+        ]
+    )
+
+
+def _bits_per_weight(fmt: Any) -> float:
+    return float(fmt.packed_bytes(4096, 4096) * 8 / 4096**2)
+
+
+def _options_text(name: str, cls: type[Any]) -> str:
+    lines = [name, "", inspect.cleandoc(cls.__doc__ or ""), "", "Defaults:"]
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        lines.append(f"  {field.name}: {'required' if required else field.default!r}")
+    return "\n".join(lines)
+
+
+def _summary(cls: type[Any]) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def _first_comment(path: Path) -> str:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            return line[2:]
+        if line.startswith("description:"):
+            return line.partition(":")[2].strip().strip("\"'")
+    return ""
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """Contents of a bundle (its manifest) or of a Hugging Face folder (its linears); lists become tables.
+
+    Raises:
+        CompressorError: it is neither.
+    """
+    if (path / "manifest.json").is_file():
+        return _inspect_bundle(path)
+    from compressor.capture import capture
+    from compressor.graph import linear_sites, weight_bytes
+
+    graph = capture(path)
+    info = graph.meta["model"]
+    sites = [
+        {
+            "site": site.name,
+            "class": site.module_class,
+            "out": site.out_features,
+            "in": site.in_features,
+            "dtype": str(graph.get_parameter(site.weight_name).dtype).removeprefix("torch."),
+            "tied": site.tied,
+        }
+        for site in linear_sites(graph)
+    ]
+    return {
+        "model": info.name,
+        "architecture": info.architecture,
+        "kind": info.kind,
+        "parameters": info.parameters,
+        "weight_bytes": weight_bytes(graph),
+        "linears": sites,
+    }
+
+
+def _inspect_bundle(path: Path) -> dict[str, Any]:
+    from compressor.runtime import check_files, read_manifest
+
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
+    return {
+        "model": manifest["model"]["name"],
+        "architecture": manifest["model"]["architecture"],
+        "kind": manifest["kind"],
+        "schema_version": manifest["schema_version"],
+        "weight_bytes": manifest["weight_bytes"],
+        "dense_weight_bytes": manifest["dense_weight_bytes"],
+        "bundle_bytes": manifest["bundle_bytes"],
+        "cpu_features": ", ".join(manifest["cpu_features"]),
+        "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
+        "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],
+    }

@@ -1,0 +1,149 @@
+"""What the command line shows: progress on stderr, tables on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compressor.pipeline import Reporter, Task
+    from compressor.run import Outcome
+
+
+class _Bar:
+    def __init__(self, bars: Progress, task: Any) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, amount: int = 1) -> None:
+        self._bars.advance(self._task, amount)
+
+
+class _Progress:
+    """A :class:`compressor.pipeline.Reporter` that draws bars."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Task]:
+        task = self._bars.add_task(name, total=total)
+        yield _Bar(self._bars, task)
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(f"note: {text}", highlight=False, markup=False)
+
+
+@contextmanager
+def progress() -> Iterator[Reporter]:
+    """Progress bars with elapsed and remaining time on stderr; plain lines where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        yield _Progress(bars)
+
+
+_ROWS = (
+    ("perplexity", "perplexity", "{:.3f}"),
+    ("weights", "weight_bytes", "bytes"),
+    ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
+    ("decode, tokens/s", "decode_tokens_per_s", "{:,.1f}"),
+    ("peak memory", "peak_rss_bytes", "bytes"),
+)
+
+
+def show_outcome(outcome: Outcome, time_passes: bool) -> None:
+    """Dense against compressed, then what deserves attention."""
+    metrics, console = outcome.metrics, Console()
+    table = Table(title=str(outcome.bundle))
+    for heading in ("", "dense", "compressed", "ratio"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for label, key, form in _ROWS:
+        dense, ours = metrics.get(f"dense_{key}"), metrics.get(key)
+        if ours is None:
+            continue
+        ratio = f"{ours / dense:.2f}x" if dense else ""
+        table.add_row(label, "" if dense is None else _text(dense, form), _text(ours, form), ratio)
+    console.print(table)
+    for label, key, form in (
+        ("perplexity increase", "perplexity_increase", "{:+.2%}"),
+        ("top-1 agreement", "top1_agreement", "{:.2%}"),
+        ("KL divergence", "kl_divergence", "{:.4f} nats"),
+        ("cosine of hidden states", "cosine_fidelity", "{:.5f}"),
+        ("bundle", "bundle_bytes", "bytes"),
+        ("bytes read per token", "bytes_per_token", "bytes"),
+        ("of the memory bandwidth", "bandwidth_fraction", "{:.0%}"),
+    ):
+        if key in metrics:
+            console.print(f"{label}: {_text(metrics[key], form)}", highlight=False)
+    console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
+    if metrics.get("dense_decode_tokens_per_s"):
+        console.print(f"dense speed: PyTorch eager float32, {metrics['threads']} threads", highlight=False)
+    for result in outcome.gates:
+        console.print(f"gate {result}", highlight=False)
+    for site in outcome.sites:
+        if site["note"]:
+            console.print(f"note: {site['site']}: {site['note']}", highlight=False, markup=False)
+    for note in outcome.notes:
+        console.print(f"warning: {note}", highlight=False, markup=False)
+    if time_passes:
+        _show_stages(console, outcome)
+
+
+def _show_stages(console: Console, outcome: Outcome) -> None:
+    table = Table(title="passes")
+    for heading in ("", "pass", "seconds", "weights after"):
+        table.add_column(heading, justify="right" if heading in ("seconds", "weights after") else "left")
+    for stage in outcome.stages:
+        table.add_row(
+            str(stage["index"]), stage["name"], f"{stage['seconds']:.2f}", _text(stage["weight_bytes"], "bytes")
+        )
+    console.print(table)
+
+
+def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
+    """One figure a line."""
+    console = Console()
+    console.print(title, highlight=False, markup=False)
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        form = "bytes" if name.endswith("bytes") or name == "bytes_per_token" else "{:.6g}"
+        shown = _text(value, form) if isinstance(value, int | float) else str(value)
+        console.print(f"  {name:<{width}}  {shown}", highlight=False, markup=False)
+
+
+def show_inspection(content: Mapping[str, Any]) -> None:
+    """Facts, then one table a list."""
+    console = Console()
+    for name, value in content.items():
+        if not isinstance(value, list):
+            shown = _text(value, "bytes") if name.endswith("bytes") else str(value)
+            console.print(f"{name}: {shown}", highlight=False, markup=False)
+    for name, rows in content.items():
+        if isinstance(rows, list) and rows:
+            table = Table(title=name)
+            for heading in rows[0]:
+                table.add_column(heading)
+            for row in rows:
+                table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+            console.print(table)
+
+
+def _text(value: float, form: str) -> str:
+    if form != "bytes":
+        return form.format(value)
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"
