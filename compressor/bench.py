@@ -19,9 +19,6 @@ import numpy as np
 
 from compressor.errors import CompressorError, UsageError
 
-_PROBE_BYTES = 256 << 20
-_PROBE_SHAPE = (64, -1, 4, 16)  # as compressor.codegen.kernels.probe reads it
-
 Generate = Callable[[Any, int], tuple[float, float]]
 """prompt int64 [1, P], n -> seconds from the prompt to its last logits, seconds for n greedy single-token steps."""
 
@@ -84,10 +81,9 @@ def _bench_bundle(path: Path, prompt_tokens: int, new_tokens: int, repeats: int,
 
     model = bundle.model
     _check_length(prompt_tokens + new_tokens, model["max_positions"], path)
-    words = np.ones(_PROBE_BYTES // 4, np.int32).reshape(_PROBE_SHAPE)
-    bandwidth = bundle.read_bandwidth(words)
     result: dict[str, Any] = _measure(generate, model["vocab_size"], prompt_tokens, new_tokens, repeats)
-    bandwidth = max(bandwidth, bundle.read_bandwidth(words))  # the machine may have been busy the first time
+    peak_rss_bytes = _peak_rss_bytes()  # before the probe takes memory of its own
+    bandwidth = bundle.read_bandwidth()
     positions = prompt_tokens + new_tokens / 2
     cache_bytes = 2 * 4 * model["layers"] * model["kv_heads"] * model["head_dim"] * positions
     bytes_per_token = model["weight_bytes_per_token"] + cache_bytes
@@ -96,7 +92,7 @@ def _bench_bundle(path: Path, prompt_tokens: int, new_tokens: int, repeats: int,
         "bytes_per_token": int(bytes_per_token),
         "read_bandwidth_bytes_per_s": bandwidth,
         "bandwidth_fraction": bytes_per_token * result["decode_tokens_per_s"] / bandwidth,
-        "peak_rss_bytes": _peak_rss_bytes() - words.nbytes,
+        "peak_rss_bytes": peak_rss_bytes,
         "load_s": load_s,
         "threads": bundle.threads,
     }

@@ -322,8 +322,10 @@ class Bundle:
             )
         return tokens.astype(np.int64, copy=False)
 
-    def read_bandwidth(self, words: NDArray[np.int32], repeats: int = 5) -> float:
-        """Bytes per second at which the bundle's threads read int32 [64, n, 4, 16]; the best of the repeats."""
+    def read_bandwidth(self, size_bytes: int = 256 << 20, repeats: int = 10) -> float:
+        """Bytes per second at which the bundle's threads read memory, in blocks of 16 KiB; the best of the repeats."""
+        words = _aligned((64, size_bytes >> 14, 4, 16), np.dtype(np.int32))
+        words.fill(1)  # untouched pages would all be one page of zeros
         tensor, seconds = _to_tvm(words), []
         for _ in range(repeats):
             begin = time.perf_counter()
