@@ -116,10 +116,11 @@ def run(
     "--data", default="python_docs_heldout", show_default=True, help="A set's name, a .yaml spec or a text file."
 )
 @click.option("--tokens", type=click.IntRange(2), help="Tokens to evaluate on [default: the set's].")
+@click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement.")
 @_threads_option
 @_json_option
 @_reported
-def evaluate(path: Path, data: str, tokens: int | None, threads: int | None, as_json: bool) -> None:
+def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threads: int | None, as_json: bool) -> None:
     """Measure the perplexity of PATH: a bundle (its own kernels) or a Hugging Face folder."""
     from compressor.recipe import load_text_spec
     from compressor.terminal import progress, show_metrics
@@ -130,7 +131,7 @@ def evaluate(path: Path, data: str, tokens: int | None, threads: int | None, as_
     with progress() as reporter:
         from compressor.run import evaluate_path
 
-        metrics = evaluate_path(path, spec, threads=threads, reporter=reporter)
+        metrics = evaluate_path(path, spec, dense=dense, threads=threads, reporter=reporter)
     _emit(as_json, metrics, lambda: show_metrics(str(path), metrics))
 
 

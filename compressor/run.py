@@ -134,7 +134,7 @@ def run_recipe(
     with _step(reporter, "compile"):
         library = compile_graph(graph, target, tune=recipe.tune, threads=threads, dump=_dumper(dump))
     with publishing(destination) as partial:
-        _fill(partial, graph, library, target, recipe, context, weight_bytes(dense))
+        assemble(partial, graph, library, target, recipe, context, weight_bytes(dense))
         bundle = load(partial, threads=threads)
         kernel_error = check_kernels(bundle, graph, {record.format for record in context.records})
         quality = _quality(bundle, dense, text, recipe, reporter)
@@ -179,7 +179,7 @@ def _dumper(folder: Path | None) -> Any:
     return write
 
 
-def _fill(
+def assemble(
     folder: Path,
     graph: GraphModule,
     library: Library,
@@ -188,6 +188,7 @@ def _fill(
     context: Context,
     dense_weight_bytes: int,
 ) -> None:
+    """Link the library and write all files of a bundle into the empty ``folder``."""
     info: ModelInfo = graph.meta["model"]
     with tempfile.TemporaryDirectory() as scratch:
         shared = Path(scratch) / "model.so"
@@ -260,10 +261,18 @@ def _notes(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def evaluate_path(
-    path: Path, spec: EvaluationSpec, *, threads: int | None = None, reporter: Reporter | None = None
+    path: Path,
+    spec: EvaluationSpec,
+    *,
+    dense: str | None = None,
+    threads: int | None = None,
+    reporter: Reporter | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a bundle's own kernels, or of a Hugging Face folder's captured graph.
 
+    Args:
+        dense: folder or id of a model to measure fidelity against: ``dense_perplexity``, ``kl_divergence``,
+            ``top1_agreement``.
     Raises:
         CompressorError: the path is neither, or the text does not suit it.
     """
@@ -283,7 +292,15 @@ def evaluate_path(
         sizes = {"weight_bytes": weight_bytes(graph)}
     tokens, _ = load_evaluation(spec, None, path, vocab_size)
     window, stride = _window(spec, positions, reporter)
-    result = measure_quality(logits, tokens, window=window, stride=stride, reporter=reporter)
+    reference = None
+    if dense is not None:
+        graph = capture(dense)
+        if graph.meta["model"].vocab_size != vocab_size:
+            raise UsageError(
+                f"{dense}: {graph.meta['model'].vocab_size} tokens, {path} has {vocab_size}; not its model"
+            )
+        reference = graph_logits(graph)
+    result = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter)
     return {**result.metrics(), **sizes}
 
 
