@@ -8,9 +8,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 import tvm
 from torch import fx
-from tvm import relax
+from tvm import relax, te
 
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.kernels.vector import Isa
@@ -44,6 +45,7 @@ class Converter:
             "cached_attention.default": self._cached_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
+            "slice.Tensor": self._slice,
         }
 
     def _kernel(self, importer: Any, name: str, make: Callable[[], tuple[tvm.tirx.PrimFunc, dict[str, Any]]]) -> Any:
@@ -180,6 +182,31 @@ class Converter:
         y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
         return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
 
+    @staticmethod
+    def _slice(node: fx.Node, importer: Any) -> Any:
+        """A slice up to a symbolic end, such as the first S rows of a table of positions, has that length.
+
+        TVM's own converter infers min(S, rows), with which nothing broadcasts.
+        """
+        given: tuple[Any, ...] = node.args
+        table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
+        length = node.meta["val"].shape[axis]
+        known = end.meta["val"] if isinstance(end, fx.Node) else None
+        if begin or step != 1 or not _same_symbol(length, known):
+            return importer._slice(node)
+
+        def first(x: Any) -> Any:
+            shape = list(x.shape)
+            shape[axis] = importer.env[end]
+            return te.compute(shape, lambda *index: x[index], "first")
+
+        return importer.block_builder.emit_te(first, importer.env[table])
+
 
 def _zeros(wanted: bool, size: int) -> list[Any]:
     return [np.zeros((size,), "float32")] if wanted else []
+
+
+def _same_symbol(one: object, other: object) -> bool:
+    """Whether both are the same symbolic number."""
+    return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr

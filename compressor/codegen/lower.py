@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,6 +28,10 @@ from compressor.errors import VerificationError
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16
 """Rotary frequencies and the like may be constants; weights may not."""
+
+
+_PROBE = "read_bandwidth"
+"""The function with which a bundle measures the memory it runs on."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,13 @@ def compile_graph(
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine)
     converter = Converter(isa, tuner)
     program = reexport(graph)
+    activations = _fixed_sizes(program)
     mod, parameters = _import(program, converter)
     with tvm_target:
-        check_storage(mod, "import", converter.smallest_packed)
+        check_storage(mod, "import", converter.smallest_packed, activations)
         for name, phase in phases():
             mod = phase(mod)
-            check_storage(mod, name, converter.smallest_packed)
+            check_storage(mod, name, converter.smallest_packed, activations)
             if dump is not None:
                 dump(name, mod.script())
         executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
@@ -176,10 +181,10 @@ def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModul
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:
-    """Add the function `read_bandwidth`, with which a bundle measures the memory it runs on."""
+    """Add the probe of the memory's read bandwidth."""
     bb = relax.BlockBuilder(mod)
     x = relax.Var("x", relax.TensorType([probe.PARTS, tvm.tirx.Var("n", "int64"), 4, 16], "int32"))
-    with bb.function("read_bandwidth", [x]):
+    with bb.function(_PROBE, [x]):
         kernel = bb.add_func(probe.read_bandwidth(), "probe_read_bandwidth")
         with bb.dataflow():
             out = relax.TensorType([probe.PARTS, 16], "int32")
@@ -188,14 +193,16 @@ def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:
     return bb.finalize()
 
 
-def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None) -> None:
+def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None, activations: Collection[int] = ()) -> None:
     """Assert that a phase did not undo the compression ("what is claimed is stored").
 
-    Constants must stay small, and no operator may yield a tensor of fixed shape with as many elements as the
-    smallest packed weight has when dense: activations have symbolic shapes, so that would be a weight.
+    Constants must stay small, and nothing of fixed shape may be computed that has as many elements as the smallest
+    packed weight has when dense: activations have symbolic shapes, so that would be a weight.
 
     Args:
         dense_elements: elements of the smallest packed weight; None when nothing is packed.
+        activations: numbers of elements that may occur nevertheless, because the captured graph itself has values of
+            that fixed size.
     Raises:
         VerificationError: names the phase and the tensor.
     """
@@ -213,11 +220,12 @@ def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None) -> 
         shape = getattr(node.var.ty, "shape", None)
         if shape is None or not all(isinstance(n, tvm.tirx.IntImm) for n in shape):
             return
-        if prod(int(n) for n in shape) >= dense_elements:
-            materialised.append(f"{node.var.name_hint} {[int(n) for n in shape]}")
+        sizes = [int(n) for n in shape]
+        if prod(sizes) >= dense_elements and prod(sizes) not in activations:
+            materialised.append(f"{node.var.name} {sizes}")
 
-    for func in mod.functions.values():
-        if isinstance(func, relax.Function):
+    for gvar, func in mod.functions.items():
+        if isinstance(func, relax.Function) and gvar.name_hint != _PROBE:
             structural_walk(func, [(tvm.ir.GenericConst, visit_constant), (relax.VarBinding, visit_binding)])
     if constant_bytes > _CONSTANT_BYTES_ALLOWED:
         raise VerificationError(
@@ -228,3 +236,12 @@ def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None) -> 
         raise VerificationError(
             f"lowering, phase {phase}: a dense weight is computed at run time: {', '.join(materialised)}"
         )
+
+
+def _fixed_sizes(program: ExportedProgram) -> frozenset[int]:
+    """Numbers of elements of all inputs and values of the captured graph whose shape is fixed."""
+    inputs = program.graph_signature.user_inputs
+    nodes = [node for node in program.graph.nodes if node.op == "call_function" or node.name in inputs]
+    values = [node.meta.get("val") for node in nodes]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return frozenset(prod(shape) for shape in shapes if all(isinstance(n, int) for n in shape))
