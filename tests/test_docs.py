@@ -1,0 +1,211 @@
+"""What README and docs say that a machine can check: links, keys, options, recipes, commands, files and functions."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from compressor.cli import main
+from compressor.formats import Format
+from compressor.gates import METRICS
+from compressor.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
+from compressor.recipe_source import SOURCE_KEYS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in CODE.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """Cells of the table whose first heading is ``heading``, without the two heading lines."""
+    body = text(page).split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in body.splitlines()[2:]]
+
+
+def named(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def documented(page: str, heading: str) -> list[str]:
+    return [name for row in rows(page, heading) for name in named(row[0])]
+
+
+def by_page(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{by_page(page)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{by_page(page)}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "keys"),
+    [
+        ("key", {*Recipe.yaml_keys(), "extends"}),
+        ("key of `calibration`", set(TextSpec.yaml_keys()) - set(EvaluationSpec.yaml_keys())),
+        ("key of `evaluation`", set(EvaluationSpec.yaml_keys()) - set(TextSpec.yaml_keys())),
+        ("metric", set(METRICS)),
+    ],
+)
+def test_every_key_is_documented_and_every_documented_key_exists(heading: str, keys: set[str]) -> None:
+    assert sorted(documented("docs/recipes.md", heading)) == sorted(keys)
+
+
+def test_the_keys_of_a_data_source_are_documented() -> None:
+    data = text("docs/recipes.md").split("\n## Data\n", 1)[1]
+    table = data.split("\n| key |", 1)[1].split("\n\n", 1)[0]
+    found = [named(line.split("|")[1])[0] for line in table.splitlines()[2:]]
+    assert sorted(found) == sorted(set(TextSpec.yaml_keys()) & set(EvaluationSpec.yaml_keys()))
+
+
+def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
+    for heading, model in (
+        ("key", Recipe),
+        ("key of `calibration`", TextSpec),
+        ("key of `evaluation`", EvaluationSpec),
+    ):
+        for name, default, *_ in rows("docs/recipes.md", heading):
+            key = named(name)[0]
+            if key == "extends" or not default.startswith("`"):
+                continue
+            field = model.model_fields[model.yaml_keys()[key]]
+            value = getattr(field.default, "name", field.default)
+            assert value == yaml.safe_load(named(default)[0]) or str(value) in named(default), f"{heading} {key}"
+
+
+@pytest.mark.parametrize("name", ["rtn", "gptq", "x86"])
+def test_options_are_documented_with_their_defaults(name: str) -> None:
+    from compressor.codegen.targets import target_class
+    from compressor.pipeline import pass_class
+
+    cls = target_class(name) if name == "x86" else pass_class(name)
+    table = rows("docs/recipes.md", f"option of `{name}`")
+    assert [option for row in table for option in named(row[0])] == [f.name for f in dataclasses.fields(cls)]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for option, default, _ in table:
+        if default.startswith("`"):
+            assert defaults[named(option)[0]] == yaml.safe_load(named(default)[0])
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=by_page)
+def test_recipes_in_the_pages_load(page: Path, tmp_path: Path) -> None:
+    found = blocks(page, "yaml")
+    assert found
+    for number, body in enumerate(found):
+        file = tmp_path / f"block_{number}.yaml"
+        file.write_text(body, encoding="utf-8")
+        if set(SOURCE_KEYS) & set(yaml.safe_load(body)):  # a data set, for either purpose
+            assert load_text_spec(str(file)).samples
+            assert load_text_spec(str(file), evaluation=True).tokens
+        else:
+            assert load_recipe(file).passes
+
+
+def test_overrides_in_the_pages_apply() -> None:
+    lines = [line for body in blocks(ROOT / "docs" / "recipes.md", "sh") for line in body.splitlines()]
+    assert lines
+    for line in lines:
+        words = shlex.split(line)
+        load_recipe(words[2], [words[i + 1] for i, word in enumerate(words) if word == "--set"])
+
+
+def test_the_table_of_commands_is_complete() -> None:
+    assert isinstance(main, click.Group)
+    found = [command.split()[1] for command in documented("README.md", "command")]
+    assert sorted(found) == sorted(main.commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_commands_in_the_pages_exist_with_their_options(page: Path) -> None:
+    assert isinstance(main, click.Group)
+    lines = [line for body in blocks(page, "sh") for line in body.splitlines()]
+    lines += [span for span in named(CODE.sub("", page.read_text(encoding="utf-8"))) if "\n" not in span]
+    for line in lines:
+        for part in line.split("&&"):
+            words = part.split("#")[0].split()
+            if words[:1] != ["compress"] or len(words) == 1 or words[1].startswith("-"):
+                continue
+            assert words[1] in main.commands, f"{by_page(page)}: {line}"
+            known = {option for parameter in main.commands[words[1]].params for option in parameter.opts}
+            for word in words[2:]:
+                if word.startswith("-") and word != "--help":
+                    assert word in known, f"{by_page(page)}: {line}: {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_python_in_the_pages_parses(page: Path) -> None:
+    for body in blocks(page, "python"):
+        ast.parse(body)
+
+
+def functions(path: Path) -> set[str]:
+    """Names of functions, classes and ``Class.method`` that a file defines at its top."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_functions_that_are_named_with_their_file_exist(page: Path) -> None:
+    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", page.read_text(encoding="utf-8")):
+        places = [ROOT / path, ROOT / "compressor" / path, *(ROOT / "compressor").rglob(path)]
+        files = [place for place in places if place.is_file()]
+        assert files, f"{by_page(page)}: {path}"
+        assert name in functions(files[0]), f"{by_page(page)}: {path}:{name}"
+
+
+def test_the_rooms_are_the_files() -> None:
+    package = ROOT / "compressor"
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py") if "_data" not in path.parts}
+    described = set(documented("docs/architecture.md", "file"))
+    assert described == {name for name in files if name == "__init__.py" or not name.endswith("/__init__.py")}
+
+
+def test_the_phases_are_those_of_the_code() -> None:
+    source = (ROOT / "compressor" / "codegen" / "lower.py").read_text(encoding="utf-8")
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "phases")
+    pairs = [node for node in ast.walk(body) if isinstance(node, ast.Tuple) and isinstance(node.elts[0], ast.Constant)]
+    assert documented("docs/architecture.md", "phase") == [pair.elts[0].value for pair in pairs]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_page)
+def test_formats_in_the_pages_exist(page: Path) -> None:
+    for name in re.findall(r"\bW\dA\d+(?:_ASYM)?(?:_(?:G\d+|[CT]))?\b", page.read_text(encoding="utf-8")):
+        assert Format.parse(name).name.startswith(name)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(text("README.md").splitlines()) < 200
