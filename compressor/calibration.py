@@ -7,7 +7,8 @@ are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,8 +25,11 @@ __all__ = ["Hessian", "Samples", "Statistic", "load_evaluation", "load_samples",
 class Statistic(Protocol):
     """What is gathered about the input of one group of linears."""
 
-    def add(self, x: Tensor) -> None:
-        """Take in the rows of one micro-batch, float32 [tokens, in_features]."""
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in the rows of one micro-batch, float32 [tokens, in_features].
+
+        ``dense`` are the same rows in the graph as it was when the streaming began; ``x`` itself unless asked for.
+        """
 
 
 class Hessian:
@@ -34,16 +38,25 @@ class Hessian:
     def __init__(self, in_features: int) -> None:
         self.tokens = 0
         self._sum = torch.zeros(in_features, in_features)
+        self._cross: Tensor | None = None
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in rows, float32 [tokens, in_features]."""
         self._sum.addmm_(x.t(), x)
         self.tokens += len(x)
+        if dense is not x:
+            self._cross = torch.zeros_like(self._sum) if self._cross is None else self._cross
+            self._cross.addmm_((dense - x).t(), x)
 
     @property
     def value(self) -> Tensor:
         """The Hessian; all zeros if no token ever arrived."""
         return self._sum * (2 / max(1, self.tokens))
+
+    @property
+    def cross(self) -> Tensor | None:
+        """2 / n * (X_dense - X)^T X, float32 [in, in]; None where the dense inputs were not asked for."""
+        return None if self._cross is None else self._cross * (2 / max(1, self.tokens))
 
 
 S = TypeVar("S", bound=Statistic)
@@ -56,6 +69,7 @@ def stream(
     make_statistic: Callable[[int], S],
     *,
     true_sequential: bool = True,
+    with_dense: bool = False,
     micro_batch_tokens: int = 2048,
 ) -> Iterator[tuple[list[Site], S]]:
     """Run samples through the graph and yield each group of sites that share an input, with its statistic.
@@ -64,21 +78,25 @@ def stream(
     what follows then sees their new outputs.  With ``true_sequential`` that holds for the next group already,
     whose statistic is gathered by running its segment again from the beginning; otherwise for the next segment.
 
-    Peak memory: the hidden states between two segments for all samples, one segment's working set for one
-    micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
+    Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), one segment's
+    working set for one micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
 
     Args:
         graph: a captured decoder or encoder.
         ids: int64 [samples, sequence].
         sites: the linears of interest.
         make_statistic: called with the width of a group's input.
+        with_dense: also run the graph as it is now, and show the statistics its inputs beside the current ones.
         micro_batch_tokens: tokens that run at once, at least one sample.
     Raises:
         UsageError: the model does not read tokens, or the samples are longer than its positions.
     """
-    run = _Run(graph, ids, max(1, micro_batch_tokens // ids.shape[1]))
+    batch = max(1, micro_batch_tokens // ids.shape[1])
+    run = _Run(graph, ids, batch)
+    dense = _Run(_frozen(graph), ids, batch) if with_dense else None
+    dense_segments = segments(dense.graph) if dense else []
     names = {site.name for site in sites}
-    last = max((i for i, segment in enumerate(segments(graph)) if names & _names(segment)), default=-1)
+    last = max((i for i, s in enumerate(segments(graph)) if any(site.name in names for site in s.sites)), default=-1)
     for index in range(last + 1):
         # Replacing a linear does not move the cuts, but the nodes are new: look the segment up again.
         wanted = [site.name for site in segments(graph)[index].sites if site.name in names]
@@ -87,20 +105,35 @@ def stream(
             groups = group_by_input(site for site in segment.sites if site.name in wanted)
             groups = groups[:1] if true_sequential else groups
             statistics = [make_statistic(group[0].in_features) for group in groups]
-            run.visit(segment, {g[0].input: _adder(s) for g, s in zip(groups, statistics, strict=True)})
+            inputs = [group[0].input for group in groups]
+            if dense:
+                named = {site.name: site.input for site in dense_segments[index].sites}
+                dense_inputs = [named[group[0].name] for group in groups]
+            for i in range(len(run.ids)):
+                rows = [_rows(x) for x in run.values(segment, i, inputs)]
+                dense_rows = rows
+                if dense:
+                    dense_rows = [_rows(x) for x in dense.values(dense_segments[index], i, dense_inputs)]
+                for statistic, x, y in zip(statistics, rows, dense_rows, strict=True):
+                    statistic.add(x, y)
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it
                 yield groups.pop(0), statistics.pop(0)
         if index < last:
             run.advance(segments(graph)[index])
+            if dense:
+                dense.advance(dense_segments[index])
 
 
-def _names(segment: Segment) -> set[str]:
-    return {site.name for site in segment.sites}
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
-def _adder(statistic: Statistic) -> Callable[[Tensor], None]:
-    return lambda x: statistic.add(x.reshape(-1, x.shape[-1]))
+def _frozen(graph: GraphModule) -> GraphModule:
+    """The graph as it is now, whatever becomes of the original; parameters are shared."""
+    frozen = GraphModule(graph, copy.deepcopy(graph.graph))
+    frozen.meta = dict(graph.meta)
+    return frozen
 
 
 class _Run:
@@ -122,44 +155,35 @@ class _Run:
         self.hidden: list[Tensor | None] = [None] * len(self.ids)
         self.shared: dict[int, dict[Node, Any]] = {}  # batch size -> inputs and token-independent values
 
-    def visit(self, segment: Segment, visitors: Mapping[Node, Callable[[Tensor], None]]) -> None:
-        """Run every micro-batch as far as the nodes of interest and show their values."""
-        for i in range(len(self.ids)):
-            self._execute(segment, i, visitors)
-
     def advance(self, segment: Segment) -> None:
         """Run every micro-batch to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
         for i in range(len(self.ids)):
-
-            def keep(x: Tensor, place: int = i) -> None:
-                self.hidden[place] = x
-
-            self._execute(segment, i, {segment.exit: keep})
+            self.hidden[i] = self.values(segment, i, [segment.exit])[0]
 
     @torch.no_grad()
-    def _execute(self, segment: Segment, i: int, visitors: Mapping[Node, Callable[[Tensor], None]]) -> None:
-        needed = _ancestors(visitors, set(segment.nodes))
+    def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
+        """Run one micro-batch through a segment as far as the nodes of interest; their values."""
+        needed = _ancestors(wanted, set(segment.nodes))
         nodes = [node for node in segment.nodes if node in needed]
         last_user = {source: node for node in nodes for source in node.all_input_nodes}
         env = dict(self._shared(self.ids[i]))
         env[self.ids_node] = self.ids[i]
         if segment.entry is not None:
             env[segment.entry] = self.hidden[i]
+        found = {node: env[node] for node in wanted if node in env}
         self.interpreter.env = env
-        for node in visitors:
-            if node in env:
-                visitors[node](env[node])
         for node in nodes:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in env:
                     env[source] = self.interpreter.run_node(source)
             env[node] = self.interpreter.run_node(node)
-            if node in visitors:
-                visitors[node](env[node])
+            if node in wanted:
+                found[node] = env[node]
             for used in (node, *node.all_input_nodes):
                 if last_user.get(used, node) is node:
                     del env[used]
+        return [found[node] for node in wanted]
 
     def _shared(self, ids: Tensor) -> dict[Node, Any]:
         if len(ids) not in self.shared:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,17 +15,26 @@ from compressor.packing import PackedWeight, choose_grid, dequantize, pack, roun
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites, compress_site
 
+ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
-def rtn_quantize(weight: Tensor, fmt: Format) -> PackedWeight:
+
+def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) -> PackedWeight:
     """Quantise a float [out, in] weight group by group to the nearest codes.
 
+    Args:
+        weight: float [out, in].
+        fmt: how it is stored.
+        choose: (weight float32 [out, columns of a group], which columns) -> scales float16 [out], zeros uint8 [out]
+            or None; left out, the min-max grid.
     Raises:
         CompressorError: the weight holds NaN or inf, or a range that no float16 scale reaches.
     """
     size = fmt.columns(weight.shape[1])
     codes, scales, zeros = [], [], []
-    for group in torch.split(weight.float(), size, dim=1):
-        scale, zero = choose_grid(group, fmt)
+    for first in range(0, weight.shape[1], size):
+        columns = slice(first, first + size)
+        group = weight[:, columns].float()
+        scale, zero = choose(group, columns) if choose else choose_grid(group, fmt)
         codes.append(round_to_grid(group, scale, zero, fmt))
         scales.append(scale)
         if zero is not None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
+from compressor.grid_search import search_grid
 from compressor.packing import choose_grid, dequantize, grid_values, round_to_grid, unpack
-from compressor.passes.gptq import gptq_quantize
+from compressor.passes.gptq import Observer, gptq_quantize, match_dense
 from compressor.passes.rtn import rtn_quantize
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W4A16_ASYM_G32", "W2A16_G64", "W8A8", "W4A16_C", "W4A16_ASYM_T", "W6A16_G16"]
@@ -27,7 +28,9 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, 2 / len(inputs) * inputs.T @ inputs
 
 
-def sequential(weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, static: bool, damp: float) -> Tensor:
+def sequential(
+    weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, static: bool, damp: float, mse: bool
+) -> Tensor:
     """The definition: columns one by one; what is left of H is inverted anew for every column (OBS, eq. 2)."""
     W, H, Q = weight.double(), hessian.double(), torch.zeros_like(weight, dtype=torch.uint8)
     H = H + damp * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
@@ -36,7 +39,9 @@ def sequential(weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, sta
     for n, q in enumerate(order):
         group, source = q // size, weight if static else W
         if group not in grids:
-            grids[group] = choose_grid(source[:, group * size : (group + 1) * size].float(), fmt)
+            part = slice(group * size, (group + 1) * size)
+            chosen, diagonal = source[:, part].float(), hessian.diagonal()[part]
+            grids[group] = search_grid(chosen, diagonal, fmt) if mse else choose_grid(chosen, fmt)
         F = order[n:]  # q first, then the columns that are still free
         Hinv = torch.linalg.inv(H[F][:, F])
         Q[:, q : q + 1] = round_to_grid(W[:, q : q + 1], *grids[group], fmt)
@@ -47,15 +52,17 @@ def sequential(weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, sta
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("actorder", "static"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("columns", [64, 76])
-def test_codes_equal_the_sequential_definition(name: str, actorder: bool, static: bool, columns: int) -> None:
+@pytest.mark.parametrize(("columns", "observer"), [(64, "mse"), (76, "minmax"), (76, "mse")])
+def test_codes_equal_the_sequential_definition(
+    name: str, actorder: bool, static: bool, columns: int, observer: Observer
+) -> None:
     fmt = Format.parse(name)
     weight, hessian = problem(12, columns, seed=columns)
     packed, info = gptq_quantize(
-        weight, hessian, fmt, actorder=actorder, static_groups=static, dampening_frac=0.01, blocksize=40
+        weight, hessian, fmt, actorder=actorder, static_groups=static, observer=observer, blocksize=40
     )
     assert info.method == "gptq"
-    expected = sequential(weight, hessian, fmt, actorder, static or fmt.strategy == "tensor", 0.01)
+    expected = sequential(weight, hessian, fmt, actorder, static, 0.01, observer == "mse")
     assert torch.equal(unpack(packed)[0], expected)
 
 
@@ -86,6 +93,7 @@ def loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:
     damp=st.sampled_from([0.0, 1e-8, 0.01, 1.0]),
     actorder=st.booleans(),
     static=st.booleans(),
+    observer=st.sampled_from(["minmax", "mse"]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=80, deadline=None)
@@ -99,6 +107,7 @@ def test_adversarial_inputs_give_finite_values_and_no_more_error_than_rtn(
     damp: float,
     actorder: bool,
     static: bool,
+    observer: Observer,
     seed: int,
 ) -> None:
     fmt = Format.parse(name)
@@ -111,7 +120,13 @@ def test_adversarial_inputs_give_finite_values_and_no_more_error_than_rtn(
     inputs[:, :dead] = 0
     hessian = inputs.T @ inputs
     packed, info = gptq_quantize(
-        weight, hessian, fmt, actorder=actorder and static, static_groups=static, dampening_frac=damp
+        weight,
+        hessian,
+        fmt,
+        actorder=actorder and static,
+        static_groups=static,
+        dampening_frac=damp,
+        observer=observer,
     )
     values = dequantize(packed)
     assert torch.isfinite(values).all()
@@ -143,7 +158,8 @@ def test_inputs_that_are_never_active_keep_their_rounded_weights() -> None:
     fmt = Format.parse("W4A16_G32")
     packed, info = gptq_quantize(weight, hessian, fmt)
     assert info.dead_columns == 1
-    assert torch.equal(dequantize(packed)[:, 5], dequantize(rtn_quantize(weight, fmt))[:, 5])
+    codes, scales, _ = unpack(packed)
+    assert torch.equal(codes[:, 5:6], round_to_grid(weight[:, 5:6], scales[:, 0], None, fmt))
 
 
 def test_act_order_with_grids_chosen_on_the_way_is_refused() -> None:
@@ -157,3 +173,17 @@ def test_a_hessian_that_overflowed_is_refused() -> None:
     hessian[0, 0] = float("inf")
     with pytest.raises(CompressorError, match="Hessian"):
         gptq_quantize(weight, hessian, Format.parse("W4A16_G32"))
+
+
+def test_matching_the_dense_outputs_is_least_squares() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(6, 16, generator=generator)
+    dense = torch.randn(500, 16, generator=generator)
+    inputs = dense + 0.3 * torch.randn(500, 16, generator=generator)
+    hessian, cross = 2 / 500 * inputs.T @ inputs, 2 / 500 * (dense - inputs).T @ inputs
+    matched = match_dense(weight, hessian, cross)
+    level = 0.1 * hessian.diagonal().mean()  # a ridge towards the weight itself
+    ridge = (500 / 2 * level).sqrt() * torch.eye(16)
+    rows, targets = torch.cat([inputs, ridge]), torch.cat([dense @ weight.T, ridge @ weight.T])
+    torch.testing.assert_close(matched, torch.linalg.lstsq(rows, targets).solution.T, atol=1e-4, rtol=1e-4)
+    assert torch.equal(match_dense(weight, hessian, torch.zeros(16, 16)), weight)

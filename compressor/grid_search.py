@@ -1,0 +1,64 @@
+"""Grids that lose less than min-max grids: the range is shrunk as long as the weighted squared error falls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compressor.formats import Format
+from compressor.packing import choose_grid, grid_values, round_to_grid
+
+_SHRINKS = tuple(1 - 0.03 * step for step in range(14))
+
+
+def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
+    """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2.
+
+    A symmetric grid has one code more below zero than above.  Its scale may be negative, so that the code more
+    serves the sign of the largest weight.
+
+    Args:
+        weight: float32 [out, columns]; for the tensor strategy, the whole weight.
+        importance: [columns], such as the diagonal of the Hessian; all zeros count as all ones.
+    Returns:
+        scales float16 [out] and zeros uint8 [out] (None when symmetric), never worse than min-max.
+    Raises:
+        CompressorError: as :func:`compressor.packing.choose_grid`.
+    """
+    importance = importance.float() if bool(importance.any()) else torch.ones_like(importance, dtype=torch.float32)
+    importance = importance / importance.mean()
+    importance = importance.clamp(min=1e-3)  # an input that these samples hardly excite may matter elsewhere
+    scales, zeros = choose_grid(weight, fmt)
+    least = _error(weight, importance, scales, zeros, fmt)
+    for scale, zero in _candidates(weight, fmt):
+        error = _error(weight, importance, scale, zero, fmt)
+        better = error < least
+        least = torch.where(better, error, least)
+        scales = torch.where(better, scale, scales)
+        if zeros is not None and zero is not None:
+            zeros = torch.where(better, zero, zeros)
+    return scales, zeros
+
+
+def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
+    whole = weight.reshape(1, -1) if fmt.strategy == "tensor" else weight
+    if fmt.symmetric:
+        extreme = whole.gather(1, whole.abs().argmax(1, keepdim=True))[:, 0].expand(len(weight))
+        for shrink in _SHRINKS:
+            scale = (extreme * (shrink / fmt.middle)).to(torch.float16)
+            scale = torch.where(scale == 0, 1.0, scale)
+            yield scale, None
+            yield -scale, None
+        return
+    low, high = torch.aminmax(whole, dim=1, keepdim=True)
+    for shrink in _SHRINKS[1:]:
+        yield choose_grid(weight.clamp(low * shrink, high * shrink), fmt)
+
+
+def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
+    """[out]; for the tensor strategy the sum, in every place."""
+    values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+    error = (values - weight).square() @ importance
+    return error.sum().expand(len(error)) if fmt.strategy == "tensor" else error
