@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, UsageError, VerificationError
+
+_ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
 
 Generate = Callable[[Any, int], tuple[float, float]]
 """prompt int64 [1, P], n -> seconds from the prompt to its last logits, seconds for n greedy single-token steps."""
@@ -33,7 +35,7 @@ def bench(
         ``peak_rss_bytes``, ``load_s``, ``threads``; for a bundle also ``bytes_per_token`` (weights, keys and values
         that one decode step reads), ``read_bandwidth_bytes_per_s`` and ``bandwidth_fraction``.
     Raises:
-        CompressorError: the child failed; its message is passed on.
+        CompressorError: the child failed; its message and exit code are passed on.
     """
     if prompt_tokens < 1 or new_tokens < 1 or repeats < 1:
         raise UsageError("bench: prompt tokens, new tokens and repeats must be at least 1")
@@ -42,7 +44,8 @@ def bench(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-        raise CompressorError(f"bench: {path}: {reason[-1].removeprefix('error: ')}")
+        error = _ERRORS.get(done.returncode, CompressorError)
+        raise error(f"bench: {reason[-1].removeprefix('error: ')}")
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
@@ -149,8 +152,9 @@ def _main() -> int:
     try:
         print(json.dumps(measure(options.path, *options.numbers)))
     except Exception as error:  # the parent shows one line, whatever it was
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        place = "" if hasattr(error, "exit_code") else f"{options.path}: "  # errors of ours say it themselves
+        print(f"error: {place}{error}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 1))
     return 0
 
 

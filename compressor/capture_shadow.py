@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from compressor.capture_attention import ATTENTION_NAME, Recorder, recording, register_attention
 from compressor.capture_export import explaining
 from compressor.capture_weights import WeightSource, folder_source, module_source
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -214,17 +214,15 @@ def _locate(model: str | Path) -> tuple[Path, str]:
     if path.is_dir():
         return path, path.resolve().name
     if path.exists():
-        raise CaptureError(f"{path}: a file; give the folder that holds config.json and the safetensors")
+        raise UsageError(f"{path}: a file; give the folder that holds config.json and the safetensors")
     if isinstance(model, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
-        raise CaptureError(
-            f"{model}: no such folder; give a model folder or a Hugging Face id such as gpt2 or org/name"
-        )
+        raise UsageError(f"{model}: no such folder; give a model folder or a Hugging Face id such as gpt2 or org/name")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES)), model
     except Exception as error:
-        raise CaptureError(
+        raise UsageError(
             f"{model}: no such folder here, and the Hugging Face hub does not give it ({_first_line(error)}); check "
             "the name and the network, log in if the model is gated, or download it and give the folder"
         ) from error

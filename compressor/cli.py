@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, GateError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,6 +52,22 @@ def _emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:
         show()
 
 
+def _folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path], Path]:
+    """Check of an argument: a folder that holds one of these files."""
+
+    def check(_ctx: click.Context, _parameter: click.Parameter, path: Path) -> Path:
+        if not path.is_dir():
+            raise click.BadParameter(f"{path}: no such folder")
+        if not any((path / marker).is_file() for marker in markers):
+            kind = "a bundle" if markers == _BUNDLE else "a bundle or a Hugging Face folder"
+            raise click.BadParameter(f"{path}: not {kind}: it has no {' and no '.join(markers)}")
+        return path
+
+    return check
+
+
+_BUNDLE = ("manifest.json",)
+_BUNDLE_OR_MODEL = ("manifest.json", "config.json")
 _json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 _threads_option = click.option("--threads", type=click.IntRange(1), help="Threads [default: the physical cores].")
 
@@ -94,10 +110,14 @@ def run(
     from compressor.terminal import progress, show_outcome
 
     loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
+    failed: GateError | None = None
     with progress() as reporter:
         from compressor.run import run_recipe
 
-        outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads)
+        try:
+            outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads)
+        except GateError as error:
+            outcome, failed = error.outcome, error
     content = {
         "bundle": str(outcome.bundle),
         **outcome.metrics,
@@ -108,10 +128,12 @@ def run(
         "notes": list(outcome.notes),
     }
     _emit(as_json, content, lambda: show_outcome(outcome, time_passes))
+    if failed is not None:
+        raise failed
 
 
 @main.command("eval")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE_OR_MODEL))
 @click.option(
     "--data", default="python_docs_heldout", show_default=True, help="A set's name, a .yaml spec or a text file."
 )
@@ -136,7 +158,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
 
 @main.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE))
 @click.option("--prompt", required=True, help="The text to continue.")
 @click.option("--max-tokens", type=click.IntRange(0), default=64, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
@@ -161,7 +183,7 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 
 
 @main.command("bench")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE_OR_MODEL))
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
@@ -180,7 +202,7 @@ def bench_command(
 
 
 @main.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE_OR_MODEL))
 @_json_option
 @_reported
 def inspect(path: Path, as_json: bool) -> None:

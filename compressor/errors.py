@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class CompressorError(Exception):
@@ -22,9 +22,17 @@ class RecipeError(UsageError):
 
 
 class GateError(CompressorError):
-    """A gate of the recipe failed: the result is not as good as was asked for."""
+    """A gate of the recipe failed: the result is not as good as was asked for.
+
+    Attributes:
+        outcome: what the run gave nevertheless, a :class:`compressor.run.Outcome`.
+    """
 
     exit_code: ClassVar[int] = 3
+
+    def __init__(self, message: str, outcome: Any = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class VerificationError(CompressorError):

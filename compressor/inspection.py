@@ -110,7 +110,7 @@ def _options_text(name: str, cls: type[Any]) -> str:
     lines = [name, "", inspect.cleandoc(cls.__doc__ or ""), "", "Defaults:"]
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        lines.append(f"  {field.name}: {'required' if required else field.default!r}")
+        lines.append(f"  {field.name}: {'required' if required else repr(field.default)}")
     return "\n".join(lines)
 
 

@@ -108,7 +108,11 @@ def run_recipe(
     """
     reporter = reporter or Silent()
     destination = Path(output or recipe.output or _missing_output())
-    check_destination(destination)
+    rejected = destination.with_name(destination.name + ".rejected")
+    for folder in (destination, rejected) if recipe.gates else (destination,):
+        check_destination(folder)
+    if dump is not None:
+        _make_dump_folder(dump)
     source = recipe.model_source() if model is None else model
     for spec in (recipe.calibration, recipe.evaluation):
         if spec is not None:
@@ -121,13 +125,12 @@ def run_recipe(
             source, example, trust_remote_code=recipe.trust_remote_code
         )  # memory-mapped, so it costs little
     info: ModelInfo = graph.meta["model"]
-    folder = info.source
     samples = None
     if recipe.calibration is not None:
-        samples = load_samples(recipe.calibration, folder, info.vocab_size)
+        samples = load_samples(recipe.calibration, info.source, info.vocab_size)
     text = None
     if info.kind == "decoder" and (recipe.evaluation.kind is not None or samples is not None):
-        text, _ = load_evaluation(recipe.evaluation, samples, folder, info.vocab_size)
+        text, _ = load_evaluation(recipe.evaluation, samples, info.source, info.vocab_size)
     context = Context(samples=samples, seed=recipe.seed, target=recipe.target.name, reporter=reporter)
     observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
     graph = Pipeline(recipe.passes, observers).run(graph, context)
@@ -139,7 +142,7 @@ def run_recipe(
         kernel_error = check_kernels(bundle, graph, {record.format for record in context.records})
         quality = _quality(bundle, dense, text, recipe, reporter)
         with _step(reporter, "time"):
-            speed = _speed(partial, folder, info, threads)
+            speed = _speed(partial, info.source, info, threads)
         sizes = {key: bundle.manifest[key] for key in ("weight_bytes", "dense_weight_bytes", "bundle_bytes")}
         metrics = {**quality.metrics(), **sizes, **speed}
         gates = check_gates(recipe.gates, metrics)
@@ -149,16 +152,23 @@ def run_recipe(
         outcome = Outcome(destination, metrics, gates, sites, stages, kernel_error, notes)
         write_measurements(partial, {**metrics, "kernel_error": kernel_error, "gates": [str(gate) for gate in gates]})
         if failed := [str(gate) for gate in gates if not gate.passed]:
-            rejected = destination.with_name(destination.name + ".rejected")
             with publishing(rejected) as kept:
                 kept.rmdir()
                 partial.rename(kept)
-            raise GateError("\n".join([*failed, f"the bundle is kept as {rejected}"]))
+            outcome = dataclasses.replace(outcome, bundle=rejected)
+            raise GateError("\n".join([*failed, f"the bundle is kept as {rejected}"]), outcome)
     return outcome
 
 
 def _missing_output() -> str:
     raise UsageError("no output folder: give one with -o, or `output:` in the recipe")
+
+
+def _make_dump_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"dump: {folder} cannot be made a folder: {error}; choose another") from error
 
 
 @contextmanager

@@ -138,7 +138,10 @@ def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], b
         try:
             slow = AutoTokenizer.from_pretrained(folder)
         except Exception as error:
-            raise UsageError(f"{folder}: no tokenizer: there is no tokenizer.json, and {_reason(error)}") from error
+            raise UsageError(
+                f"{folder}: no tokenizer: there is no tokenizer.json, nor anything that transformers can read "
+                f"({_reason(error)}); put the model's tokenizer files beside its weights"
+            ) from error
         known = _SEPARATOR in slow.get_vocab()
         return lambda text, special: list(slow.encode(text, add_special_tokens=special)), known
     from tokenizers import Tokenizer

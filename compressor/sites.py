@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 
 from torch.fx import GraphModule
@@ -36,11 +37,14 @@ def choose_sites(
     """The linears that match ``targets`` and not ``ignore``, in dataflow order.
 
     Raises:
-        UsageError: a pattern matches nothing (the nearest names are given), nothing is left, or the group size
-            divides the inputs of none of the linears.
+        UsageError: a pattern is malformed, or matches nothing (the nearest names are given), nothing is left, or the
+            group size divides the inputs of none of the linears.
     """
     sites = linear_sites(graph)
-    matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
+    try:
+        matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
+    except re.error as error:
+        raise UsageError(f"{pass_name}: re:{error.pattern!s} is no regular expression: {error}") from error
     if unmatched:
         known = sorted({site.module_class for site in sites} | {site.name for site in sites})
         known += sorted({site.name.rpartition(".")[2] for site in sites} - set(known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,14 @@ _ROWS = (
 )
 
 
+def _console() -> Console:
+    """Standard output; where that is no terminal, wide enough for whole names."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
 def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     """Dense against compressed, then what deserves attention."""
-    metrics, console = outcome.metrics, Console()
+    metrics, console = outcome.metrics, _console()
     table = Table(title=str(outcome.bundle))
     for heading in ("", "dense", "compressed", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -114,7 +120,7 @@ def _show_stages(console: Console, outcome: Outcome) -> None:
 
 def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     """One figure a line."""
-    console = Console()
+    console = _console()
     console.print(title, highlight=False, markup=False)
     width = max(map(len, metrics))
     for name, value in metrics.items():
@@ -125,7 +131,7 @@ def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
 
 def show_inspection(content: Mapping[str, Any]) -> None:
     """Facts, then one table a list."""
-    console = Console()
+    console = _console()
     for name, value in content.items():
         if not isinstance(value, list):
             shown = _text(value, "bytes") if name.endswith("bytes") else str(value)
@@ -136,8 +142,12 @@ def show_inspection(content: Mapping[str, Any]) -> None:
             for heading in rows[0]:
                 table.add_column(heading)
             for row in rows:
-                table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+                table.add_row(*map(_cell, row.values()))
             console.print(table)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _text(value: float, form: str) -> str:

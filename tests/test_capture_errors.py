@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.capture import capture
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, UsageError
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 
 def test_missing_folder(tmp_path: Path) -> None:
     for model in (tmp_path / "none", str(tmp_path / "none"), "./none", "a/b/c"):
-        with pytest.raises(CaptureError, match=r"no such folder.*give a model folder"):
+        with pytest.raises(UsageError, match=r"no such folder.*give a model folder"):
             capture(model)
 
 
@@ -62,7 +62,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("cannot connect\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CaptureError, match=r"org/name: no such folder here, and .* \(cannot connect\); check the name"):
+    with pytest.raises(UsageError, match=r"org/name: no such folder here, and .* \(cannot connect\); check the name"):
         capture("org/name")
 
 
@@ -75,7 +75,7 @@ def test_hub_id_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_file_instead_of_a_folder(folder: Path) -> None:
-    with pytest.raises(CaptureError, match="a file; give the folder"):
+    with pytest.raises(UsageError, match="a file; give the folder"):
         capture(folder / "model.safetensors")
 
 

@@ -46,6 +46,7 @@ class Converter:
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "slice.Tensor": self._slice,
+            "index.Tensor": self._index,
         }
 
     def _kernel(self, importer: Any, name: str, make: Callable[[], tuple[tvm.tirx.PrimFunc, dict[str, Any]]]) -> Any:
@@ -201,6 +202,16 @@ class Converter:
             return te.compute(shape, lambda *index: x[index], "first")
 
         return importer.block_builder.emit_te(first, importer.env[table])
+
+    @staticmethod
+    def _index(node: fx.Node, importer: Any) -> Any:
+        """Rows picked by one index tensor; TVM's own converter would read foreign memory where one is out of range."""
+        indices: Any = node.args[1]
+        given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
+            return importer._index_tensor(node)
+        ((axis, index),) = given
+        return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
 
 
 def _zeros(wanted: bool, size: int) -> list[Any]:
