@@ -7,13 +7,12 @@ are in memory.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo, Segment, Site, group_by_input, segments, shared_nodes
@@ -131,7 +130,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _frozen(graph: GraphModule) -> GraphModule:
     """The graph as it is now, whatever becomes of the original; parameters are shared."""
-    frozen = GraphModule(graph, copy.deepcopy(graph.graph))
+    nodes = Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    frozen = GraphModule(graph, nodes)
     frozen.meta = dict(graph.meta)
     return frozen
 

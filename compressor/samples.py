@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,19 +166,20 @@ def _texts(spec: DataSource) -> Iterator[str]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
-    kind, options = spec.kind, {"split": spec.split, "streaming": True}
+    kind, field = spec.kind, "text" if spec.kind == "text" else spec.field
     try:
-        if kind == "hub":
-            rows = load_dataset(str(spec.hub), spec.config, **options)
-        else:
-            files = [str(path) for path in spec.find_files()]
-            extra = {"keep_linebreaks": True} if kind == "text" else {}
-            rows = load_dataset(str(kind), data_files=files, **{**options, "split": "train"}, **extra)
-        field = "text" if kind == "text" else spec.field
-        for row in rows:
-            if not isinstance(row.get(field), str):
-                raise UsageError(f"{_label(spec)}: no text in field {field!r}; the fields are {', '.join(row)}")
-            yield row[field] if kind == "text" else row[field] + "\n\n"
+        with TemporaryDirectory() as scratch:  # for a lock file that would otherwise stay in the user's cache
+            options = {"streaming": True, "cache_dir": scratch}
+            if kind == "hub":
+                rows = load_dataset(str(spec.hub), spec.config, split=spec.split, **options)
+            else:
+                files = [str(path) for path in spec.find_files()]
+                extra = {"keep_linebreaks": True} if kind == "text" else {}
+                rows = load_dataset(str(kind), data_files=files, split="train", **options, **extra)
+            for row in rows:
+                if not isinstance(row.get(field), str):
+                    raise UsageError(f"{_label(spec)}: no text in field {field!r}; the fields are {', '.join(row)}")
+                yield row[field] if kind == "text" else row[field] + "\n\n"
     except CompressorError:
         raise
     except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:

@@ -1,0 +1,221 @@
+"""Reading text, and streaming samples through a graph, against running the whole graph at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+
+from compressor.calibration import Hessian, load_evaluation, load_samples, stream
+from compressor.capture import capture
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.passes.rtn import rtn_quantize
+from compressor.text_spec import EvaluationSpec, TextSpec
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "".join(f"line {i} of the text, with the number {i * i}\n" for i in range(200))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def spec(**options: Any) -> TextSpec:
+    return TextSpec(**{"samples": 8, "sequence_length": 16, "seed": 3, **options})
+
+
+def test_windows_and_rest_are_the_text(tokenizer: Path, file: Path) -> None:
+    samples = load_samples(spec(text=str(file)), tokenizer, 300)
+    whole = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(TEXT.strip()).ids
+    assert samples.ids.shape == (8, 16)
+    windows = {tuple(whole[i : i + 16]): i for i in range(0, len(whole) - 15, 16)}
+    starts = [windows[tuple(row)] for row in samples.ids.tolist()]
+    assert starts == sorted(set(starts))
+    drawn = {i for start in starts for i in range(start, start + 16)}
+    assert samples.rest.tolist() == [token for i, token in enumerate(whole) if i not in drawn]
+    assert samples.source == str(file)
+
+
+def test_the_seed_decides_and_the_hash_tells(tokenizer: Path, file: Path) -> None:
+    state = torch.get_rng_state()
+    first, again, other = (load_samples(spec(text=str(file), seed=seed), tokenizer) for seed in (0, 0, 1))
+    assert first.sha256 == again.sha256 != other.sha256
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_json_and_parquet_rows_give_the_same_windows(tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{"id": i, "story": f"story number {i} " * 5} for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    lines = load_samples(spec(json=str(tmp_path / "a.jsonl"), field="story"), tokenizer)
+    table = load_samples(spec(parquet=str(tmp_path / "a.parquet"), field="story"), tokenizer)
+    assert torch.equal(lines.ids, table.ids)
+    with pytest.raises(UsageError, match=r"no text in field 'text'.*id, story"):
+        load_samples(spec(json=str(tmp_path / "a.jsonl")), tokenizer)
+
+
+def test_each_document_gets_its_special_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.write_text("one story\n<|endoftext|>\n\nanother one\nof two lines\n<|endoftext|>\nthe last", encoding="utf-8")
+    tokens, _ = load_evaluation(EvaluationSpec(text=str(path)), None, tokenizer)
+    encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
+    documents = ("one story", "another one\nof two lines", "the last")
+    assert tokens.tolist() == [token for document in documents for token in encode(document).ids]
+
+
+def test_evaluation_takes_its_own_text_or_what_is_left(tokenizer: Path, file: Path) -> None:
+    samples = load_samples(spec(text=str(file)), tokenizer)
+    tokens, source = load_evaluation(EvaluationSpec(tokens=100), samples, tokenizer)
+    assert torch.equal(tokens, samples.rest[:100])
+    assert "did not sample" in source
+    tokens, source = load_evaluation(EvaluationSpec(text=str(file), tokens=50), samples, tokenizer)
+    assert len(tokens) == 50
+    assert source == str(file)
+    with pytest.raises(UsageError, match="no text"):
+        load_evaluation(EvaluationSpec(), None, tokenizer)
+
+
+def test_text_that_cannot_be_used_is_refused(tokenizer: Path, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="missing"):
+        load_samples(spec(text=str(tmp_path / "none.txt")), tokenizer)
+    (tmp_path / "empty.txt").write_text("\n \n", encoding="utf-8")
+    with pytest.raises(UsageError, match="empty"):
+        load_samples(spec(text=str(tmp_path / "empty.txt")), tokenizer)
+    with pytest.raises(UsageError, match=r"9999 samples are wanted; set samples to \d+ or less"):
+        load_samples(spec(text=str(file), samples=9999), tokenizer)
+    with pytest.raises(UsageError, match="held out"):
+        load_samples(spec(text=str(file), held_out=True), tokenizer)
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00\x81" * 99)
+    with pytest.raises(UsageError, match="cannot be read as text"):
+        load_samples(spec(text=str(tmp_path / "bad.txt")), tokenizer)
+
+
+def test_a_foreign_tokenizer_is_refused(tokenizer: Path, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not match the model.*vocabulary has 50"):
+        load_samples(spec(text=str(file)), tokenizer, 50)
+    with pytest.raises(UsageError, match=r"no tokenizer\.json"):
+        load_samples(spec(text=str(file)), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="not a tokenizer"):
+        load_samples(spec(text=str(file)), tmp_path)
+
+
+def model(kind: str = "llama") -> GraphModule:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(
+            **sizes, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2
+        ),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=32),
+        "bert": lambda: transformers.BertConfig(**sizes, intermediate_size=48, num_hidden_layers=2),
+    }
+    auto = transformers.AutoModel if kind == "bert" else transformers.AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = auto.from_config(configs[kind](), attn_implementation="eager").eval()
+        for parameter in built.parameters():
+            parameter.data.normal_(0, 0.3)
+    return capture(built)
+
+
+def whole(graph: GraphModule, ids: Tensor) -> dict[str, Tensor]:
+    """The Hessian of every site, from one run of the whole graph over all samples."""
+    seen: dict[str, Tensor] = {}
+    inputs = {site.node: site for site in linear_sites(graph)}
+
+    class Watch(Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            if n in inputs:
+                x = self.env[n.args[0]].reshape(-1, inputs[n].in_features)
+                seen[inputs[n].name] = 2 / len(x) * x.T @ x
+            return super().run_node(n)
+
+    info, position = graph.meta["model"], torch.arange(ids.shape[1])
+    caches = [torch.zeros(len(ids), info.kv_heads, 1, info.head_dim)] * (2 * info.layers)
+    arguments = [ids, torch.ones(ids.shape)] if info.kind == "encoder" else [ids, position, position, *caches]
+    with torch.no_grad():
+        Watch(graph).run(*arguments, enable_io_processing=False)
+    return seen
+
+
+IDS = torch.randint(0, 60, (7, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("true_sequential", [True, False])
+def test_statistics_are_those_of_the_whole_graph(kind: str, true_sequential: bool) -> None:
+    graph = model(kind)
+    expected, sites = whole(graph, IDS), linear_sites(graph)
+    found = {}
+    for group, hessian in stream(graph, IDS, sites, Hessian, true_sequential=true_sequential, micro_batch_tokens=36):
+        assert hessian.tokens == IDS.numel()
+        found.update({site.name: hessian.value for site in group})
+    assert list(found) == [site.name for site in sites]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_later_groups_see_earlier_linears_replaced(kind: str) -> None:
+    graph, mirror, fmt = model(kind), model(kind), Format.parse("W3A16_G32")
+    dense = whole(graph, IDS)
+    for group, hessian in stream(graph, IDS, linear_sites(graph), Hessian, with_dense=True):
+        expected = whole(mirror, IDS)
+        for site in group:
+            torch.testing.assert_close(hessian.value, expected[site.name], rtol=1e-4, atol=1e-4)
+            packed = rtn_quantize(graph.get_parameter(site.weight_name).detach(), fmt)
+            replace_linear(graph, site, packed)
+            twin = next(s for s in linear_sites(mirror) if s.name == site.name)
+            replace_linear(mirror, twin, packed)
+        # X_dense = X + D, so that X_dense^T X_dense = X^T X + D^T X + X^T D + D^T D; the last term is positive.
+        assert hessian.cross is not None
+        rest = dense[group[0].name] - hessian.value - hessian.cross - hessian.cross.T
+        assert torch.linalg.eigvalsh(rest.double())[0] > -1e-3
+    assert not linear_sites(graph)
+
+
+def test_only_what_the_sites_need_is_run() -> None:
+    graph = model()
+    sites, _ = match_sites(linear_sites(graph), "model.layers.0.self_attn")
+    groups = [[site.name for site in group] for group, _ in stream(graph, IDS, sites, Hessian)]
+    prefix = "model.layers.0.self_attn"
+    assert groups == [[f"{prefix}.{leaf}_proj" for leaf in "qkv"], [f"{prefix}.o_proj"]]
+
+
+def test_samples_that_the_model_cannot_read_are_refused() -> None:
+    graph = model()
+    with pytest.raises(UsageError, match="40 tokens exceed the model's 32 positions"):
+        next(stream(graph, torch.zeros(1, 40, dtype=torch.int64), linear_sites(graph), Hessian))
+    plain = capture(torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.zeros(2, 4),))
+    with pytest.raises(UsageError, match="not plain modules"):
+        next(stream(plain, IDS, linear_sites(plain), Hessian))
