@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.fx import GraphModule
 
-from compressor.errors import UsageError
+from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.packing import PackedWeight
@@ -61,6 +62,15 @@ def choose_sites(
             f"(their inputs: {', '.join(map(str, widths))}){advice}"
         )
     return matched
+
+
+@contextmanager
+def naming(site: Site) -> Iterator[None]:
+    """Put the site's name before the message of an error raised inside."""
+    try:
+        yield
+    except CompressorError as error:
+        raise type(error)(f"{site.name}: {error}") from error
 
 
 def compress_site(

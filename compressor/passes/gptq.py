@@ -18,7 +18,7 @@ from compressor.grid_search import search_grid
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites, compress_site
+from compressor.sites import choose_format, choose_sites, compress_site, naming
 
 Observer: TypeAlias = Literal["minmax", "mse"]
 
@@ -256,10 +256,8 @@ class Gptq:
                 hessian, cross = statistic.value, statistic.cross
                 for site in group:
                     weight = graph.get_parameter(site.weight_name).detach().float()
-                    try:
+                    with naming(site):
                         packed, info = self._quantize(weight, hessian, cross, fmt)
-                    except CompressorError as error:
-                        raise CompressorError(f"{site.name}: {error}") from error
                     compress_site(
                         graph,
                         ctx,

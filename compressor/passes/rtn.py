@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from compressor.formats import Format
 from compressor.packing import PackedWeight, choose_grid, dequantize, pack, round_to_grid
 from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites, compress_site
+from compressor.sites import choose_format, choose_sites, compress_site, naming
 
 ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
@@ -69,7 +69,8 @@ class Rtn:
         with ctx.reporter.task("rtn", len(sites)) as task:
             for site in sites:
                 weight = graph.get_parameter(site.weight_name).detach().float()
-                packed = rtn_quantize(weight, fmt)
+                with naming(site):
+                    packed = rtn_quantize(weight, fmt)
                 norm = weight.double().square().sum()
                 loss = (weight.double() - dequantize(packed)).square().sum()
                 compress_site(graph, ctx, site, packed, "rtn", error=float(loss / norm) if norm > 0 else 0.0)
