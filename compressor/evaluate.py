@@ -1,15 +1,12 @@
-"""Quality and speed, by one definition for the Hugging Face model, the graph and the bundle.
+"""Quality, by one definition for the Hugging Face model, the graph and the bundle.
 
-A model is whatever maps ids int64 [B, S] to logits [B, S, V]; a decoder is whatever generates and says how long
-it took.
+A model is whatever maps ids int64 [B, S] to logits [B, S, V].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
@@ -30,8 +27,6 @@ Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
 """ids [B, S] -> float32 [B, S, V]; row i predicts token i + 1."""
 Hidden: TypeAlias = Callable[[Ids, NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
 """An encoder: ids [B, S], mask [B, S] -> last hidden state [B, S, H]."""
-TimedGenerate: TypeAlias = Callable[[Ids, int], tuple[float, float]]
-"""prompt [1, P], n -> seconds from the prompt to its last logits, seconds for n greedy single-token steps."""
 
 
 @dataclass(frozen=True)
@@ -168,74 +163,29 @@ def measure_cosine(hidden: Hidden, dense: Hidden, batches: Iterable[tuple[Ids, N
     return EvalResult(cosine_fidelity=total / count, tokens=count)
 
 
-def graph_logits(graph: GraphModule) -> Logits:
-    """A captured decoder, run in PyTorch from an empty cache."""
+def graph_logits(graph: GraphModule, run: Callable[..., Any] | None = None) -> Logits:
+    """A captured decoder, run in PyTorch from an empty cache; ``run`` may be an interpreter of the graph."""
     info: ModelInfo = graph.meta["model"]
 
     @torch.no_grad()
     def logits(ids: Ids) -> Tensor:
         position = torch.arange(ids.shape[1])
         caches = [torch.zeros(len(ids), info.kv_heads, 1, info.head_dim)] * info.layers
-        result: Tensor = graph(torch.as_tensor(ids), position, position, caches, caches)[0]
+        result: Tensor = (run or graph)(torch.as_tensor(ids), position, position, caches, caches)[0]
         return result
 
     return logits
 
 
-def graph_hidden(graph: GraphModule) -> Hidden:
-    """A captured encoder, run in PyTorch."""
+def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> Hidden:
+    """A captured encoder, run in PyTorch; ``run`` may be an interpreter of the graph."""
 
     @torch.no_grad()
     def hidden(ids: Ids, mask: NDArray[np.float32]) -> Tensor:
-        result: Tensor = graph(torch.as_tensor(ids), torch.as_tensor(mask))
+        result: Tensor = (run or graph)(torch.as_tensor(ids), torch.as_tensor(mask))
         return result
 
     return hidden
-
-
-def eager_logits(model: nn.Module) -> Logits:
-    """A Hugging Face decoder."""
-
-    @torch.no_grad()
-    def logits(ids: Ids) -> Tensor:
-        result: Tensor = model(input_ids=torch.as_tensor(ids), use_cache=False).logits
-        return result.float()
-
-    return logits
-
-
-def eager_generate(model: Any) -> TimedGenerate:
-    """A Hugging Face decoder with its own KV cache: one call for the prompt, then greedy steps."""
-
-    @torch.no_grad()
-    def generate(prompt: Ids, new_tokens: int) -> tuple[float, float]:
-        begin = time.perf_counter()
-        out = model(input_ids=torch.as_tensor(prompt), use_cache=True, logits_to_keep=1)
-        middle = time.perf_counter()
-        for _ in range(new_tokens):
-            token = out.logits[:, -1:].argmax(-1)
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-        return middle - begin, time.perf_counter() - middle
-
-    return generate
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Medians over the repeats, for one sequence at a time."""
-
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-
-
-def measure_speed(
-    generate: TimedGenerate, vocab_size: int, *, prompt_tokens: int = 128, new_tokens: int = 64, repeats: int = 3
-) -> Speed:
-    """Tokens per second of prefill and of decode, after one warm-up; the prompt is the same random ids for all."""
-    prompt = np.random.default_rng(0).integers(0, vocab_size, (1, prompt_tokens), dtype=np.int64)
-    generate(prompt, new_tokens)
-    prefill_s, decode_s = zip(*(generate(prompt, new_tokens) for _ in range(repeats)), strict=True)
-    return Speed(prompt_tokens / statistics.median(prefill_s), new_tokens / statistics.median(decode_s))
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,11 @@ class BundleParts:
     library: Path  # the kernels, linked
     model: Mapping[str, Any]  # fields of ModelInfo; `source` is left out
     recipe: Mapping[str, Any]  # after defaults and overrides
-    sites: Sequence[Mapping[str, Any]]  # name, format, bytes_before, bytes_after, ...
+    sites: Sequence[Mapping[str, Any]]  # site, format, bytes_before, bytes_after, ...
     kernels: Sequence[Mapping[str, Any]]  # name, evidence, ...
     cpu_features: Sequence[str]  # as in /proc/cpuinfo
     dense_weight_bytes: int
+    calibration: Mapping[str, Any] | None = None  # source, samples, tokens and SHA-256 of what was calibrated on
     tokenizer: Path | None = None  # folder of the model; None for a model without text
 
 
@@ -67,19 +68,27 @@ def publishing(destination: Path) -> Iterator[Path]:
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
     try:
-        partial.mkdir(parents=True)
+        with _explaining_failed_writes(destination):
+            partial.mkdir(parents=True)
         yield partial
-        for file in sorted(partial.rglob("*"), reverse=True):
-            _flush(file)
-        _flush(partial)
-        _take_place(partial, destination)
-        _flush(destination.parent)
+        with _explaining_failed_writes(destination):
+            for file in sorted(partial.rglob("*"), reverse=True):
+                _flush(file)
+            _flush(partial)
+            _take_place(partial, destination)
+            _flush(destination.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _explaining_failed_writes(destination: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CompressorError(
             f"{destination}: cannot be written: {error}; free some space or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_destination(destination: Path) -> None:
@@ -94,7 +103,16 @@ def check_destination(destination: Path) -> None:
 
 
 def fill_bundle(folder: Path, parts: BundleParts) -> None:
-    """Write all files of a bundle into the empty ``folder``."""
+    """Write all files of a bundle into the empty ``folder``.
+
+    Raises:
+        CompressorError: a parameter or the tokenizer is missing, or writing failed.
+    """
+    with _explaining_failed_writes(folder):
+        _fill(folder, parts)
+
+
+def _fill(folder: Path, parts: BundleParts) -> None:
     from compressor.export_weights import write_safetensors
 
     tensors = {}
@@ -123,6 +141,7 @@ def fill_bundle(folder: Path, parts: BundleParts) -> None:
         "kind": parts.model["kind"],
         "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
         "recipe": parts.recipe,
+        "calibration": parts.calibration,
         "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
         "sites": list(parts.sites),
         "parameters": list(parts.parameters),

@@ -19,7 +19,7 @@ from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
 from compressor.codegen.lower import Library, compile_graph
 from compressor.codegen.targets import Target
-from compressor.errors import GateError, UsageError
+from compressor.errors import CompressorError, GateError, UsageError
 from compressor.evaluate import (
     EvalResult,
     GateResult,
@@ -33,11 +33,13 @@ from compressor.export import BundleParts, check_destination, fill_bundle, publi
 from compressor.graph import ModelInfo, weight_bytes
 from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.recipe import EvaluationSpec, Recipe
-from compressor.runtime import Bundle, load
+from compressor.runtime import Bundle, load, read_manifest
 from compressor.verify import bundle_logits, check_kernels, verify_stage
 
 if TYPE_CHECKING:
     from torch import nn
+
+_SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Outcome:
         gates: how each gate went.
         sites: what each pass did to each linear.
         stages: time and weight bytes of each pass.
-        kernel_error: relative error of the bundle's outputs against the graph in PyTorch.
+        kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
         notes: what the user should know.
     """
 
@@ -59,7 +61,7 @@ class Outcome:
     gates: Sequence[GateResult]
     sites: Sequence[Mapping[str, Any]]
     stages: Sequence[Mapping[str, Any]]
-    kernel_error: float
+    kernel_error: float | None
     notes: Sequence[str]
 
 
@@ -113,17 +115,19 @@ def run_recipe(
         check_destination(folder)
     if dump is not None:
         _make_dump_folder(dump)
+    if isinstance(model, str):
+        recipe, model = recipe.model_copy(update={"model": model}), None
     source = recipe.model_source() if model is None else model
     for spec in (recipe.calibration, recipe.evaluation):
         if spec is not None:
             spec.find_files()
     target: Target = recipe.target.build()
-    target.resolve()  # fails now rather than after calibration
+    target.check_toolchain()  # fails now rather than after calibration
+    runs_here = target.executes(target.resolve())
     with _step(reporter, "capture"):
         graph = capture(source, example, trust_remote_code=recipe.trust_remote_code)
-        dense = capture(
-            source, example, trust_remote_code=recipe.trust_remote_code
-        )  # memory-mapped, so it costs little
+        # Once more, for comparison: its weights are memory-mapped, so it costs little.
+        dense = capture(source, example, trust_remote_code=recipe.trust_remote_code)
     info: ModelInfo = graph.meta["model"]
     samples = None
     if recipe.calibration is not None:
@@ -138,18 +142,31 @@ def run_recipe(
         library = compile_graph(graph, target, tune=recipe.tune, threads=threads, dump=_dumper(dump))
     with publishing(destination) as partial:
         assemble(partial, graph, library, target, recipe, context, weight_bytes(dense))
-        bundle = load(partial, threads=threads)
-        kernel_error = check_kernels(bundle, graph, {record.format for record in context.records})
-        quality = _quality(bundle, dense, text, recipe, reporter)
-        with _step(reporter, "time"):
-            speed = _speed(partial, info.source, info, threads)
-        sizes = {key: bundle.manifest[key] for key in ("weight_bytes", "dense_weight_bytes", "bundle_bytes")}
-        metrics = {**quality.metrics(), **sizes, **speed}
+        manifest = read_manifest(partial)
+        metrics: dict[str, Any] = {key: manifest[key] for key in _SIZES}
+        kernel_error: float | None = None
+        notes: list[str] = []
+        if runs_here:
+            bundle = load(partial, threads=threads)
+            kernel_error = check_kernels(bundle, graph)
+            metrics.update(_quality(bundle, dense, text, recipe, reporter).metrics())
+            del bundle, graph, dense  # their memory is not the next processes'
+            with _step(reporter, "time"):
+                speed, notes = _speed(partial, info, threads)
+            metrics.update(speed)
+        else:
+            notes.append(f"kernels are compiled for {library.isa.name}, which this machine lacks: nothing was measured")
+        notes += _comparisons(metrics)
         gates = check_gates(recipe.gates, metrics)
-        sites = [dataclasses.asdict(record) for record in context.records]
-        stages = [dataclasses.asdict(record) for record in context.stages]
-        notes = _notes(metrics)
-        outcome = Outcome(destination, metrics, gates, sites, stages, kernel_error, notes)
+        outcome = Outcome(
+            destination,
+            metrics,
+            gates,
+            [dataclasses.asdict(record) for record in context.records],
+            [dataclasses.asdict(record) for record in context.stages],
+            kernel_error,
+            notes,
+        )
         write_measurements(partial, {**metrics, "kernel_error": kernel_error, "gates": [str(gate) for gate in gates]})
         if failed := [str(gate) for gate in gates if not gate.passed]:
             with publishing(rejected) as kept:
@@ -213,6 +230,7 @@ def assemble(
             kernels=library.kernels,
             cpu_features=library.isa.cpu_flags,
             dense_weight_bytes=dense_weight_bytes,
+            calibration=None if context.samples is None else context.samples.facts(),
             tokenizer=info.source if info.kind != "module" else None,
         )
         fill_bundle(folder, parts)
@@ -245,20 +263,23 @@ def _quality(bundle: Bundle, dense: GraphModule, text: Any, recipe: Recipe, repo
     )
 
 
-def _speed(bundle: Path, folder: Path | None, info: ModelInfo, threads: int | None) -> dict[str, Any]:
-    """The bundle's figures, and the dense model's in PyTorch eager float32 where it comes from a folder."""
+def _speed(bundle: Path, info: ModelInfo, threads: int | None) -> tuple[dict[str, Any], list[str]]:
+    """The bundle's figures, the dense model's in PyTorch eager float32 where it comes from a folder, and notes."""
     if info.kind != "decoder":
-        return {}
+        return {}, []
     prompt = max(1, min(128, (info.max_positions or 256) // 2))
     count = max(1, min(64, prompt))
     measured = bench(bundle, threads=threads, prompt_tokens=prompt, new_tokens=count)
-    if folder is None:
-        return measured
-    dense = bench(folder, threads=threads, prompt_tokens=prompt, new_tokens=count, repeats=3)
-    return {**measured, **{f"dense_{name}": value for name, value in dense.items() if name != "threads"}}
+    if info.source is None:
+        return measured, []
+    try:
+        dense = bench(info.source, threads=threads, prompt_tokens=prompt, new_tokens=count, repeats=3)
+    except CompressorError as error:  # out of memory, say: no reason to lose the bundle
+        return measured, [f"the dense model's speed was not measured: {error}"]
+    return {**measured, **{f"dense_{name}": value for name, value in dense.items() if name != "threads"}}, []
 
 
-def _notes(metrics: Mapping[str, Any]) -> list[str]:
+def _comparisons(metrics: Mapping[str, Any]) -> list[str]:
     """What is worse than dense, in words."""
     notes = []
     if metrics["weight_bytes"] >= metrics["dense_weight_bytes"]:
@@ -292,7 +313,7 @@ def evaluate_path(
         if bundle.kind != "decoder":
             raise UsageError(f"{path}: holds a {bundle.kind}; perplexity is of decoders")
         logits, vocab_size, positions = bundle_logits(bundle), bundle.model["vocab_size"], bundle.model["max_positions"]
-        sizes = {key: bundle.manifest[key] for key in ("weight_bytes", "dense_weight_bytes", "bundle_bytes")}
+        sizes = {key: bundle.manifest[key] for key in _SIZES}
     else:
         graph = capture(path)
         info: ModelInfo = graph.meta["model"]

@@ -42,6 +42,11 @@ class Samples:
     sha256: str
     source: str
 
+    def facts(self) -> dict[str, str | int]:
+        """What a bundle says about its calibration."""
+        samples, length = self.ids.shape
+        return {"source": self.source, "samples": samples, "sequence_length": length, "sha256": self.sha256}
+
 
 def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0) -> Samples:
     """Read text, tokenise it, cut it in windows, and draw ``spec.samples`` of them.

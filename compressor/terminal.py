@@ -93,7 +93,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     ):
         if key in metrics:
             console.print(f"{label}: {_text(metrics[key], form)}", highlight=False)
-    console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
+    if outcome.kernel_error is not None:
+        console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
     if metrics.get("dense_decode_tokens_per_s"):
         console.print(f"dense speed: PyTorch eager float32, {metrics['threads']} threads", highlight=False)
     for result in outcome.gates:

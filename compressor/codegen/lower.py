@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -120,16 +121,30 @@ def compile_graph(
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)
         for name, phase in phases():
-            mod = phase(mod)
+            with _naming(name):
+                mod = phase(mod)
             check_storage(mod, name, converter.smallest_packed, activations)
             if dump is not None:
                 dump(name, mod.script())
-        executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
+        with _naming("generate"):
+            executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
     if tuner.log:
         tuner.database.save()
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
     return Library(executable, parameters, kernels, isa)
+
+
+@contextmanager
+def _naming(phase: str) -> Iterator[None]:
+    """Errors of TVM become one of ours that names the phase."""
+    try:
+        yield
+    except (tvm.error.TVMError, RuntimeError, AssertionError, KeyError, NotImplementedError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise VerificationError(
+            f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
+        ) from error
 
 
 class _Importer(ExportedProgramImporter):  # type: ignore[misc]
@@ -161,7 +176,7 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
 def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModule, list[str]]:
     kind = torch.export.graph_signature.InputKind
     decoder = any("cached_attention" in str(node.target) for node in program.graph.nodes)
-    try:
+    with _naming("import"):
         mod = _Importer(decoder).from_exported_program(
             program,
             keep_params_as_input=True,
@@ -169,11 +184,6 @@ def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModul
             no_bind_return_tuple=False,
             custom_convert_map=converter.table(),
         )
-    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:
-        raise VerificationError(
-            f"lowering: an operator of the captured graph cannot be lowered: {error}; "
-            "report it with the output of --dump"
-        ) from error
     mod["main"] = mod["main"].without_attr("params")
     mod = _add_probe(mod)
     specs = program.graph_signature.input_specs

@@ -35,6 +35,9 @@ class Target(Protocol):
     def executes(self, isa: Isa) -> bool:
         """Whether this machine can execute code for ``isa`` (else kernels are only `compiled`)."""
 
+    def check_toolchain(self) -> None:
+        """Raise ToolchainError unless :meth:`link` has what it needs."""
+
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link object files into a shared library; raises ToolchainError."""
 

@@ -64,6 +64,10 @@ class X86:
 
         return tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": isa.mcpu})
 
+    def check_toolchain(self) -> None:
+        """Raise ToolchainError unless there is a linker."""
+        _compiler()
+
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link with the C++ compiler on PATH, else with the ``ziglang`` package's.
 
