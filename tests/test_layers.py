@@ -19,13 +19,13 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
     ("errors", "resources"),
-    ("formats", "packing", "ops"),
+    ("formats", "packing", "grid_search", "ops"),
     ("recipe", "text_spec", "gates", "graph", "capture", "pipeline", "calibration", "samples", "sites"),
     ("passes",),
     ("codegen",),
     ("export", "runtime"),
     ("evaluate", "verify", "bench", "run"),
-    ("cli",),
+    ("cli", "inspection", "terminal"),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.
 HEAVY = ("torch", "transformers", "datasets", "tvm")

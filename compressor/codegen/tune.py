@@ -105,8 +105,8 @@ class Tuner:
             return space[0]
         digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
         key = f"{kernel}|{self.machine}|{digest}"
-        known = self.database.entries.get(key)
-        if known is None or known["tried"] < len(candidates):
+        known: Any = self.database.entries.get(key)
+        if not _usable(known, len(candidates), len(space)):
             configure_threads(self.threads)
             copies = self._copies(operands)
             times = [_time(build(schedule), self.target, copies) for schedule in candidates]
@@ -126,6 +126,14 @@ class Tuner:
         first = operands()
         count = max(1, min(16, _WORKING_SET_BYTES // sum(a.nbytes for a in first)))
         return [[tvm.runtime.tensor(a) for a in first] for _ in range(count)]
+
+
+def _usable(entry: Any, wanted: int, count: int) -> bool:
+    """Whether an entry of the file, which may hold anything, names the best of at least ``wanted`` candidates."""
+    match entry:
+        case {"index": int(index), "tried": int(tried)}:
+            return tried >= wanted and 0 <= index < count
+    return False
 
 
 def _time(func: tvm.tirx.PrimFunc, target: tvm.target.Target, copies: list[list[Any]]) -> float:
