@@ -160,7 +160,11 @@ class _Run:
         """Run every micro-batch to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
         for i in range(len(self.ids)):
-            self.hidden[i] = self.values(segment, i, [segment.exit])[0]
+            (value,), place = self.values(segment, i, [segment.exit]), self.hidden[i]
+            if place is None or place.shape != value.shape:
+                self.hidden[i] = value.clone()
+            else:
+                place.copy_(value)  # in place: allocating anew leaves the heap full of holes
 
     @torch.no_grad()
     def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:

@@ -37,9 +37,11 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
     holder: Any = source.data
     for key in path:
         holder = holder[key]
-    for key in keys[:-1]:
+    for key, following in zip(keys, keys[1:], strict=False):
         if holder.get(key) is None:
             holder[key] = {}
+        elif holder[key] == following:  # `target: x86` is short for `target: {x86: {}}`
+            holder[key] = {following: {}}
         holder, path = holder[key], (*path, key)
         if not isinstance(holder, dict):
             raise RecipeError(f"{origin}: {'.'.join(map(str, path))} is {holder!r}, which has no keys of its own")

@@ -231,7 +231,7 @@ def test_overrides(tmp_path: Path) -> None:
         "passes.round.scheme=W3A16_G64",
         "passes.0.ignore=[a, b]",
         "calibration.samples=8",
-        "target={x86: {isa: avx2}}",
+        "target.x86.isa=avx2",
         "gates.peak_rss_bytes=<= 3GiB",
         "tune=off",
         "evaluation=python_docs_heldout",
