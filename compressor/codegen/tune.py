@@ -5,6 +5,7 @@ The database is one JSON file, keyed by kernel family, source, shape, format, in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -57,12 +58,16 @@ class Database:
         return entries if isinstance(entries, dict) else {}
 
     def save(self) -> None:
-        """Merge with what other processes wrote meanwhile, and replace the file in one step."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        merged = {**self._read(), **self.entries}
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as beside:
-            json.dump(merged, beside, indent=1, sort_keys=True)
-        os.replace(beside.name, self.path)
+        """Merge with what other processes wrote meanwhile, and replace the file in one step.
+
+        A folder that cannot be written to costs the next run its time, and this one nothing.
+        """
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            merged = {**self._read(), **self.entries}
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as beside:
+                json.dump(merged, beside, indent=1, sort_keys=True)
+            os.replace(beside.name, self.path)
 
 
 @dataclasses.dataclass

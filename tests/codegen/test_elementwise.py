@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from torch import Tensor, nn
+from torch.export import Dim
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
+
+from compressor.capture import capture, reexport
+from compressor.codegen import lower
+from compressor.codegen.convert import Converter
+from compressor.codegen.kernels.norm import PARALLEL_FROM
+from compressor.codegen.lower import compile_graph
+from compressor.codegen.targets.x86 import X86
+from compressor.codegen.tune import Tuner
+
+WIDTH = 48
+
+
+class Chain(nn.Module):
+    """What surrounds linears: activations, gates, a softmax, shapes, a sum over the last dimension."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        gated = torch.nn.functional.silu(x) * y + torch.tanh(y)
+        halves = torch.cat([-gated[..., 24:], gated[..., :24]], dim=-1)
+        turned = halves.reshape(*x.shape[:-1], 4, 12).transpose(1, 2)
+        return gated, turned, torch.softmax(x, dim=-1), (torch.nn.functional.gelu(y) * x).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def chain() -> tuple[Any, Any]:
+    rows = Dim("rows", min=1)
+    shapes = ({1: rows}, {1: rows})
+    graph = capture(Chain(), (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH)), dynamic_shapes=shapes)
+    return graph, compile_graph(graph, X86(), tune="off")
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(rows)
+    x, y = (torch.randn(1, rows, WIDTH, generator=rng) * 4 for _ in range(2))
+    return x, y
+
+
+def test_small_and_large_sizes_equal_pytorch(chain: tuple[Any, Any]) -> None:
+    """Small ones take the serial branch, large ones the parallel; widths are vectorised."""
+    graph, library = chain
+    vm = relax.VirtualMachine(library.executable, tvm.cpu())
+    assert 3 * WIDTH < PARALLEL_FROM < 3000 * WIDTH
+    for rows in (1, 3, 3000):
+        given = inputs(rows)
+        got = vm["main"](*(tvm.runtime.tensor(x.numpy()) for x in given), [])
+        for mine, expected in zip(got, graph(*given), strict=True):
+            assert mine.shape == tuple(expected.shape)
+            largest = float(expected.abs().max())
+            np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=0, atol=1e-6 * largest)
+
+
+def test_both_branches_give_the_same_bits(chain: tuple[Any, Any]) -> None:
+    """Rows computed alone, in the serial branch, and among many, in the parallel one."""
+    vm = relax.VirtualMachine(chain[1].executable, tvm.cpu())
+    x, y = inputs(3000)
+
+    def run(part: slice) -> list[np.ndarray]:
+        given = [tvm.runtime.tensor(t[:, part].contiguous().numpy()) for t in (x, y)]
+        return [
+            np.moveaxis(out.numpy(), 2, 1) if out.numpy().ndim == 4 else out.numpy() for out in vm["main"](*given, [])
+        ]
+
+    whole = run(slice(0, 3000))
+    for part in (slice(0, 1), slice(1000, 1003), slice(2999, 3000)):
+        for alone, among in zip(run(part), whole, strict=True):
+            np.testing.assert_array_equal(alone, among[:, part])
+
+
+def scheduled() -> tvm.IRModule:
+    """The chain after the phase that schedules it."""
+    isa = X86().resolve()
+    rows = Dim("rows", min=1)
+    args = (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH))
+    program = reexport(capture(Chain(), args, dynamic_shapes=({1: rows}, {1: rows})))
+    mod, _ = lower._import(program, Converter(isa, Tuner("off", 1, None, "")))
+    with X86().tvm_target(isa):
+        for name, phase in lower.phases():
+            mod = phase(mod)
+            if name == "schedule_elementwise":
+                return mod
+    raise AssertionError("there is no phase schedule_elementwise")
+
+
+def loops(func: tirx.PrimFunc) -> list[tirx.For]:
+    found: list[tirx.For] = []
+    structural_walk(func.body, (tirx.For, found.append))
+    return found
+
+
+def test_every_generated_kernel_is_vectorised_and_guarded() -> None:
+    mod = scheduled()
+    kernels = {gvar.name_hint: func for gvar, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)}
+    generated = {name: func for name, func in kernels.items() if not name.startswith("probe")}
+    assert len(generated) >= 3
+    for name, func in generated.items():
+        kinds = {loop.kind for loop in loops(func)}
+        assert tirx.ForKind.PARALLEL in kinds, name
+        choices: list[Any] = []
+        structural_walk(func.body, (tirx.IfThenElse, choices.append))
+        for choice in choices:  # what runs in parallel runs serially where it is small
+            inner = loops(func.with_body(choice.else_case)) if choice.else_case is not None else []
+            assert tirx.ForKind.PARALLEL not in {loop.kind for loop in inner}, name
+        branches = [loop for choice in choices for loop in loops(func.with_body(choice.then_case))]
+        guarded = [loop for loop in branches if loop.kind == tirx.ForKind.PARALLEL]
+        assert len(guarded) == sum(loop.kind == tirx.ForKind.PARALLEL for loop in loops(func)), name
+    assert any(tirx.ForKind.VECTORIZED in {loop.kind for loop in loops(func)} for func in generated.values())
+
+
+def test_exp_is_a_polynomial_and_exact_to_two_units() -> None:
+    class Exponential(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(x)
+
+    graph = capture(Exponential(), (torch.zeros(7),), dynamic_shapes=({0: Dim("n", min=1)},))
+    library = compile_graph(graph, X86(), tune="off")
+    vm = relax.VirtualMachine(library.executable, tvm.cpu())
+    x = torch.cat([torch.linspace(-86.9, 87.9, 20001), torch.tensor([0.0, -0.0, 1.0])])
+    got = torch.from_numpy(vm["main"](tvm.runtime.tensor(x.numpy()), []).numpy()).double()
+    expected = x.double().exp()
+    assert float(((got - expected) / expected).abs().max()) < 2 * torch.finfo(torch.float32).eps
+    far = tvm.runtime.tensor(np.array([-1e4, -100.0, -np.inf], "float32"))
+    assert float(np.abs(vm["main"](far, []).numpy()).max()) < 1e-37  # masked scores vanish, and are no NaN
