@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
     holder: Any = source.data
     for key in path:
         holder = holder[key]
-    for key, following in zip(keys, keys[1:], strict=False):
+    for key, following in pairwise(keys):
         if holder.get(key) is None:
             holder[key] = {}
         elif holder[key] == following:  # `target: x86` is short for `target: {x86: {}}`
