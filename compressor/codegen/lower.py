@@ -23,13 +23,13 @@ from compressor.codegen.convert import Converter
 from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
+from compressor.codegen.ordering import OrderShapeStores
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import Tuner, cpu_name
 from compressor.errors import VerificationError
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16
 """Rotary frequencies and the like may be constants; weights may not."""
-
 
 _PROBE = "read_bandwidth"
 """The function with which a bundle measures the memory it runs on."""
@@ -86,6 +86,7 @@ def phases() -> list[tuple[str, tvm.transform.Pass]]:
         ("lower_builtins", t.LowerRuntimeBuiltin()),
         ("compute_values", t.ComputePrimValue()),
         ("lower_shapes", t.VMShapeLower()),
+        ("order_shapes", OrderShapeStores()),
         ("name_globals", t.AttachGlobalSymbol()),
     ]
 
