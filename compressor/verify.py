@@ -112,5 +112,5 @@ def check_kernels(bundle: Bundle, graph: GraphModule) -> float:
 
 
 def _relative_error(expected: Any, got: Any) -> float:
-    reference, result = torch.as_tensor(expected).double(), torch.as_tensor(np.array(got)).double()
+    reference, result = torch.as_tensor(expected).double(), torch.as_tensor(got).double()
     return float((result - reference).norm() / reference.norm())

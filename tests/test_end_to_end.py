@@ -1,0 +1,266 @@
+"""The shipped recipes on the shipped model: what comes out agrees with the graph, with the arithmetic, with itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import compressor
+from compressor.calibration import load_evaluation, load_samples
+from compressor.capture import capture
+from compressor.evaluate import graph_logits, measure_quality
+from compressor.formats import Format
+from compressor.passes.rtn import Rtn
+from compressor.pipeline import Context
+from compressor.recipe import Recipe, load_recipe
+from compressor.resources import resource
+from compressor.run import Outcome, run_recipe
+from compressor.runtime import load
+
+RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml"))
+FULL = "quickstart"  # the others, for time's sake, compress the first block's attention
+PROMPT = "Return the "
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    recipe: Recipe
+    outcome: Outcome
+    graph: GraphModule  # as it was lowered
+    manifest: dict[str, Any]
+
+    @property
+    def bundle(self) -> Path:
+        return self.outcome.bundle
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load_for_test(name: str) -> Recipe:
+    overrides = ["tune=off", "evaluation.tokens=512"]
+    calibrated = load_recipe(name).calibration is not None
+    if calibrated:
+        overrides.append("calibration.samples=4")
+    if name != FULL:
+        step = "gptq" if calibrated else "rtn"
+        overrides += [rf"passes.{step}.targets='re:model\.layers\.0\.self_attn'", f"passes.{step}.ignore=[]"]
+    return load_recipe(name, overrides)
+
+
+def execute(name: str, output: Path) -> Run:
+    """Run a recipe and keep the graph; speed is measured elsewhere."""
+    graphs: list[GraphModule] = []
+    compile_graph = compressor.run.compile_graph
+
+    def spy(graph: GraphModule, *arguments: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return compile_graph(graph, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compressor.run.compile_graph", spy)
+        patch.setattr("compressor.run.bench", lambda *_args, **_options: {"threads": 1})
+        recipe = load_for_test(name)
+        outcome = run_recipe(recipe, output)
+    return Run(recipe, outcome, graphs[0], json.loads((output / "manifest.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Callable[[str], Run]:
+    """Each recipe runs once, when first asked for."""
+    require_tool("g++")
+    done: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in done:
+            done[name] = execute(name, tmp_path_factory.mktemp(name) / "bundle")
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None:
+    result = run(name)
+    metrics, sites = result.outcome.metrics, result.outcome.sites
+    assert len(sites) == (35 if name == FULL else 4)
+    (step,) = result.recipe.passes
+    assert {site["format"] for site in sites} == {step.scheme} == set(result.manifest["formats"])
+    assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
+    assert -0.02 < metrics["perplexity_increase"] < 0.05
+    assert 0.8 < metrics["top1_agreement"] <= 1
+    assert {kernel["evidence"] for kernel in result.manifest["kernels"]} == {"executed"}
+    assert all(gate.passed for gate in result.outcome.gates)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_perplexity_of_the_kernels_is_that_of_the_graph(name: str, run: Callable[[str], Run]) -> None:
+    result = run(name)
+    spec, folder = result.recipe.evaluation, result.graph.meta["model"].source
+    tokens, _ = load_evaluation(spec, None, folder)
+    measured = measure_quality(graph_logits(result.graph), tokens, window=spec.window, stride=spec.stride)
+    assert result.outcome.metrics["perplexity"] == pytest.approx(measured.perplexity, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str], Run]) -> None:
+    result = run(name)
+    (step,) = result.recipe.passes
+    fmt = Format.parse(step.scheme)
+    dense = dict(capture(result.recipe.model_source()).named_parameters())
+    packed = [site["site"] for site in result.outcome.sites]
+    shapes = {site: tuple(dense.pop(f"{site}.weight").shape) for site in packed}
+    expected = sum(fmt.packed_bytes(*shape) for shape in shapes.values())
+    expected += sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
+    stored = result.manifest["weight_bytes"]
+    assert stored == pytest.approx(expected, rel=0.02)
+    assert (result.bundle / "weights.safetensors").stat().st_size == pytest.approx(stored, rel=0.02)
+    for site in result.manifest["sites"]:
+        assert site["bytes_after"] == fmt.packed_bytes(*shapes[site["site"]])
+
+
+def test_gptq_is_below_rtn_at_every_site(run: Callable[[str], Run]) -> None:
+    for site in run(FULL).outcome.sites:
+        assert site["error_of"] == "output"
+        assert site["error"] < site["rtn_error"], site["site"]
+
+
+ALONE = """
+import json, sys
+blocked = ("torch", "transformers", "tvm", "compressor", "datasets")
+sys.modules.update(dict.fromkeys(blocked))
+folder, prompt, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sys.path.insert(0, folder)
+import compressor_runtime
+bundle = compressor_runtime.load(folder, threads=1)
+ids = bundle.tokenizer.encode(prompt).ids
+print(json.dumps({
+    "ids": list(ids),
+    "new": list(bundle.generate_ids(ids, max_tokens=count)),
+    "text": "".join(bundle.generate(prompt, max_tokens=count)),
+    "from": compressor_runtime.__file__,
+    "imported": [name for name in blocked if sys.modules.get(name) is not None],
+}))
+"""
+
+
+def test_the_bundle_alone_generates_what_the_graph_does(run: Callable[[str], Run], tmp_path: Path) -> None:
+    """In a process that has neither PyTorch nor TVM's compiler nor this package, with the bundle's own run-time."""
+    result, count = run(FULL), 24
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-B", "-c", ALONE, str(result.bundle), PROMPT, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone = json.loads(done.stdout)
+    assert alone["imported"] == [] and Path(alone["from"]).parent == result.bundle
+    ids, logits = list(alone["ids"]), graph_logits(result.graph)
+    for _ in range(count):
+        ids.append(int(torch.as_tensor(logits(np.array([ids])))[0, -1].argmax()))
+    assert alone["new"] == ids[-count:]
+    assert alone["text"] == "".join(load(result.bundle).generate(PROMPT, max_tokens=count)) != ""
+
+
+def test_two_runs_give_the_same_bytes(run: Callable[[str], Run], tmp_path: Path) -> None:
+    name = "gptq_w4a8_g128_x86"
+    first, second = run(name).bundle, execute(name, tmp_path / "elsewhere").bundle
+    for folder in (first, second):
+        (folder / "measurements.json").rename(folder.parent / "measurements.json")
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
+    assert [str(file) for file in files if (first / file).read_bytes() != (second / file).read_bytes()] == []
+
+
+def test_three_bits_cost_the_reference_model_something() -> None:
+    """A model that survives 3-bit round to nearest would show nothing."""
+    folder = resource("models") / "reference"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8_000_000
+    graph, spec = capture(folder), load_for_test(FULL).evaluation
+    tokens, _ = load_evaluation(spec.model_copy(update={"tokens": 2048}), None, folder)
+    dense = measure_quality(graph_logits(graph), tokens, window=spec.window, stride=spec.stride)
+    graph = Rtn("W3A16_G128", ignore=("lm_head",)).run(graph, Context())
+    rounded = measure_quality(graph_logits(graph), tokens, window=spec.window, stride=spec.stride)
+    assert dense.perplexity is not None and rounded.perplexity is not None
+    assert dense.perplexity < 20
+    assert rounded.perplexity > 1.05 * dense.perplexity
+
+
+def test_calibration_and_held_out_text_are_apart() -> None:
+    recipe = load_recipe(FULL)
+    assert recipe.calibration is not None and not recipe.calibration.held_out
+    folder = resource("models") / "reference"
+    samples = load_samples(recipe.calibration, folder)
+    tokens, _ = load_evaluation(recipe.evaluation, samples, folder)
+    windows = {tuple(row) for row in samples.ids.unfold(1, 64, 64).reshape(-1, 64).tolist()}
+    assert not windows & {tuple(row) for row in tokens[: len(tokens) // 64 * 64].view(-1, 64).tolist()}
+
+
+# --- other kinds of models, through the Python API
+
+
+def test_an_encoder(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    reference = resource("models") / "reference"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=json.loads((reference / "config.json").read_text())["vocab_size"],
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+        )
+        transformers.BertModel(config).half().save_pretrained(tmp_path / "bert")
+    shutil.copy(reference / "tokenizer.json", tmp_path / "bert")
+    model = transformers.BertModel.from_pretrained(tmp_path / "bert", dtype=torch.float32).eval()
+    recipe = {"passes": [{"rtn": {"scheme": "W8A16_G32", "targets": "Linear"}}], "tune": "off"}
+    bundle = compressor.compress(tmp_path / "bert", recipe, tmp_path / "bundle")
+    ids, mask = np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+    with torch.no_grad():
+        expected = model(torch.as_tensor(ids), torch.as_tensor(mask)).last_hidden_state
+    kept = mask > 0
+    got, wanted = bundle.encode(ids, mask)[kept], expected.numpy()[kept]
+    assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
+    assert json.loads((tmp_path / "bundle" / "measurements.json").read_text())["cosine_fidelity"] > 0.999
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 64), nn.Linear(64, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.relu(self.first(x)))
+        return result
+
+
+def test_a_plain_module(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Perceptron().eval().requires_grad_(False)
+    recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16", "targets": "Linear"}}], "tune": "off"})
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    bundle = compressor.compress(module, recipe, tmp_path / "bundle", example=(x,))
+    got, expected = bundle.run(x.numpy()), module(x).numpy()
+    assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+    assert compressor.load(tmp_path / "bundle").kind == "module"
