@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ def run_recipe(
             bundle = load(partial, threads=threads)
             kernel_error = check_kernels(bundle, graph)
             metrics.update(_quality(bundle, dense, text, recipe, reporter).metrics())
-            del bundle, graph, dense  # their memory is not the next processes'
+            del bundle, graph, dense
+            gc.collect()  # graphs are cyclic, and two more processes are about to need memory
             with _step(reporter, "time"):
                 speed, notes = _speed(partial, info, threads)
             metrics.update(speed)
