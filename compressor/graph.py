@@ -273,6 +273,16 @@ def run_nodes(graph: GraphModule, nodes: Iterable[Node], env: MutableMapping[Nod
             env[node] = interpreter.run_node(node)
 
 
+def twin(graph: GraphModule) -> GraphModule:
+    """A second graph over the same parameters: rewriting one leaves the other as it is."""
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    nodes.set_codegen(graph.graph._codegen)
+    copied = GraphModule(graph, nodes, class_name=type(graph).__name__)
+    copied.meta.update(graph.meta)
+    return copied
+
+
 def _token_nodes(graph: GraphModule) -> list[Node]:
     """Nodes whose values depend on the tokens (for a plain module: on any input), but not on its shape alone."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]

@@ -31,7 +31,7 @@ from compressor.evaluate import (
     measure_quality,
 )
 from compressor.export import BundleParts, check_destination, fill_bundle, publishing, write_measurements
-from compressor.graph import ModelInfo, weight_bytes
+from compressor.graph import ModelInfo, twin, weight_bytes
 from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.recipe import EvaluationSpec, Recipe
 from compressor.runtime import Bundle, load, read_manifest
@@ -127,8 +127,7 @@ def run_recipe(
     runs_here = target.executes(target.resolve())
     with _step(reporter, "capture"):
         graph = capture(source, example, trust_remote_code=recipe.trust_remote_code)
-        # Once more, for comparison: its weights are memory-mapped, so it costs little.
-        dense = capture(source, example, trust_remote_code=recipe.trust_remote_code)
+        dense = twin(graph)  # for comparison
     info: ModelInfo = graph.meta["model"]
     samples = None
     if recipe.calibration is not None:

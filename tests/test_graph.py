@@ -18,6 +18,7 @@ from compressor.graph import (
     set_parameter,
     shared_nodes,
     ties,
+    twin,
     weight_bytes,
 )
 from compressor.packing import PackedWeight, choose_grid, dequantize, pack, round_to_grid
@@ -216,3 +217,28 @@ def test_plain_chain_is_cut_after_each_linear() -> None:
     parts = segments(capture(chain, (torch.ones(2, 4),)))
     assert [[s.name for s in part.sites] for part in parts] == [["0"], ["2"], ["4"]]
     assert parts[0].entry is None and parts[-1].exit is None
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_twin_shares_parameters_and_keeps_its_own_nodes(name: str) -> None:
+    graph = GRAPHS[name]()
+    other, before = twin(graph), graph.code
+    mine, its = dict(graph.named_parameters()), dict(other.named_parameters())
+    assert mine.keys() == its.keys() and all(mine[key] is its[key] for key in mine)
+    assert other.meta["model"] == graph.meta["model"]
+    nodes = list(zip(graph.graph.nodes, other.graph.nodes, strict=True))
+    assert all(a is not b and a.name == b.name for a, b in nodes)
+    assert [a.meta for a, _ in nodes if a.op != "output"] == [b.meta for _, b in nodes if b.op != "output"]
+    info = graph.meta["model"]
+    caches = [[torch.zeros(1, info.kv_heads, 1, info.head_dim)] * info.layers for _ in range(2)]
+    args = (torch.arange(5)[None], torch.arange(5), torch.arange(5), *caches)
+    expected = graph(*args)[0]
+    site = linear_sites(graph)[0]
+    weight = graph.get_parameter(site.weight_name)
+    fmt = Format.parse("W2A16_C")
+    scales, zeros = choose_grid(weight.float(), fmt)
+    codes = round_to_grid(weight.float(), scales, zeros, fmt)
+    replace_linear(graph, site, pack(codes, scales[:, None], None, fmt))
+    assert not torch.equal(graph(*args)[0], expected)
+    assert torch.equal(other(*args)[0], expected)
+    assert other.code == before and site.weight_name in dict(other.named_parameters())
