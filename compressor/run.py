@@ -40,6 +40,7 @@ from compressor.verify import bundle_logits, check_kernels, verify_stage
 if TYPE_CHECKING:
     from torch import nn
 
+_UNSTEADY = 0.3  # (max - min) / median
 _SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
 
 
@@ -285,6 +286,9 @@ def _comparisons(metrics: Mapping[str, Any]) -> list[str]:
     notes = []
     if metrics["weight_bytes"] >= metrics["dense_weight_bytes"]:
         notes.append("the bundle's weights are not smaller than the dense model's")
+    spread = max((metrics[key] for key in metrics if key.endswith("_spread")), default=0.0)
+    if spread > _UNSTEADY:
+        notes.append(f"timings varied by {spread:.0%} between repeats: the machine is busy, and speeds are uncertain")
     for name in ("prefill", "decode"):
         ours, dense = metrics.get(f"{name}_tokens_per_s"), metrics.get(f"dense_{name}_tokens_per_s")
         if ours is not None and dense is not None and ours < dense:
