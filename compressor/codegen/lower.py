@@ -26,7 +26,7 @@ from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import Tuner, cpu_name
-from compressor.errors import VerificationError
+from compressor.errors import CompressorError, VerificationError
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16
 """Rotary frequencies and the like may be constants; weights may not."""
@@ -138,10 +138,12 @@ def compile_graph(
 
 @contextmanager
 def _naming(phase: str) -> Iterator[None]:
-    """Errors of TVM become one of ours that names the phase."""
+    """Errors of TVM become one of ours that names the phase; ours stay as they are."""
     try:
         yield
-    except (tvm.error.TVMError, RuntimeError, AssertionError, KeyError, NotImplementedError, ValueError) as error:
+    except CompressorError:
+        raise
+    except Exception as error:  # TVM's importer and its passes raise whatever they stumble over
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise VerificationError(
             f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
