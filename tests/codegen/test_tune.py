@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,23 +142,27 @@ def test_an_entry_that_makes_no_sense_is_measured_again(entry: Any, database: Da
     assert build.built == SPACE[:3]
 
 
-def write(path: Path, name: str) -> None:
-    for i in range(20):
-        database = Database(path)
-        database.entries = {f"{name}{i}": {"index": i, "tried": 3}}
-        database.save()
+WRITE = """
+import sys
+from pathlib import Path
+from compressor.codegen.tune import Database
+
+for i in range(20):
+    database = Database(Path(sys.argv[1]))
+    database.entries = {f"{sys.argv[2]}{i}": {"index": i, "tried": 3}}
+    database.save()
+"""
 
 
 def test_saving_keeps_what_others_wrote_and_never_shows_half_a_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tuning.json"
-    write(path, "mine")
-    context = multiprocessing.get_context("spawn")
-    other = context.Process(target=write, args=(path, "theirs"))
-    other.start()
-    while other.is_alive():
+    command = [sys.executable, "-c", WRITE, str(path)]
+    assert subprocess.run([*command, "mine"], check=False).returncode == 0
+    other = subprocess.Popen([*command, "theirs"])
+    while other.poll() is None:
         json.loads(path.read_text())
-        other.join(0.001)
-    assert other.exitcode == 0
+        time.sleep(0.001)
+    assert other.returncode == 0
     assert set(Database(path).entries) == {f"{name}{i}" for name in ("mine", "theirs") for i in range(20)}
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
