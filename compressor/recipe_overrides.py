@@ -41,6 +41,7 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
     for key, following in pairwise(keys):
         if holder.get(key) is None:
             holder[key] = {}
+            source.origins[(*path, key)] = origin
         elif holder[key] == following:  # `target: x86` is short for `target: {x86: {}}`
             holder[key] = {following: {}}
         holder, path = holder[key], (*path, key)

@@ -293,6 +293,7 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
         ("passes=[{gptx: {scheme: W4A16_G32}}]", "no pass is called 'gptx'; nearest: gptq"),
         ("passes.gptq.scheme=W4A16_G32", "the recipe has no pass 'gptq'; there are: rtn"),
         ("pases=[]", "pases: unknown key; nearest: passes"),
+        ("calibratio.samples=3", "--set 'calibratio.samples=3': calibratio: unknown key; nearest: calibration"),
         ("calibration.sample=3", "sample: unknown key; nearest: samples"),
         ("passes.rtn.sceme=W4A16_G32", "rtn has no such option; nearest: scheme"),
         ("passes.rtn.scheme=W9A16", "9 bits; integer formats have 2 to 8 bits"),
