@@ -111,6 +111,10 @@ class Recipe(Section):
             RecipeError: something is missing or changed.
         """
         self.model_source()
+        self.check_texts()
+
+    def check_texts(self) -> None:
+        """Check that all text files are there, and have the hashes that the recipe states; as :meth:`check_files`."""
         for spec in (self.calibration, self.evaluation):
             if spec is not None:
                 spec.find_files()

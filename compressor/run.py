@@ -120,9 +120,7 @@ def run_recipe(
     if isinstance(model, str):
         recipe, model = recipe.model_copy(update={"model": model}), None
     source = recipe.model_source() if model is None else model
-    for spec in (recipe.calibration, recipe.evaluation):
-        if spec is not None:
-            spec.find_files()
+    recipe.check_texts()
     target: Target = recipe.target.build()
     target.check_toolchain()  # fails now rather than after calibration
     runs_here = target.executes(target.resolve())
