@@ -31,7 +31,7 @@ Hidden: TypeAlias = Callable[[Ids, NDArray[np.float32]], "Tensor | NDArray[np.fl
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What was measured; None is what was not.  The names are those of the JSON output.
+    """The quality that was measured; None is what was not.  The names are those of the JSON output.
 
     Attributes:
         perplexity, dense_perplexity: exp of the mean negative log-likelihood of a token.
@@ -40,7 +40,6 @@ class EvalResult:
         cosine_fidelity: encoders: mean cosine of the last hidden states with the dense model's.
         tokens: number of scored tokens.
         window, stride: of the sliding window, in tokens.
-        bandwidth_fraction: bytes read per second while decoding over the memory's measured read bandwidth.
     """
 
     perplexity: float | None = None
@@ -51,16 +50,6 @@ class EvalResult:
     tokens: int | None = None
     window: int | None = None
     stride: int | None = None
-    weight_bytes: int | None = None
-    dense_weight_bytes: int | None = None
-    bundle_bytes: int | None = None
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    dense_prefill_tokens_per_s: float | None = None
-    dense_decode_tokens_per_s: float | None = None
-    bytes_per_token: float | None = None
-    bandwidth_fraction: float | None = None
-    peak_rss_bytes: int | None = None
 
     @property
     def perplexity_increase(self) -> float | None:
