@@ -47,3 +47,9 @@ class CaptureError(CompressorError):
 
 class ToolchainError(CompressorError):
     """A tool outside Python (a C++ compiler, a linker) is missing or failed."""
+
+
+class ResourceError(CompressorError):
+    """This machine has too little memory or disk for the run; the message names the setting that would help."""
+
+    exit_code: ClassVar[int] = 5

@@ -18,13 +18,25 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # A module may import its own layer and those before it.  A name stands for the module and whatever begins with it
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
-    ("errors", "resources"),
+    ("errors", "resources", "cache", "fingerprint"),
     ("formats", "packing", "grid_search", "ops"),
-    ("recipe", "text_spec", "gates", "graph", "capture", "pipeline", "calibration", "samples", "sites"),
+    (
+        "recipe",
+        "text_spec",
+        "gates",
+        "graph",
+        "capture",
+        "pipeline",
+        "calibration",
+        "samples",
+        "sites",
+        "results",
+        "independence",
+    ),
     ("passes",),
     ("codegen",),
-    ("export", "runtime"),
-    ("evaluate", "verify", "bench", "run"),
+    ("export", "runtime", "signing"),
+    ("evaluate", "verify", "bench", "run", "plan", "machine", "lock", "report", "comparison"),
     ("cli", "inspection", "terminal"),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.

@@ -21,18 +21,13 @@ import tvm
 from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
+from compressor.cache import cache_folder
+
 S = TypeVar("S")
 MODES = ("off", "quick", "full")
 _QUICK_CANDIDATES = 3
 _WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
-
-
-def cache_folder() -> Path:
-    """``COMPRESS_CACHE_DIR``, else ``compressor`` in the user's cache folder."""
-    if named := os.environ.get("COMPRESS_CACHE_DIR"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
 
 
 def cpu_name() -> str:

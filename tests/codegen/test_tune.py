@@ -13,8 +13,9 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from compressor.cache import cache_folder
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Database, Tuner, cache_folder, cpu_name
+from compressor.codegen.tune import Database, Tuner, cpu_name
 
 SOURCE, SIZE = __file__, 4096
 
