@@ -20,4 +20,5 @@ class DataFolders(BuildHookInterface[Any]):
             return
         for folder in ("recipes", "calibration", "export", "models/reference"):
             build_data["force_include"][folder] = f"compressor/_data/{folder}"
-        build_data["force_include"]["export/python/compressor_runtime.py"] = "compressor_runtime.py"
+        for module in ("compressor_runtime.py", "compressor_selfcheck.py"):
+            build_data["force_include"][f"export/python/{module}"] = module

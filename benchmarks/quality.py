@@ -18,13 +18,13 @@ from typing import Any
 from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
-from compressor.evaluate import graph_logits, measure_quality
+from compressor.evaluate import GraphLogits, measure_quality
+from compressor.evaluate_model import BundleProcess
 from compressor.graph import weight_bytes
 from compressor.pipeline import Context, Pipeline, pass_class
 from compressor.recipe import Recipe, load_text_spec
-from compressor.run import assemble
-from compressor.runtime import load
-from compressor.verify import bundle_logits
+from compressor.run_assemble import assemble
+from compressor.runtime import read_manifest
 
 WINDOW, STRIDE = 256, 128
 
@@ -46,7 +46,7 @@ def main() -> None:
     samples = load_samples(spec, options.model, info.vocab_size)
     evaluation = load_text_spec(options.evaluation, evaluation=True).model_copy(update={"tokens": options.tokens})
     tokens, _ = load_evaluation(evaluation, None, options.model, info.vocab_size)
-    base = measure_quality(graph_logits(dense), tokens, window=WINDOW, stride=STRIDE).perplexity
+    base = measure_quality(GraphLogits(dense), tokens, window=WINDOW, stride=STRIDE).perplexity
     rows: list[dict[str, Any]] = []
     if not options.json:
         print(f"dense perplexity {base:.4f}, {weight_bytes(dense):,} bytes, {len(tokens)} tokens")
@@ -59,17 +59,17 @@ def main() -> None:
             context = Context(samples=samples)
             graph = Pipeline([step]).run(capture(options.model), context)
             seconds = time.perf_counter() - begin
-            in_graph = measure_quality(graph_logits(graph), tokens, window=WINDOW, stride=STRIDE).perplexity
+            in_graph = measure_quality(GraphLogits(graph), tokens, window=WINDOW, stride=STRIDE).perplexity
             recipe = Recipe.from_dict({"model": str(options.model), "passes": [step], "tune": "off"})
             target = recipe.target.build()
             with tempfile.TemporaryDirectory() as folder:
                 library = compile_graph(graph, target, tune="off")
                 assemble(Path(folder), graph, library, target, recipe, context, weight_bytes(dense))
-                bundle = load(folder)
-                result = measure_quality(
-                    bundle_logits(bundle), tokens, window=WINDOW, stride=STRIDE, dense=graph_logits(dense)
-                )
-                stored = bundle.manifest["weight_bytes"]
+                with BundleProcess(Path(folder)) as process:
+                    result = measure_quality(
+                        process.logits, tokens, window=WINDOW, stride=STRIDE, dense=GraphLogits(dense)
+                    )
+                stored = read_manifest(Path(folder))["weight_bytes"]
             row = {
                 "scheme": scheme, "method": method, "weight_bytes": stored, "dense_perplexity": base,
                 "graph_perplexity": in_graph, "perplexity": result.perplexity,

@@ -1,162 +1,82 @@
-"""Speed and memory, each measured in a process of its own: a bundle without torch, a dense model in PyTorch.
-
-The child is ``python -m compressor.bench``, which prints one JSON object.
-"""
+"""Speed and memory, each measured in a process of its own: see ``bench_child.py`` for what is measured."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import numpy as np
+from compressor.child import Child
+from compressor.errors import UsageError
+from compressor.timing import Timing, collect, record
 
-from compressor.errors import CompressorError, UsageError, VerificationError
 
-_ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
+class Worker:
+    """A process that has loaded one model and measures it on demand; to be used in a ``with`` statement.
 
-Generate = Callable[[Any, int], tuple[float, float]]
-"""prompt int64 [1, P], n -> seconds from the prompt to its last logits, seconds for n greedy single-token steps."""
+    Args:
+        path: a bundle, or a Hugging Face folder, which runs in PyTorch eager float32.
+        threads: None takes the physical cores.
+        prompt_tokens: length of the prompt of a decoder, of the text of an encoder.
+        new_tokens: single steps of a decoder after the prompt.
+    Raises:
+        CompressorError: the child failed, now or later; its message and exit code are passed on.
+    """
+
+    def __init__(self, path: Path, *, threads: int | None, prompt_tokens: int, new_tokens: int) -> None:
+        if prompt_tokens < 1 or new_tokens < 1:
+            raise UsageError("bench: prompt tokens and new tokens must be at least 1")
+        numbers = [str(n) for n in (prompt_tokens, new_tokens, threads or 0)]
+        self._child = Child("bench", "compressor.bench_child", [str(path.absolute()), *numbers])
+        self.loaded = self._child.loaded  # load_s, threads
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.__exit__(kind, error, trace)
+
+    def repeat(self) -> dict[str, float]:
+        """The figures of one repeat, by their JSON names."""
+        return self._child.ask("repeat")
+
+    def finish(self) -> dict[str, Any]:
+        """What is known when all repeats are done: peak memory, and the bytes that a bundle's decoder reads."""
+        return self._child.ask("finish")
 
 
 def bench(
-    path: Path, *, threads: int | None = None, prompt_tokens: int = 128, new_tokens: int = 64, repeats: int = 5
+    path: Path, *, threads: int | None = None, prompt_tokens: int = 128, new_tokens: int = 64, repeats: int = 7
 ) -> dict[str, Any]:
     """Measure a bundle, or a Hugging Face folder in PyTorch eager float32, one sequence at a time.
 
     Returns:
-        ``prefill_tokens_per_s`` and ``decode_tokens_per_s`` (medians; ``*_spread`` is (max - min) / median),
-        ``peak_rss_bytes``, ``load_s``, ``threads``; for a bundle also ``bytes_per_token`` (weights, keys and values
-        that one decode step reads), ``read_bandwidth_bytes_per_s`` and ``bandwidth_fraction``.
+        Medians over the repeats, after one that does not count: ``latency_ms`` (one decode step, or one call of an
+        encoder); of decoders also ``prefill_tokens_per_s``, ``decode_tokens_per_s`` and ``first_token_ms``;
+        ``*_spread`` is (max - min) / median.  ``timings``: the samples, and confidence intervals of the medians.
+        ``peak_rss_bytes``, ``load_s``, ``threads``; of a bundle's decoder also ``bytes_per_token`` (weights, keys and
+        values that one decode step reads), ``read_bandwidth_bytes_per_s`` and ``bandwidth_fraction``.
     Raises:
         CompressorError: the child failed; its message and exit code are passed on.
     """
-    if prompt_tokens < 1 or new_tokens < 1 or repeats < 1:
-        raise UsageError("bench: prompt tokens, new tokens and repeats must be at least 1")
-    numbers = [str(n) for n in (prompt_tokens, new_tokens, repeats, threads or 0)]
-    command = [sys.executable, "-m", "compressor.bench", str(path.absolute()), *numbers]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-        error = _ERRORS.get(done.returncode, CompressorError)
-        raise error(f"bench: {reason[-1].removeprefix('error: ')}")
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    if repeats < 1:
+        raise UsageError("bench: repeats must be at least 1")
+    with Worker(path, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens) as worker:
+        worker.repeat()
+        timings = collect([worker.repeat() for _ in range(repeats)])
+        return {**summary(timings, {**worker.loaded, **worker.finish()}), "timings": record(timings)}
 
 
-def _measure(
-    generate: Generate, vocab_size: int, prompt_tokens: int, new_tokens: int, repeats: int
-) -> dict[str, float]:
-    """Medians over the repeats, after one warm-up; the prompt is the same random ids for all."""
-    prompt = np.random.default_rng(0).integers(0, vocab_size, (1, prompt_tokens), dtype=np.int64)
-    generate(prompt, new_tokens)
-    runs = [generate(prompt, new_tokens) for _ in range(repeats)]
-    result: dict[str, float] = {}
-    for index, (name, tokens) in enumerate((("prefill", prompt_tokens), ("decode", new_tokens))):
-        rates = [tokens / run[index] for run in runs]
-        middle = statistics.median(rates)
-        result[f"{name}_tokens_per_s"] = middle
-        result[f"{name}_spread"] = (max(rates) - min(rates)) / middle
+def summary(timings: Mapping[str, Timing], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Medians, spreads and facts by their JSON names."""
+    result: dict[str, Any] = {name: timing.median for name, timing in timings.items()}
+    for name, timing in timings.items():
+        result[f"{name.removesuffix('_tokens_per_s').removesuffix('_ms')}_spread"] = timing.spread
+    result.update(facts)
+    if "bytes_per_token" in facts:
+        bytes_per_s = facts["bytes_per_token"] * result["decode_tokens_per_s"]
+        result["bandwidth_fraction"] = bytes_per_s / facts["read_bandwidth_bytes_per_s"]
     return result
-
-
-def _bench_bundle(path: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int) -> dict[str, Any]:
-    from compressor_runtime import load
-
-    begin = time.perf_counter()
-    bundle = load(path, threads=threads or None)
-    load_s = time.perf_counter() - begin
-
-    def generate(prompt: Any, count: int) -> tuple[float, float]:
-        session = bundle.session(capacity=prompt.shape[1] + count)
-        begin = time.perf_counter()
-        logits = session.step(prompt)
-        middle = time.perf_counter()
-        for _ in range(count):
-            logits = session.step(logits[:, -1:].argmax(-1))
-        return middle - begin, time.perf_counter() - middle
-
-    model = bundle.model
-    _check_length(prompt_tokens + new_tokens, model["max_positions"], path)
-    result: dict[str, Any] = _measure(generate, model["vocab_size"], prompt_tokens, new_tokens, repeats)
-    peak_rss_bytes = _peak_rss_bytes()  # before the probe takes memory of its own
-    bandwidth = bundle.read_bandwidth()
-    positions = prompt_tokens + new_tokens / 2
-    cache_bytes = 2 * 4 * model["layers"] * model["kv_heads"] * model["head_dim"] * positions
-    bytes_per_token = model["weight_bytes_per_token"] + cache_bytes
-    return {
-        **result,
-        "bytes_per_token": int(bytes_per_token),
-        "read_bandwidth_bytes_per_s": bandwidth,
-        "bandwidth_fraction": bytes_per_token * result["decode_tokens_per_s"] / bandwidth,
-        "peak_rss_bytes": peak_rss_bytes,
-        "load_s": load_s,
-        "threads": bundle.threads,
-    }
-
-
-def _bench_dense(path: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int) -> dict[str, Any]:
-    import torch
-    from compressor_runtime import available_cores
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    threads = threads or available_cores()
-    torch.set_num_threads(threads)  # this process exists for the measurement only
-    begin = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    model.eval()  # type: ignore[no-untyped-call]
-    load_s = time.perf_counter() - begin
-    _check_length(prompt_tokens + new_tokens, getattr(model.config, "max_position_embeddings", None), path)
-
-    @torch.no_grad()
-    def generate(prompt: Any, count: int) -> tuple[float, float]:
-        begin = time.perf_counter()
-        out = model(input_ids=torch.as_tensor(prompt), use_cache=True, logits_to_keep=1)
-        middle = time.perf_counter()
-        for _ in range(count):
-            token = out.logits[:, -1:].argmax(-1)
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-        return middle - begin, time.perf_counter() - middle
-
-    result: dict[str, Any] = _measure(generate, model.config.vocab_size, prompt_tokens, new_tokens, repeats)
-    return {**result, "peak_rss_bytes": _peak_rss_bytes(), "load_s": load_s, "threads": threads}
-
-
-def _check_length(tokens: int, positions: int | None, path: Path) -> None:
-    if positions and tokens > positions:
-        raise UsageError(f"{path}: {tokens} tokens are more than the model's {positions} positions; ask for fewer")
-
-
-def _peak_rss_bytes() -> int:
-    """VmHWM: unlike ``ru_maxrss`` it does not begin with the size of the parent process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise CompressorError("bench: /proc/self/status has no VmHWM; speed and memory are measured on Linux only")
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("path", type=Path)
-    parser.add_argument("numbers", type=int, nargs=4, help="prompt tokens, new tokens, repeats, threads (0: all)")
-    options = parser.parse_args()
-    measure = _bench_bundle if (options.path / "manifest.json").exists() else _bench_dense
-    try:
-        print(json.dumps(measure(options.path, *options.numbers)))
-    except Exception as error:  # the parent shows one line, whatever it was
-        place = "" if hasattr(error, "exit_code") else f"{options.path}: "  # errors of ours say it themselves
-        print(f"error: {place}{error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -7,16 +7,18 @@ are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule
 
-from compressor.errors import UsageError
-from compressor.graph import ModelInfo, Segment, Site, group_by_input, segments, shared_nodes
+from compressor.blocks import Blocks
+from compressor.graph import Site, group_by_input, segments
 from compressor.samples import Samples, load_evaluation, load_samples
+from compressor.streaming import Stream
+from compressor.tensor_files import Spill
 
 __all__ = ["Hessian", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
 
@@ -36,7 +38,7 @@ class Hessian:
 
     def __init__(self, in_features: int) -> None:
         self.tokens = 0
-        self._sum = torch.zeros(in_features, in_features)
+        self._sum = torch.zeros(in_features, in_features, dtype=torch.float32)
         self._cross: Tensor | None = None
 
     def add(self, x: Tensor, dense: Tensor) -> None:
@@ -70,6 +72,8 @@ def stream(
     true_sequential: bool = True,
     with_dense: bool = False,
     micro_batch_tokens: int = 2048,
+    blocks: Blocks | None = None,
+    spill: Spill | None = None,
 ) -> Iterator[tuple[list[Site], S]]:
     """Run samples through the graph and yield each group of sites that share an input, with its statistic.
 
@@ -77,8 +81,8 @@ def stream(
     what follows then sees their new outputs.  With ``true_sequential`` that holds for the next group already,
     whose statistic is gathered by running its segment again from the beginning; otherwise for the next segment.
 
-    Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), one segment's
-    working set for one micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
+    Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), one segment's weights
+    and working set for one micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
 
     Args:
         graph: a captured decoder or encoder.
@@ -87,18 +91,29 @@ def stream(
         make_statistic: called with the width of a group's input.
         with_dense: also run the graph as it is now, and show the statistics its inputs beside the current ones.
         micro_batch_tokens: tokens that run at once, at least one sample.
+        blocks: finished segments.  Those that can be restored are, and their groups do not come; the samples run
+            through them only when a later one needs it.
+        spill: where hidden states lie; None keeps them in memory.
     Raises:
         UsageError: the model does not read tokens, or the samples are longer than its positions.
     """
-    batch = max(1, micro_batch_tokens // ids.shape[1])
-    run = _Run(graph, ids, batch)
-    dense = _Run(_frozen(graph), ids, batch) if with_dense else None
+    batches = torch.split(ids, max(1, micro_batch_tokens // ids.shape[1]))
+    run = Stream(graph, batches, spill)
+    dense = Stream(_frozen(graph), batches, spill) if with_dense else None
     dense_segments = segments(dense.graph) if dense else []
     names = {site.name for site in sites}
-    last = max((i for i, s in enumerate(segments(graph)) if any(site.name in names for site in s.sites)), default=-1)
-    for index in range(last + 1):
+    done = 0  # segments that the hidden states have passed
+    for index in range(len(segments(graph))):
         # Replacing a linear does not move the cuts, but the nodes are new: look the segment up again.
-        wanted = [site.name for site in segments(graph)[index].sites if site.name in names]
+        block = [site for site in segments(graph)[index].sites if site.name in names]
+        if not block or (blocks is not None and blocks.restore(graph, block)):
+            continue
+        for behind in range(done, index):
+            run.advance(segments(graph)[behind])
+            if dense:
+                dense.advance(dense_segments[behind])
+        done = index
+        wanted = [site.name for site in block]
         while wanted:
             segment = segments(graph)[index]
             groups = group_by_input(site for site in segment.sites if site.name in wanted)
@@ -108,7 +123,7 @@ def stream(
             if dense:
                 named = {site.name: site.input for site in dense_segments[index].sites}
                 dense_inputs = [named[group[0].name] for group in groups]
-            for i in range(len(run.ids)):
+            for i in range(len(batches)):
                 rows = [_rows(x) for x in run.values(segment, i, inputs)]
                 dense_rows = rows
                 if dense:
@@ -118,10 +133,11 @@ def stream(
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it
                 yield groups.pop(0), statistics.pop(0)
-        if index < last:
-            run.advance(segments(graph)[index])
-            if dense:
-                dense.advance(dense_segments[index])
+        run.release(segments(graph)[index])
+        if dense:
+            dense.release(dense_segments[index])
+        if blocks is not None:
+            blocks.keep(graph, block)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -135,90 +151,3 @@ def _frozen(graph: GraphModule) -> GraphModule:
     frozen = GraphModule(graph, nodes)
     frozen.meta = dict(graph.meta)
     return frozen
-
-
-class _Run:
-    """Micro-batches on their way through the graph."""
-
-    def __init__(self, graph: GraphModule, ids: Tensor, batch: int) -> None:
-        info: ModelInfo = graph.meta["model"]
-        if info.kind == "module":
-            raise UsageError(f"{info.name}: calibration runs text through decoders and encoders, not plain modules")
-        if info.max_positions and ids.shape[1] > info.max_positions:
-            raise UsageError(
-                f"{info.name}: samples of {ids.shape[1]} tokens exceed the model's {info.max_positions} positions; "
-                "set a shorter sequence_length"
-            )
-        self.interpreter = Interpreter(graph, garbage_collect_values=False)
-        self.graph, self.info = graph, info
-        self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
-        self.ids = torch.split(ids, batch)
-        self.hidden: list[Tensor | None] = [None] * len(self.ids)
-        self.shared: dict[int, dict[Node, Any]] = {}  # batch size -> inputs and token-independent values
-
-    def advance(self, segment: Segment) -> None:
-        """Run every micro-batch to the end of the segment; its hidden states take the place of the last ones."""
-        assert segment.exit is not None
-        for i in range(len(self.ids)):
-            (value,), place = self.values(segment, i, [segment.exit]), self.hidden[i]
-            if place is None or place.shape != value.shape:
-                self.hidden[i] = value.clone()
-            else:
-                place.copy_(value)  # in place: allocating anew leaves the heap full of holes
-
-    @torch.no_grad()
-    def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
-        """Run one micro-batch through a segment as far as the nodes of interest; their values."""
-        needed = _ancestors(wanted, set(segment.nodes))
-        nodes = [node for node in segment.nodes if node in needed]
-        last_user = {source: node for node in nodes for source in node.all_input_nodes}
-        env = dict(self._shared(self.ids[i]))
-        env[self.ids_node] = self.ids[i]
-        if segment.entry is not None:
-            env[segment.entry] = self.hidden[i]
-        found = {node: env[node] for node in wanted if node in env}
-        self.interpreter.env = env
-        for node in nodes:
-            for source in node.all_input_nodes:
-                if source.op == "get_attr" and source not in env:
-                    env[source] = self.interpreter.run_node(source)
-            env[node] = self.interpreter.run_node(node)
-            if node in wanted:
-                found[node] = env[node]
-            for used in (node, *node.all_input_nodes):
-                if last_user.get(used, node) is node:
-                    del env[used]
-        return [found[node] for node in wanted]
-
-    def _shared(self, ids: Tensor) -> dict[Node, Any]:
-        if len(ids) not in self.shared:
-            graph = self.graph
-            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, ids), strict=True))
-            self.interpreter.env = env
-            with torch.no_grad():
-                for node in shared_nodes(graph):
-                    env[node] = self.interpreter.run_node(node)
-            # Parameters are read where they are used: a pass may replace them, and nothing should hold them.
-            self.shared[len(ids)] = {node: value for node, value in env.items() if node.op != "get_attr"}
-        return self.shared[len(ids)]
-
-
-def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
-    """Flat inputs of the captured forward: a first run, all tokens kept, empty caches."""
-    batch, length = ids.shape
-    if info.kind == "encoder":
-        return [ids, torch.ones(batch, length)]
-    position = torch.arange(length)
-    return [ids, position, position, *[torch.zeros(batch, info.kv_heads, 1, info.head_dim)] * (2 * info.layers)]
-
-
-def _ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:
-    """The nodes among ``inside`` that the targets are computed from, and those targets themselves."""
-    found: set[Node] = set()
-    ahead = [node for node in targets if node in inside]
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead.extend(source for source in node.all_input_nodes if source in inside)
-    return found

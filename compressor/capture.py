@@ -44,6 +44,7 @@ def capture(
     *,
     dynamic_shapes: Any = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> GraphModule:
     """Capture a model as an FX graph with symbolic batch and sequence; ``graph.meta["model"]`` describes it.
 
@@ -63,21 +64,23 @@ def capture(
         example_inputs: inputs of a plain module.  A transformers model given with them is taken as a plain module.
         dynamic_shapes: as for torch.export.export, with example_inputs.
         trust_remote_code: run code that comes with the checkpoint.
+        weights: False reads no weight, only the headers of the files: parameters are on the meta device, with their
+            shapes and types.  For plans.
     Raises:
         CaptureError: what stopped it, in which module and line, and what to do.
     """
     if isinstance(model, nn.Module):
         if example_inputs is not None:
-            return _capture_module(model, example_inputs, dynamic_shapes)
+            return _capture_module(model, example_inputs, dynamic_shapes, weights)
         # A transformers model cannot exist unless transformers has been imported.
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
             raise CaptureError(f"{type(model).__name__} is a plain module: give example_inputs to capture it with")
-        shadow = memory_shadow(model)
+        shadow = memory_shadow(model, weights)
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: example_inputs and dynamic_shapes are for modules, not for folders and ids")
     else:
-        shadow = folder_shadow(model, trust_remote_code)
+        shadow = folder_shadow(model, trust_remote_code, weights)
     return _capture_shadow(shadow)
 
 
@@ -94,9 +97,10 @@ def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
     ids = torch.zeros(2, 5, dtype=torch.int64)
     if info.kind == "encoder":
         sequence = Dim("sequence", min=1, max=longest)
-        return (ids, torch.ones(2, 5)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
+        return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
     sequence, rows, capacity = Dim("sequence", min=1), Dim("rows", min=1), Dim("capacity", min=1)
-    caches = [[torch.zeros(2, info.kv_heads, 7, info.head_dim) for _ in range(info.layers)] for _ in range(2)]
+    shape = (2, info.kv_heads, 7, info.head_dim)
+    caches = [[torch.zeros(shape, dtype=torch.float32) for _ in range(info.layers)] for _ in range(2)]
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *caches)
     return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
@@ -175,7 +179,7 @@ def _probe_encoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tupl
     _require_arguments(shadow, "input_ids", "attention_mask")
     program = EncoderProgram(model)
     with mode:
-        ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5)
+        ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.float32)
     recorder = Recorder(program.names, mask=mask)
     with torch.no_grad(), mode, mask_requests(), explaining(model, shadow.name):
         program.run(recorder, ids)
@@ -239,7 +243,7 @@ def _bind(
     return module
 
 
-def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any) -> GraphModule:
+def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any, weights: bool) -> GraphModule:
     name = type(module).__name__
     tensors = _tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
@@ -259,8 +263,8 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any)
     names = named[: len(args)] if len(named) >= len(args) else [f"input_{i}" for i in range(len(args))]
     graph, constants = unlift(exported, rename, names)
     layout = normalize(graph)
-    held = {**tensors, **constants}
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
+    held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
     captured.meta["inputs"] = (tuple(args), dynamic_shapes)
     return captured

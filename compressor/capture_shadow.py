@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture_attention import ATTENTION_NAME, Recorder, recording, register_attention
 from compressor.capture_export import explaining
+from compressor.capture_files import check_config, read_object
 from compressor.capture_weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError
 
@@ -97,7 +97,7 @@ class EncoderProgram(nn.Module):
         return cast(Tensor, out.last_hidden_state)
 
 
-def folder_shadow(model: str | Path, trust_remote_code: bool) -> Shadow:
+def folder_shadow(model: str | Path, trust_remote_code: bool, weights: bool = True) -> Shadow:
     """Shadow of a Hugging Face folder or hub id; the class is the one that config.json names.
 
     Raises:
@@ -109,13 +109,14 @@ def folder_shadow(model: str | Path, trust_remote_code: bool) -> Shadow:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise CaptureError(f"{folder}: no config.json; give a folder as Hugging Face's save_pretrained writes it")
+    source = folder_source(folder, weights)  # before anything slow
+    check_config(config_file, len(source.names))
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         hint = "" if trust_remote_code else "; if the model brings its own code, ask for it with trust_remote_code"
         raise CaptureError(f"{config_file}: cannot be used ({_first_line(error)}){hint}") from error
-    kind = _kind(config, str(config_file))
-    source = folder_source(folder)  # before anything slow
+    kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
     shadow = _build(
         lambda: auto.from_config(
@@ -126,17 +127,18 @@ def folder_shadow(model: str | Path, trust_remote_code: bool) -> Shadow:
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():
-        try:
-            special |= {k: v for k, v in json.loads(generation.read_text(encoding="utf-8")).items() if k in special}
-        except (ValueError, AttributeError) as error:
-            raise CaptureError(f"{generation}: not a JSON object ({error}); fetch the file again") from error
+        special |= {key: value for key, value in read_object(generation).items() if key in special}
+    for key, value in special.items():
+        several = key == "bos_token_id" and isinstance(value, list)
+        if several or not all(type(number) is int for number in _ids(value)):
+            raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
     return Shadow(kind, shadow, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
 
 
-def memory_shadow(model: PreTrainedModel) -> Shadow:
+def memory_shadow(model: PreTrainedModel, weights: bool = True) -> Shadow:
     """Shadow of a transformers model in memory, whose tensors are shared.  Heads of encoders are left out."""
-    kind = _kind(model.config, type(model).__name__, type(model).__name__)
+    kind = model_kind(model.config, type(model).__name__, type(model).__name__)
     whole = model if kind == "decoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
@@ -184,7 +186,12 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
         hook.remove()
 
 
-def _kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
+def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
+    """What a transformers model is, by its configuration's architecture.
+
+    Raises:
+        CaptureError: it is neither, or is quantised already; the message begins with ``place``.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
     )

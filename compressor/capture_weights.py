@@ -1,11 +1,11 @@
 """Where a model's weights come from: a checkpoint folder, memory-mapped, or a model in memory.
 
-Nothing here reads a weight before it is needed: a tensor of a safetensors file is a view of the mapped file.
+Nothing here reads a weight before it is needed: a tensor of a safetensors file is a view of the mapped file.  Without
+weights, tensors are on the meta device, with the shapes and types that the files' headers state.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.capture_files import listed_files
 from compressor.errors import CaptureError
+from compressor.tensor_files import DTYPES, map_safetensors
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _STORED_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -34,29 +36,29 @@ class WeightSource:
     read: Callable[[str], Tensor]
 
 
-def module_source(model: nn.Module) -> WeightSource:
-    """The tensors of a model in memory; they are shared, not copied."""
+def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
+    """The tensors of a model in memory; they are shared, not copied.  Without ``weights``, their shapes and types."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     away = sorted({str(t.device) for t in tensors.values() if t.device.type != "cpu"})
     if away:
         raise CaptureError(f"the model's tensors are on {', '.join(away)}; move it with model.cpu() first")
+    if not weights:
+        tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
     return WeightSource(f"the given {type(model).__name__}", frozenset(tensors), tensors.__getitem__)
 
 
-def folder_source(folder: Path) -> WeightSource:
+def folder_source(folder: Path, weights: bool = True) -> WeightSource:
     """The safetensors of a Hugging Face folder, one file or several with an index, memory-mapped.
 
+    Args:
+        weights: False reads the files' headers only; tensors are on the meta device.
     Raises:
         CaptureError: there are none, one is missing, or one is not a safetensors file.
     """
     owner: dict[str, Path] = {}
     index = folder / INDEX_NAME
     if index.is_file():
-        try:
-            listed: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / file for file in listed.values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CaptureError(f"{index}: not a safetensors index ({error}); fetch the file again") from error
+        files = listed_files(index)
     else:
         files = [folder / SINGLE_NAME]
         if not files[0].is_file():
@@ -72,7 +74,18 @@ def folder_source(folder: Path) -> WeightSource:
     for file in files:
         handles[file] = _open(file)
         owner.update(dict.fromkeys(handles[file].keys(), file))
-    return WeightSource(str(folder), frozenset(owner), lambda name: _read(handles[owner[name]], owner[name], name))
+    mapped: dict[Path, dict[str, Tensor]] = {}
+
+    def read(name: str) -> Tensor:
+        file = owner[name]
+        if file not in mapped:
+            mapped[file] = _map(file)
+        return mapped[file][name]
+
+    def read_header(name: str) -> Tensor:
+        return _read_header(handles[owner[name]], owner[name], name)
+
+    return WeightSource(str(folder), frozenset(owner), read if weights else read_header)
 
 
 def _open(file: Path) -> Any:
@@ -81,19 +94,28 @@ def _open(file: Path) -> Any:
     if not file.is_file():
         raise CaptureError(f"{file}: {INDEX_NAME} lists this file, and it is missing; fetch it")
     try:
-        return safe_open(str(file), framework="pt", device="cpu")
+        # The mapping for numpy is read-only: unlike torch's, it does not count as memory that may be written to, so
+        # that a file of any size can be opened for its header.
+        return safe_open(str(file), framework="numpy", device="cpu")
     except Exception as error:
         raise CaptureError(
             f"{file}: not a readable safetensors file ({error}); the download may be incomplete: fetch it again"
         ) from error
 
 
-def _read(handle: Any, file: Path, name: str) -> Tensor:
+def _map(file: Path) -> dict[str, Tensor]:
     try:
-        tensor: Tensor = handle.get_tensor(name)
-    except Exception as error:
-        raise CaptureError(f"{file}: cannot read {name} ({error}); fetch the file again") from error
-    return tensor
+        return map_safetensors(file)
+    except (OSError, KeyError) as error:
+        raise CaptureError(f"{file}: cannot be read ({error}); fetch the file again") from error
+
+
+def _read_header(handle: Any, file: Path, name: str) -> Tensor:
+    entry = handle.get_slice(name)
+    if entry.get_dtype() not in DTYPES:
+        raise CaptureError(f"{file}: {name} is stored as {entry.get_dtype()}; use a float16, bfloat16 or float32 "
+                           "checkpoint")  # fmt: skip
+    return torch.empty(entry.get_shape(), dtype=DTYPES[entry.get_dtype()], device="meta")
 
 
 @dataclass
@@ -177,14 +199,14 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 
 def _check_tied(source: WeightSource, found: list[str]) -> None:
-    first = source.read(found[0]) if len(found) > 1 else None
+    """Raise a CaptureError unless the stored tensors are equal; without weights, unless they have the same shape."""
+    if len(found) == 1:
+        return
+    first = source.read(found[0])
     for other in found[1:]:
         second = source.read(other)
-        if (
-            first is not None
-            and first.data_ptr() != second.data_ptr()
-            and (first.shape != second.shape or not torch.equal(first, second))
-        ):
+        shared = first.is_meta or first.data_ptr() == second.data_ptr()
+        if first.shape != second.shape or not (shared or torch.equal(first, second)):
             raise CaptureError(
                 f"{source.place}: {found[0]} and {other} differ, but the configuration ties them; set "
                 '"tie_word_embeddings": false in config.json'

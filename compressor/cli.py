@@ -1,6 +1,7 @@
 """The ``compress`` command: parse, call, print.
 
-Exit codes: 0 done, 1 anything else, 2 bad usage or recipe, 3 a gate failed, 4 verification failed.
+Exit codes: 0 done, 1 anything else, 2 bad usage or recipe, 3 a gate failed, 4 verification failed, 5 too
+little memory or disk.
 Results go to stdout (one JSON object with ``--json``), progress and messages to stderr.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from compressor.errors import CompressorError, GateError
+from compressor.errors import CompressorError, GateError, VerificationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +33,10 @@ def _reported(command: F) -> F:
             sys.exit(error.exit_code)
         except (BrokenPipeError, KeyboardInterrupt):
             sys.exit(130)
+        except OSError as error:  # a full disk, a folder that went away
+            place = "" if error.filename is None else f"{error.filename}: "
+            click.echo(f"error: {place}{error.strerror or error}; free some space, or check the folder", err=True)
+            sys.exit(1)
         except MemoryError:
             click.echo("error: out of memory; compress with fewer or shorter calibration samples", err=True)
             sys.exit(1)
@@ -77,7 +82,8 @@ _threads_option = click.option("--threads", type=click.IntRange(1), help="Thread
 def main() -> None:
     """Compress PyTorch models: recipe in, bundle out, measured.
 
-    Exit codes: 0 done, 2 bad usage or recipe, 3 a gate failed, 4 verification failed, 1 anything else.
+    Exit codes: 0 done, 2 bad usage or recipe, 3 a gate failed, 4 verification failed, 5 too little memory or
+    disk, 1 anything else.
     """
 
 
@@ -90,7 +96,13 @@ def main() -> None:
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
 )
 @click.option("--dump", type=click.Path(path_type=Path), help="Write the graph after each pass and phase here.")
+@click.option("--locked", is_flag=True, help="Repeat the run of the lock; refuse when anything changed.")
+@click.option(
+    "--lock", type=click.Path(path_type=Path), help="The lock, or a bundle: read if --locked, else written as a file."
+)
 @click.option("--time-passes", is_flag=True, help="Show the time and bytes of each pass.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML here: a test case for each gate.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write here what --json prints.")
 @_threads_option
 @_json_option
 @_reported
@@ -101,35 +113,75 @@ def run(
     output: str | None,
     overrides: Sequence[str],
     dump: Path | None,
+    locked: bool,
+    lock: Path | None,
     time_passes: bool,
+    junit: Path | None,
+    report: Path | None,
     threads: int | None,
     as_json: bool,
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
+    from compressor.lock import LOCK_NAME, check_place, read_lock, save_lock
     from compressor.recipe import load_recipe
+    from compressor.report import outcome_content, recording
     from compressor.terminal import progress, show_outcome
 
-    loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
     failed: GateError | None = None
-    with progress() as reporter:
-        from compressor.run import run_recipe
+    with recording(recipe, junit, report, output) as recorder:
+        loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
+        recorder.begin(loaded.output)
+        former = read_lock(lock or Path(LOCK_NAME)) if locked else None
+        if lock is not None and not locked:
+            check_place(lock)
+        with progress() as reporter:
+            from compressor.run import run_recipe
 
-        try:
-            outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads)
-        except GateError as error:
-            outcome, failed = error.outcome, error
-    content = {
-        "bundle": str(outcome.bundle),
-        **outcome.metrics,
-        "kernel_error": outcome.kernel_error,
-        "gates": {str(result.gate.metric): result.passed for result in outcome.gates},
-        "sites": list(outcome.sites),
-        "passes": list(outcome.stages),
-        "notes": list(outcome.notes),
-    }
-    _emit(as_json, content, lambda: show_outcome(outcome, time_passes))
+            try:
+                outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads, locked=former)
+            except GateError as error:
+                outcome, failed = error.outcome, error
+        if lock is not None and not locked and failed is None:
+            save_lock(outcome.bundle, lock)
+        _emit(as_json, outcome_content(outcome), lambda: show_outcome(outcome, time_passes))
+        recorder.end(outcome)
     if failed is not None:
         raise failed
+
+
+@main.command("plan")
+@click.argument("recipe")
+@click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
+@click.option("--target", help="Target, in place of the recipe's.")
+@click.option("-o", "--output", help="Folder of the bundle.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
+)
+@click.option("--probe", is_flag=True, help="Measure this machine anew; else it is measured once and remembered.")
+@_json_option
+@_reported
+def plan_command(
+    recipe: str,
+    model: str | None,
+    target: str | None,
+    output: str | None,
+    overrides: Sequence[str],
+    probe: bool,
+    as_json: bool,
+) -> None:
+    """Tell what running RECIPE would do and cost, before any weight is read: bytes, memory, disk, time, speed bounds.
+
+    Exit code 5 when memory or disk will not do.
+    """
+    from compressor.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
+    from compressor.plan import check_plan, make_plan
+    from compressor.terminal_plan import show_plan
+
+    plan = make_plan(loaded, measure=probe)
+    _emit(as_json, plan.to_json(), lambda: show_plan(plan))
+    check_plan(plan)
 
 
 @main.command("eval")
@@ -151,7 +203,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
     if tokens is not None:
         spec = spec.model_copy(update={"tokens": tokens})
     with progress() as reporter:
-        from compressor.run import evaluate_path
+        from compressor.evaluate_model import evaluate_path
 
         metrics = evaluate_path(path, spec, dense=dense, threads=threads, reporter=reporter)
     _emit(as_json, metrics, lambda: show_metrics(str(path), metrics))
@@ -186,7 +238,7 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 @click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE_OR_MODEL))
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
 @_threads_option
 @_json_option
 @_reported
@@ -212,6 +264,43 @@ def inspect(path: Path, as_json: bool) -> None:
 
     content = inspect_path(path)
     _emit(as_json, content, lambda: show_inspection(content))
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE))
+@click.option(
+    "--public-key", type=click.Path(path_type=Path), help="PEM of the ed25519 key that must have signed the bundle."
+)
+@_threads_option
+@_json_option
+@_reported
+def verify(bundle: Path, public_key: Path | None, threads: int | None, as_json: bool) -> None:
+    """Check BUNDLE: files, schema, bytes, signature, its kernels against stored outputs, and the evidence it declares.
+
+    Exit code 4 when a check fails. Kernels run in a process of their own, and only if files and signature are right.
+    """
+    from compressor.verify_bundle import verify_bundle
+
+    result = verify_bundle(bundle, threads=threads, public_key=public_key)
+    _emit(as_json, result.content(), lambda: click.echo("\n".join(map(str, result.checks))))
+    if not result.verified:
+        failed = ", ".join(check.name for check in result.checks if check.passed is False)
+        raise VerificationError(f"{bundle}: not what it should be: {failed} failed")
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE))
+@click.option(
+    "--key", required=True, type=click.Path(path_type=Path), help="PEM of a private ed25519 key, without passphrase."
+)
+@_json_option
+@_reported
+def sign(bundle: Path, key: Path, as_json: bool) -> None:
+    """Sign BUNDLE with ed25519: writes manifest.json.sig, which `compress verify --public-key` checks."""
+    from compressor.signing import sign_bundle
+
+    file = sign_bundle(bundle, key)
+    _emit(as_json, {"signature": str(file)}, lambda: click.echo(f"signed: {file}"))
 
 
 @main.command("list")
@@ -242,3 +331,33 @@ def show(name: str, as_json: bool) -> None:
 
     kind, text = describe(name)
     _emit(as_json, {"name": name, "kind": kind, "text": text}, lambda: click.echo(text))
+
+
+@main.group()
+def cache() -> None:
+    """Show or empty the cache of finished blocks, in COMPRESS_CACHE_DIR or the user's cache folder."""
+
+
+@cache.command("list")
+@_json_option
+@_reported
+def cache_list(as_json: bool) -> None:
+    """List the finished blocks, the most recently used first."""
+    from compressor.inspection import cached
+    from compressor.terminal import show_inspection
+
+    content = cached()
+    _emit(as_json, content, lambda: show_inspection(content))
+
+
+@cache.command("prune")
+@click.option("--older-than", type=click.FloatRange(0), default=0.0, metavar="DAYS", help="Keep what was used since.")
+@_json_option
+@_reported
+def cache_prune(older_than: float, as_json: bool) -> None:
+    """Remove finished blocks, and what killed runs left; runs that use one keep it."""
+    from compressor.results import Results
+
+    removed = Results().prune(older_than)
+    content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
+    _emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))

@@ -21,6 +21,10 @@ class RecipeError(UsageError):
     """A recipe, or a data specification, that cannot be carried out as written."""
 
 
+class DriftError(UsageError):
+    """A run that was to repeat a locked one would not: the message says what is no longer what it was."""
+
+
 class GateError(CompressorError):
     """A gate of the recipe failed: the result is not as good as was asked for.
 

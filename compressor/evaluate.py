@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.gates import Gate
 from compressor.graph import ModelInfo
 from compressor.pipeline import Reporter, Silent
+from compressor.streaming import stream_logits
+from compressor.tensor_files import Spill
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
@@ -107,13 +108,17 @@ def measure_quality(
     loss = dense_loss = divergence = 0.0
     agreed = 0
     spans = list(sliding_windows(len(ids), window, stride))
-    with (reporter or Silent()).task("evaluate", len(spans)) as task:
-        for first, last, scored in spans:
-            fed, targets = ids[None, first:last], tokens[last - scored + 1 : last + 1, None]
-            x = _log_probabilities(logits, fed, scored)
+    fed = [ids[None, first:last] for first, last, _ in spans]
+    reporter = reporter or Silent()
+    ours = _each(logits, fed, reporter)
+    reference = None if dense is None else _each(dense, fed, reporter)
+    with reporter.task("evaluate", len(spans)) as task:
+        for _, last, scored in spans:
+            targets = tokens[last - scored + 1 : last + 1, None]
+            x = _log_probabilities(next(ours), scored)
             loss -= float(x.gather(1, targets).sum())
-            if dense is not None:
-                p = _log_probabilities(dense, fed, scored)
+            if reference is not None:
+                p = _log_probabilities(next(reference), scored)
                 dense_loss -= float(p.gather(1, targets).sum())
                 divergence += float((p.exp() * (p - x)).sum())
                 agreed += int((p.argmax(1) == x.argmax(1)).sum())
@@ -129,10 +134,16 @@ def measure_quality(
     )
 
 
-def _log_probabilities(logits: Logits, fed: Ids, scored: int) -> Tensor:
-    """Float64 [scored, V]."""
-    rows = torch.as_tensor(logits(fed))[0, -scored:].detach().double()
-    return torch.log_softmax(rows, dim=-1)
+def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
+    """Logits of one window after another; a graph in PyTorch takes all windows through one segment after another."""
+    if isinstance(model, GraphLogits):
+        return model.windows(fed, reporter)
+    return (torch.as_tensor(model(ids)) for ids in fed)
+
+
+def _log_probabilities(logits: Tensor, scored: int) -> Tensor:
+    """Float64 [scored, V] of the last rows of float32 [1, S, V]."""
+    return torch.log_softmax(logits[0, -scored:].detach().double(), dim=-1)
 
 
 def _exp(x: float) -> float:
@@ -152,18 +163,29 @@ def measure_cosine(hidden: Hidden, dense: Hidden, batches: Iterable[tuple[Ids, N
     return EvalResult(cosine_fidelity=total / count, tokens=count)
 
 
-def graph_logits(graph: GraphModule, run: Callable[..., Any] | None = None) -> Logits:
-    """A captured decoder, run in PyTorch from an empty cache; ``run`` may be an interpreter of the graph."""
-    info: ModelInfo = graph.meta["model"]
+class GraphLogits:
+    """A captured decoder, run in PyTorch from an empty cache.
+
+    Args:
+        run: an interpreter of the graph; the graph itself if left out.
+        spill: where the hidden states of many batches lie; None keeps them in memory.
+    """
+
+    def __init__(self, graph: GraphModule, run: Callable[..., Any] | None = None, spill: Spill | None = None) -> None:
+        self.graph, self.run, self.spill = graph, run or graph, spill
 
     @torch.no_grad()
-    def logits(ids: Ids) -> Tensor:
+    def __call__(self, ids: Ids) -> Tensor:
+        """Logits of one batch."""
+        info: ModelInfo = self.graph.meta["model"]
         position = torch.arange(ids.shape[1])
-        caches = [torch.zeros(len(ids), info.kv_heads, 1, info.head_dim)] * info.layers
-        result: Tensor = (run or graph)(torch.as_tensor(ids), position, position, caches, caches)[0]
+        caches = [torch.zeros(len(ids), info.kv_heads, 1, info.head_dim, dtype=torch.float32)] * info.layers
+        result: Tensor = self.run(torch.as_tensor(ids), position, position, caches, caches)[0]
         return result
 
-    return logits
+    def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
+        """Logits of many batches, with one segment's weights in memory at a time."""
+        return stream_logits(self.graph, [torch.as_tensor(ids) for ids in fed], reporter, self.spill)
 
 
 def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> Hidden:
@@ -175,27 +197,3 @@ def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> H
         return result
 
     return hidden
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """A gate held against what was measured; ``measured`` is None, and the gate failed, where nothing was."""
-
-    gate: Gate
-    measured: float | None
-    passed: bool
-
-    def __str__(self) -> str:
-        found = "not measured" if self.measured is None else f"{self.measured:.6g}"
-        return f"{self.gate.metric} {self.gate}: {found}: {'passed' if self.passed else 'FAILED'}"
-
-
-def check_gates(gates: Sequence[Gate], metrics: Mapping[str, float | int]) -> list[GateResult]:
-    """Hold every gate against :meth:`EvalResult.metrics`; ``x dense`` compares with ``dense_<metric>``."""
-    results = []
-    for gate in gates:
-        measured, dense = metrics.get(gate.metric), metrics.get(f"dense_{gate.metric}")
-        known = measured is not None and (gate.unit != "x dense" or dense is not None)
-        passed = known and measured is not None and gate.holds(measured, dense)
-        results.append(GateResult(gate, measured if known else None, passed))
-    return results

@@ -12,17 +12,18 @@ import secrets
 import shutil
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor import __version__
+from compressor.cache import partial_folder
 from compressor.errors import CompressorError, ToolchainError, UsageError
 from compressor.resources import resource
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE: two names swap what they name, in one step
@@ -36,6 +37,7 @@ class BundleParts:
     graph: nn.Module  # the parameters, by name; they may be memory-mapped, or views
     parameters: Sequence[str]  # names, in the order in which the library's entry takes them
     library: Path  # the kernels, linked
+    vectors: Mapping[str, Tensor]  # inputs and expected outputs, see compressor.verify_vectors
     model: Mapping[str, Any]  # fields of ModelInfo; `source` is left out
     recipe: Mapping[str, Any]  # after defaults and overrides
     sites: Sequence[Mapping[str, Any]]  # site, format, bytes_before, bytes_after, ...
@@ -44,6 +46,7 @@ class BundleParts:
     dense_weight_bytes: int
     calibration: Mapping[str, Any] | None = None  # source, samples, tokens and SHA-256 of what was calibrated on
     tokenizer: Path | None = None  # folder of the model; None for a model without text
+    lock: str | None = None  # text of compress.lock
 
 
 def write_bundle(destination: Path, parts: BundleParts) -> Path:
@@ -66,10 +69,9 @@ def publishing(destination: Path) -> Iterator[Path]:
     """
     check_destination(destination)
     destination = destination.absolute()
-    partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
-    try:
+    with ExitStack() as stack:
         with _explaining_failed_writes(destination):
-            partial.mkdir(parents=True)
+            partial = stack.enter_context(partial_folder(destination.parent, destination.name))
         yield partial
         with _explaining_failed_writes(destination):
             for file in sorted(partial.rglob("*"), reverse=True):
@@ -77,8 +79,6 @@ def publishing(destination: Path) -> Iterator[Path]:
             _flush(partial)
             _take_place(partial, destination)
             _flush(destination.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
@@ -113,7 +113,9 @@ def fill_bundle(folder: Path, parts: BundleParts) -> None:
 
 
 def _fill(folder: Path, parts: BundleParts) -> None:
-    from compressor.export_weights import write_safetensors
+    from compressor_runtime import SCHEMA_VERSION
+
+    from compressor.tensor_files import DTYPES, write_safetensors
 
     tensors = {}
     for name in parts.parameters:
@@ -121,12 +123,16 @@ def _fill(folder: Path, parts: BundleParts) -> None:
             tensors[name] = parts.graph.get_parameter(name)
         except AttributeError as error:
             raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
+    type_names = {dtype: name for name, dtype in DTYPES.items()}
     python, versions = resource("export") / "python", installed_versions()
     shutil.copyfile(parts.library, folder / "model.so")
-    shutil.copyfile(python / "compressor_runtime.py", folder / "compressor_runtime.py")
+    for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
+        shutil.copyfile(python / name, folder / name)
     _copy_tvm_runtime(folder / "lib")
     if parts.tokenizer is not None:
         write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
+    if parts.lock is not None:
+        (folder / "compress.lock").write_text(parts.lock, encoding="utf-8")
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {
         "name": parts.model.get("name", "model"),
@@ -134,10 +140,11 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         "cpu_features": ", ".join(sorted(parts.cpu_features)) or "no special features",
     }
     (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
-    hashes = {"weights.safetensors": write_safetensors(folder / "weights.safetensors", tensors)}
+    written = {"weights.safetensors": tensors, "vectors.safetensors": parts.vectors}
+    hashes = {name: write_safetensors(folder / name, content) for name, content in written.items()}
     manifest = {
         "format": "compressor bundle",
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "kind": parts.model["kind"],
         "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
         "recipe": parts.recipe,
@@ -145,6 +152,9 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
         "sites": list(parts.sites),
         "parameters": list(parts.parameters),
+        "parameter_types": [
+            {"dtype": type_names[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in parts.parameters
+        ],
         "kernels": list(parts.kernels),
         "cpu_features": sorted(parts.cpu_features),
         "versions": versions,
@@ -182,7 +192,8 @@ def write_tokenizer(source: Path, file: Path, vocab_size: int) -> None:
         from transformers import AutoTokenizer
 
         try:
-            AutoTokenizer.from_pretrained(source, local_files_only=True).backend_tokenizer.save(str(file))
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            tokenizer.backend_tokenizer.save(str(file))
         except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
             raise CompressorError(
                 f"{source}: no tokenizer.json, and no tokenizer that transformers can convert to one ({error}); "

@@ -35,10 +35,13 @@ from compressor.errors import UsageError
 Strategy = Literal["tensor", "channel", "group"]
 
 TILE_ROWS = 16
+LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
-_NAME = re.compile(r"W(?P<bits>\d+)A(?P<act>\d+)(?P<asym>_ASYM)?(?:_(?:G(?P<group>\d+)|(?P<strategy>[CT])))?")
+_NAME = re.compile(
+    r"W(?P<bits>\d{1,3})A(?P<act>\d{1,3})(?P<asym>_ASYM)?(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Format:
             raise UsageError(f"format: A{self.activation_bits}; activations are 16 (float) or 8 (int8 per token)")
         if (self.strategy == "group") != (self.group_size > 0):
             raise UsageError(f"format: group_size {self.group_size} with strategy {self.strategy!r}")
+        if self.group_size > LARGEST_GROUP:
+            raise UsageError(f"format: group size {self.group_size}; the largest is {LARGEST_GROUP}")
         if self.group_size % self.chunk_columns:
             raise UsageError(
                 f"format: group size {self.group_size} of a {self.bits}-bit format is not a multiple of "
@@ -91,9 +96,9 @@ class Format:
         """
         match = _NAME.fullmatch(name.strip().upper())
         if match is None:
-            near = difflib.get_close_matches(name.upper(), list(FORMATS), n=1, cutoff=0.0)
+            near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
             raise UsageError(
-                f"format {name!r} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T]; nearest: {near[0]}"
+                f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T]; nearest: {near[0]}"
             )
         bits = int(match["bits"])
         strategy: Strategy

@@ -1,45 +1,78 @@
-"""Gates: what a result must reach, such as ``perplexity_increase: "<= 3%"``."""
+"""Gates: what a result must reach, such as ``perplexity_increase: "<= 3%"``, held against what was measured."""
 
 from __future__ import annotations
 
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from compressor.errors import RecipeError
 from compressor.recipe_yaml import nearest
+from compressor.timing import CONFIDENCE, Timing
 
-_BYTE_UNITS = {
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that a gate may be put on.
+
+    Attributes:
+        units: how a gate on it may be written: unit to its factor to the metric's own unit, which is that of the JSON
+            output.  None: the metric is a yes or no.
+        dense: whether a gate may also be written relative to the dense model's figure, ``x dense``.
+        text: whether measuring it takes text to evaluate on.
+        timing: whether it differs from one repeat to the next, so that a gate on it is decided with a confidence.
+    """
+
+    units: Mapping[str, float] | None
+    dense: bool = False
+    text: bool = False
+    timing: bool = False
+
+
+_PLAIN = {"": 1.0}
+_PERCENT = {"%": 0.01}
+_FRACTION = _PLAIN | _PERCENT
+_BYTES = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
 }  # fmt: skip
-_FRACTION, _BYTES, _DENSE = {"%": 0.01}, _BYTE_UNITS, {"x dense": math.nan}
-_PLAIN = {"": 1}
+_MILLISECONDS = {"": 1.0, "ms": 1.0, "s": 1e3}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
-METRICS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        "perplexity": {**_PLAIN, **_DENSE},
-        "perplexity_increase": _FRACTION,
-        "kl_divergence": _PLAIN,
-        "top1_agreement": {**_PLAIN, **_FRACTION},
-        "weight_bytes": {**_BYTES, **_DENSE},
-        "bundle_bytes": _BYTES,
-        "peak_rss_bytes": _BYTES,
-        "prefill_tokens_per_s": {**_PLAIN, **_DENSE},
-        "decode_tokens_per_s": {**_PLAIN, **_DENSE},
+        "perplexity": Metric(_PLAIN, dense=True, text=True),
+        "perplexity_increase": Metric(_PERCENT, text=True),
+        "kl_divergence": Metric(_PLAIN, text=True),
+        "top1_agreement": Metric(_FRACTION, text=True),
+        "cosine_fidelity": Metric(_FRACTION),
+        "kernel_error": Metric(_FRACTION),
+        "batch_independent": Metric(None),
+        "weight_bytes": Metric(_BYTES, dense=True),
+        "bundle_bytes": Metric(_BYTES),
+        "bytes_per_token": Metric(_BYTES),
+        "peak_rss_bytes": Metric(_BYTES, dense=True),
+        "latency_ms": Metric(_MILLISECONDS, dense=True, timing=True),
+        "first_token_ms": Metric(_MILLISECONDS, dense=True, timing=True),
+        "load_s": Metric(_SECONDS, timing=True),
+        "prefill_tokens_per_s": Metric(_PLAIN, dense=True, timing=True),
+        "decode_tokens_per_s": Metric(_PLAIN, dense=True, timing=True),
     }
 )
-"""Each metric, and the units in which its gate may be written, with their factors."""
+"""All metrics, by their names in the JSON output."""
 
-QUALITY = frozenset({"perplexity", "perplexity_increase", "kl_divergence", "top1_agreement"})
+QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)
 """Metrics that need text to evaluate on."""
 
+_DENSE = "x dense"
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
     {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 )
-_GATE = re.compile(r"(<=|>=|<|>)\s*(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*(x\s+dense|%|[KMG]i?B|B)?")
+_IS = "is"
+_GATE = re.compile(r"(<=|>=|<|>)\s*(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*(x\s+dense|%|ms|s|[KMG]i?B|B)?")
 
 
 @dataclass(frozen=True)
@@ -48,9 +81,9 @@ class Gate:
 
     Attributes:
         metric: a key of :data:`METRICS`.
-        op: ``<=``, ``>=``, ``<`` or ``>``.
-        value: the number as written.
-        unit: as written: ``%``, ``MB``, ``x dense``..., or empty.
+        op: ``<=``, ``>=``, ``<`` or ``>``; ``is`` where the metric is a yes or no.
+        value: the number as written; True or False after ``is``.
+        unit: as written: ``%``, ``MB``, ``ms``, ``x dense``..., or empty.
     """
 
     metric: str
@@ -60,39 +93,172 @@ class Gate:
 
     @classmethod
     def parse(cls, metric: str, text: object) -> Gate:
-        """Read ``<= 3%``, ``>= 1.2x dense``, ``<= 120MB``.
+        """Read ``<= 3%``, ``>= 1.2x dense``, ``<= 120MB``, or ``true`` where the metric is a yes or no.
 
         Raises:
             RecipeError: the metric is unknown, or the text is no condition on it.
         """
         if metric not in METRICS:
             raise RecipeError(f"unknown metric; {nearest(metric, METRICS)}")
-        match = _GATE.fullmatch(text.strip()) if isinstance(text, str) and len(text) < 80 else None
-        units = METRICS[metric]
+        known, shown = METRICS[metric], repr(text)[:80]
+        if known.units is None:
+            answer = {"true": True, "false": False}.get(str(text).lower() if isinstance(text, str | bool) else "")
+            if answer is None:
+                raise RecipeError(f"{shown} is no condition; {metric} is a yes or no: write true or false")
+            return cls(metric, _IS, answer)
+        units = [*known.units, *([_DENSE] if known.dense else [])]
         allowed = ", ".join(unit or "none" for unit in units)
+        match = _GATE.fullmatch(text.strip()) if isinstance(text, str) and len(text) < 80 else None
         if match is None:
-            shown = repr(text)[:80]
             raise RecipeError(f"{shown} is no condition; write <=, >=, < or >, a number and a unit ({allowed})")
-        unit = "x dense" if (match[3] or "").startswith("x") else match[3] or ""
+        unit = _DENSE if (match[3] or "").startswith("x") else match[3] or ""
         if unit not in units:
             raise RecipeError(f"{text!r}: unit {unit or 'none'!r} does not fit {metric}; units: {allowed}")
-        return cls(metric, match[1], float(match[2]), unit)
+        gate = cls(metric, match[1], float(match[2]), unit)
+        if not math.isfinite(gate.limit):
+            raise RecipeError(f"{text!r}: the number is too large")
+        return gate
 
     def __str__(self) -> str:
-        return f"{self.op} {self.value:.12g}{self.unit}"
+        return str(self.value).lower() if self.op == _IS else f"{self.op} {self.value:.12g}{self.unit}"
 
-    def limit(self, dense: float | None = None) -> float:
-        """The bound in the metric's own unit (bytes, tokens/s; increases and agreement as fractions).
+    @property
+    def relative(self) -> bool:
+        """Whether the bound is a multiple of the dense model's figure."""
+        return self.unit == _DENSE
 
-        Args:
-            dense: the dense model's value; needed where the unit is ``x dense``.
-        """
-        if self.unit != "x dense":
-            return self.value * METRICS[self.metric][self.unit]
-        if dense is None:
-            raise RecipeError(f"gate {self.metric} {self}: the dense model's {self.metric} is not known")
-        return self.value * dense
+    @property
+    def factor(self) -> float:
+        """One of the unit as written, in the metric's own unit (bytes, ms, fractions); for ``x dense`` 1, a ratio."""
+        units = METRICS[self.metric].units
+        return 1.0 if self.relative or units is None else units[self.unit]
 
-    def holds(self, measured: float, dense: float | None = None) -> bool:
-        """Whether the measured value, in the metric's own unit, passes; NaN never does."""
-        return _OPERATORS[self.op](measured, self.limit(dense))
+    @property
+    def limit(self) -> float:
+        """The bound in the metric's own unit; for ``x dense`` the ratio to the dense model's figure."""
+        return self.value * self.factor
+
+    def holds(self, figure: float) -> bool:
+        """Whether a figure passes: in the metric's own unit, for ``x dense`` a ratio; NaN never does."""
+        return figure == self.value if self.op == _IS else _OPERATORS[self.op](figure, self.limit)
+
+    def decided(self, timing: Timing) -> bool:
+        """Whether the whole confidence interval lies on one side of the limit."""
+        ends = timing.interval
+        return ends is not None and self.holds(ends[0]) == self.holds(ends[1])
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """A gate held against what was measured.
+
+    Attributes:
+        gate: the gate.
+        passed: whether it holds; never where nothing was measured.
+        measured: the bundle's figure in the metric's own unit, of a timing the median; None: it was not measured.
+        dense: the dense model's figure, where the gate is relative to it.
+        timing: the repeats behind the figure that the gate is held against (ratios, where it is relative to dense);
+            None for what needs no repeats.
+    """
+
+    gate: Gate
+    passed: bool
+    measured: float | None = None
+    dense: float | None = None
+    timing: Timing | None = None
+
+    @property
+    def figure(self) -> float | None:
+        """What the gate is held against: the measured figure, or its ratio to the dense model's."""
+        if self.timing is not None:
+            return self.timing.median
+        if self.measured is None or not self.gate.relative:
+            return self.measured
+        return self.measured / self.dense if self.dense else math.nan
+
+    @property
+    def decided(self) -> bool:
+        """False for a timing whose confidence interval holds the limit: its median decided."""
+        return self.timing is None or self.gate.decided(self.timing)
+
+    def __str__(self) -> str:
+        return f"{self.gate.metric}: expected {self.gate}, {self.found}"
+
+    @property
+    def found(self) -> str:
+        """What was measured, in the unit as written, and how certain it is."""
+        figure = self.figure
+        if figure is None:
+            return "not measured"
+        if self.gate.op == _IS:
+            return f"measured {str(bool(figure)).lower()}"
+        text = f"measured {self._digits(figure)}{self.gate.unit}"
+        if self.gate.relative:
+            text += f" ({self.measured:.6g} against {self.dense:.6g})"
+        return text if self.timing is None else f"{text}; {self._certainty(self.timing)}"
+
+    def _certainty(self, timing: Timing) -> str:
+        count, ends = len(timing.samples), timing.interval
+        repeats = f"{count} repeat{'s' * (count > 1)}"
+        if ends is None:
+            return f"undecided at {CONFIDENCE:.0%} after {repeats}, too few for an interval: median"
+        between = f"{self._digits(ends[0])} to {self._digits(ends[1])}{self.gate.unit}"
+        if self.decided:
+            return f"{between} at {CONFIDENCE:.0%} confidence, {repeats}"
+        return f"undecided at {CONFIDENCE:.0%} after {repeats}, {between}: median"
+
+    def _digits(self, figure: float) -> str:
+        """A figure in the unit as written; as many digits as it takes to see on which side of the limit it is."""
+        compare, value, text = _OPERATORS[self.gate.op], figure / self.gate.factor, ""
+        for digits in (4, 6, 9, 17):
+            text = f"{value:.{digits}g}"
+            if "e+" in text:
+                text = f"{value:.0f}"
+            if compare(float(text), self.gate.value) == self.gate.holds(figure):
+                break
+        return text
+
+    def content(self) -> dict[str, Any]:
+        """The JSON form; figures in the metric's own unit, the interval that of ``figure``."""
+        content: dict[str, Any] = {
+            "metric": self.gate.metric,
+            "expected": str(self.gate),
+            "measured": self.measured,
+            "passed": self.passed,
+        }
+        if self.gate.relative:
+            content |= {"dense": self.dense, "ratio": self.figure}
+        if self.timing is not None:
+            content |= {"interval": self.timing.interval, "confidence": CONFIDENCE}
+            content |= {"repeats": len(self.timing.samples), "decided": self.decided}
+        return content
+
+
+def check_gates(
+    gates: Sequence[Gate], metrics: Mapping[str, Any], timings: Mapping[str, Timing] | None = None
+) -> list[GateResult]:
+    """Hold every gate against what was measured.
+
+    Args:
+        metrics: figures by their JSON names; ``x dense`` compares with ``dense_<metric>``.
+        timings: the repeats behind the figures that differ from one to the next, by the same names.
+    """
+    return [_check(gate, metrics, timings or {}) for gate in gates]
+
+
+def timing_of(gate: Gate, timings: Mapping[str, Timing]) -> Timing | None:
+    """The repeats that a gate is held against: the metric's, or the pairs' ratios where it is relative to dense."""
+    ours, dense = timings.get(gate.metric), timings.get(f"dense_{gate.metric}")
+    if not gate.relative:
+        return ours
+    return None if ours is None or dense is None else ours.over(dense)
+
+
+def _check(gate: Gate, metrics: Mapping[str, Any], timings: Mapping[str, Timing]) -> GateResult:
+    measured = metrics.get(gate.metric)
+    dense = metrics.get(f"dense_{gate.metric}") if gate.relative else None
+    if measured is None or (gate.relative and dense is None):
+        return GateResult(gate, passed=False)
+    result = GateResult(gate, False, measured, dense, timing_of(gate, timings))
+    figure = result.figure
+    return result if figure is None else replace(result, passed=gate.holds(figure))

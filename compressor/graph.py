@@ -7,6 +7,7 @@ A captured graph is a :class:`torch.fx.GraphModule` of call_function nodes over 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.packing import PackedWeight
+from compressor.packing import PARTS, PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
+_LONGEST_PATTERN = 1000
+_MATCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,35 @@ def match_sites(
     matches from the name's beginning, as in llm-compressor.
 
     Raises:
-        re.error: a regular expression does not compile.
+        re.error: a regular expression does not compile, or takes seconds to match (some take years).
     """
     targets, ignore = ([p] if isinstance(p, str) else list(p) for p in (targets, ignore))
-    hits = {pattern: [s for s in sites if _matches(pattern, s)] for pattern in (*targets, *ignore)}
+    hits = {pattern: _find(pattern, sites) for pattern in (*targets, *ignore)}
     wanted = {id(site) for pattern in targets for site in hits[pattern]}
     unwanted = {id(site) for pattern in ignore for site in hits[pattern]}
     matched = [site for site in sites if id(site) in wanted - unwanted]
     return matched, [pattern for pattern, found in hits.items() if not found]
 
 
+def _find(pattern: str, sites: Sequence[Site]) -> list[Site]:
+    if not pattern.startswith("re:"):
+        return [site for site in sites if _matches(pattern, site)]
+    import regex  # takes what `re` takes, and a time limit, which a pattern of somebody else's needs
+
+    body = pattern.removeprefix("re:")
+    if len(body) > _LONGEST_PATTERN:
+        raise re.error(f"longer than {_LONGEST_PATTERN} characters", f"{body[:80]}...")
+    try:
+        re.compile(body)
+        expression, end = regex.compile(body), time.monotonic() + _MATCH_SECONDS
+        return [s for s in sites if expression.match(s.name, timeout=max(1e-3, end - time.monotonic()))]
+    except TimeoutError:
+        raise re.error(f"takes over {_MATCH_SECONDS:.0f} s to match; avoid repeats within repeats", body) from None
+    except (OverflowError, RecursionError, regex.error) as error:
+        raise re.error(str(error), body) from error
+
+
 def _matches(pattern: str, site: Site) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), site.name) is not None
     if pattern == site.module_class or (pattern == "Linear" and site.module_class == "Conv1D"):
         return True
     name = site.name.partition("@")[0]
@@ -162,7 +181,7 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
         stored: list[Node | None] = []
-        for part in ("codes", "scales", "zeros"):
+        for part in PARTS:
             value = getattr(packed, part)
             if value is None:
                 stored.append(None)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
     "calibration": _calibration,
 }
+
+
+def cached() -> dict[str, Any]:
+    """The finished blocks in the cache, by model and pass."""
+    from compressor.results import Results
+
+    results, rows = Results(), dict[str, dict[str, Any]]()
+    for entry in results.entries():  # the most recently used first
+        used = datetime.fromtimestamp(entry.used).isoformat(" ", "seconds")
+        row = rows.setdefault(entry.label, {"model and pass": entry.label, "blocks": 0, "bytes": 0, "last used": used})
+        row["blocks"] += 1
+        row["bytes"] += entry.size_bytes
+    total_bytes = sum(row["bytes"] for row in rows.values())
+    return {"folder": str(results.folder), "total_bytes": total_bytes, "results": list(rows.values())}
 
 
 def describe(name: str) -> tuple[str, str]:
@@ -162,10 +177,19 @@ def inspect_path(path: Path) -> dict[str, Any]:
 
 
 def _inspect_bundle(path: Path) -> dict[str, Any]:
-    from compressor.runtime import check_files, read_manifest
+    from compressor.runtime import DamagedBundleError, check_files, read_manifest
 
     manifest = read_manifest(path)
     check_files(path, manifest)
+    try:
+        return _contents(manifest)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedBundleError(
+            f"{path}: the manifest lacks something, or has something else in its place ({error}); copy the bundle again"
+        ) from error
+
+
+def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
     return {
         "model": manifest["model"]["name"],

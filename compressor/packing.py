@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,11 @@ from torch.nn.functional import pad
 from compressor.errors import CompressorError
 from compressor.formats import TILE_ROWS, Format
 
+PARTS = ("codes", "scales", "zeros")
+"""Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
+
 _LARGEST_SCALE = torch.finfo(torch.float16).max
+PIECE_ELEMENTS = 1 << 22
 _SMALLEST_SCALE = 2.0**-24  # the smallest float16 above zero
 
 
@@ -120,11 +125,24 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def dequantize(packed: PackedWeight) -> Tensor:
     """The float32 [out, in] weight that the packed form stands for."""
-    codes, scales, zeros = unpack(packed)
-    fmt, columns = packed.format, packed.shape[1]
-    size = fmt.columns(columns)
-    zero = float(fmt.middle) if zeros is None else _spread(zeros.float(), size, columns)
-    return (codes.float() - zero) * _spread(scales.float(), size, columns)
+    weight = torch.empty(packed.shape, dtype=torch.float32)
+    for rows, values in dequantize_rows(packed):
+        weight[rows] = values
+    return weight
+
+
+def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """:func:`dequantize` piece by piece, for weights of which one copy is enough: (which rows, float32 [rows, in])."""
+    fmt, (rows, columns) = packed.format, packed.shape
+    size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
+    for first in range(0, len(packed.codes), tiles):
+        begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
+        part = slice(first, first + tiles)
+        zeros = None if packed.zeros is None else packed.zeros[part]
+        piece = PackedWeight(packed.codes[part], packed.scales[part], zeros, fmt, (end - begin, columns))
+        codes, scales, zeros = unpack(piece)
+        zero = float(fmt.middle) if zeros is None else _spread(zeros.float(), size, columns)
+        yield slice(begin, end), (codes.float() - zero) * _spread(scales.float(), size, columns)
 
 
 def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from compressor.calibration import Samples
+    from compressor.results import Results
+    from compressor.tensor_files import Spill
 
 _GROUP = "compressor.passes"
 
@@ -90,12 +92,19 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Cost of one stage: 0 is the captured graph, then one for each pass."""
+    """Cost of one stage: 0 is the captured graph, then one for each pass.
+
+    Attributes:
+        blocks: stretches of the graph that the pass worked on.
+        reused: those of them that an earlier run had finished.
+    """
 
     index: int
     name: str
     seconds: float
     weight_bytes: int
+    blocks: int = 0
+    reused: int = 0
 
 
 @dataclass
@@ -109,6 +118,10 @@ class Context:
         reporter: progress and notes.
         records: one entry for each site and pass, in order.
         stages: one entry for the captured graph and each pass, in order.
+        results: blocks that earlier runs finished, and where this one's are kept; None keeps all in memory.
+        state: digest of everything that led to the graph as it is; with ``results`` only.
+        spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
+        blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.
     """
 
     samples: Samples | None = None
@@ -117,6 +130,11 @@ class Context:
     reporter: Reporter = field(default_factory=Silent)
     records: list[SiteRecord] = field(default_factory=list)
     stages: list[StageRecord] = field(default_factory=list)
+    results: Results | None = None
+    state: str = ""
+    spill: Spill | None = None
+    blocks: int = 0
+    reused: int = 0
 
     def calibration(self, pass_name: str) -> Samples:
         """The calibration samples.
@@ -155,17 +173,34 @@ class Pipeline:
         """Run all passes; errors of a pass are raised as they are."""
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
-            begin = time.perf_counter()
+            begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
             graph = step.run(graph, ctx)
-            self._finish(index, pass_name(step), time.perf_counter() - begin, graph, ctx)
+            seconds = time.perf_counter() - begin
+            self._finish(index, pass_name(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
+            if ctx.results is not None:
+                ctx.state = _next_state(ctx.state, step, graph)
         return graph
 
-    def _finish(self, index: int, name: str, seconds: float, graph: GraphModule, ctx: Context) -> None:
+    def _finish(
+        self, index: int, name: str, seconds: float, graph: GraphModule, ctx: Context, blocks: int = 0, reused: int = 0
+    ) -> None:
         from compressor.graph import weight_bytes
 
-        ctx.stages.append(StageRecord(index, name, seconds, weight_bytes(graph)))
+        ctx.stages.append(StageRecord(index, name, seconds, weight_bytes(graph), blocks, reused))
         for observe in self.observers:
             observe(index, name, graph, ctx)
+
+
+def _next_state(state: str, step: Pass, graph: GraphModule) -> str:
+    """The digest after a pass: of what it was asked to do, or, where its code is not ours, of what it left."""
+    from compressor.fingerprint import tensors_sha256
+    from compressor.results import digest
+
+    package, _, name = type(step).__module__.rpartition(".")
+    if package == _GROUP:
+        return digest(state, name, dataclasses.asdict(step))  # type: ignore[call-overload]
+    held = [*graph.named_parameters(), *graph.named_buffers()]
+    return digest(str(graph.graph), tensors_sha256(held))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from compressor.gates import QUALITY, Gate
 from compressor.recipe_options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe_overrides import apply_override, set_value
 from compressor.recipe_source import expand_data, find_shipped, is_file, read_recipe, shipped_names
-from compressor.recipe_yaml import KeyPath, Origin, Source, nearest
+from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.resources import resource
 from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
 
@@ -74,7 +73,8 @@ class Recipe(Section):
         Raises:
             RecipeError: as :func:`load_recipe`, with ``recipe`` in the place of ``file:line``.
         """
-        source = Source(copy.deepcopy(dict(data)), {(): Origin("recipe", 0, Path(folder))})
+        source = Source({}, {(): Origin("recipe", 0, Path(folder))})
+        source.data = _copied(source, (), data)
         expand_data(source)
         return _build(source)
 
@@ -196,6 +196,20 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     if found is None or found.kind is None:
         raise RecipeError(f"{origin}: {text!r} names no text")
     return found
+
+
+def _copied(source: Source, path: KeyPath, value: Any) -> Any:
+    """Plain data of which nothing is shared; passes, which are frozen, stay themselves."""
+    if len(path) > DEEPEST:
+        raise source.error(path[:3], f"more than {DEEPEST} levels; this is no recipe")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise source.error(path, f"the key {key!r:.80} is not text")
+        return {key: _copied(source, (*path, key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copied(source, (*path, index), inner) for index, inner in enumerate(value)]
+    return value
 
 
 def _build(source: Source) -> Recipe:

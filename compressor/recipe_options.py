@@ -14,6 +14,8 @@ from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.formats import Format
 from compressor.recipe_yaml import KeyPath, Source, nearest
 
+_MOST_PASSES = 100
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -34,6 +36,9 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
     steps = source.data["passes"]
     if not isinstance(steps, list | tuple):
         problems.append(source.locate(("passes",), f"expected a list of `- name: {{options}}`; found {steps!r:.80}"))
+        return ()
+    if len(steps) > _MOST_PASSES:
+        problems.append(source.locate(("passes",), f"{len(steps)} passes; a recipe has at most {_MOST_PASSES}"))
         return ()
     built = []
     for index, step in enumerate(steps):
@@ -80,7 +85,7 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
         problems.append(source.locate(path, f"no target is called {name!r:.80}; {nearest(name, available_targets())}"))
     else:
         try:
-            if options:
+            if options not in (None, {}):
                 _instance(source, (*path, name), target_class, options)
             return TargetSpec(name, tuple((options or {}).items()))
         except RecipeError as error:
@@ -108,7 +113,8 @@ def _instance(source: Source, path: KeyPath, find_class: Callable[[str], type[An
         return kind(**{key: _option(source, (*path, key), value, hints[key]) for key, value in options.items()})
     except RecipeError:
         raise
-    except (CompressorError, ValueError, TypeError, NameError) as error:  # of the class, or of its annotations
+    except (CompressorError, ArithmeticError, ValueError, TypeError, NameError) as error:
+        # of the class, or of its annotations
         raise source.error(path, str(error)) from error
 
 

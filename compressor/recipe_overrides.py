@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import RecipeError
-from compressor.recipe_yaml import KeyPath, Origin, Source, nearest, parse_value
+from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest, parse_value
 
 
 def apply_override(source: Source, text: str) -> None:
@@ -16,13 +16,15 @@ def apply_override(source: Source, text: str) -> None:
     ``passes.<name>.<option>`` addresses a pass by its name, ``passes.<index>.<option>`` by its place.
 
     Raises:
-        RecipeError: there is no ``=``, the value is not YAML, or the key leads nowhere.
+        RecipeError: there is no ``=``, the value is not YAML, or the key is too long or leads nowhere.
     """
     origin = Origin(f"--set {text[:80]!r}", 0, Path())
     dotted, equals, value_text = text.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise RecipeError(f"{origin}: write it as KEY=VALUE, such as passes.gptq.group_size=64")
+    if len(keys) > DEEPEST:
+        raise RecipeError(f"{origin}: {len(keys)} keys within one another; a recipe has at most {DEEPEST} levels")
     set_value(source, keys, value_text, origin)
 
 
@@ -46,7 +48,7 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
             holder[key] = {following: {}}
         holder, path = holder[key], (*path, key)
         if not isinstance(holder, dict):
-            raise RecipeError(f"{origin}: {'.'.join(map(str, path))} is {holder!r}, which has no keys of its own")
+            raise RecipeError(f"{origin}: {'.'.join(map(str, path))} is {holder!r:.80}, which has no keys of its own")
     source.graft((*path, keys[-1]), value, Source({}, origins))
 
 
@@ -56,10 +58,11 @@ def _pass_path(source: Source, which: str, origin: Origin) -> KeyPath:
     if not isinstance(passes, list) or not all(_name(step) for step in passes):
         raise RecipeError(f"{origin}: the recipe's passes are not a list of `name: {{options}}`")
     names = [str(_name(step)) for step in passes]
-    places = [int(which)] if which.isdecimal() else [i for i, name in enumerate(names) if name == which]
-    if not places or places[0] >= len(names):
+    by_name = [i for i, name in enumerate(names) if name == which]
+    places = [i for i in range(len(names)) if str(i) == which] or by_name
+    if not places:
         known = nearest(which, set(names)) if names else "the recipe has no passes"
-        raise RecipeError(f"{origin}: the recipe has no pass {which!r}; {known}")
+        raise RecipeError(f"{origin}: the recipe has no pass {which!r:.80}; {known}")
     if len(places) > 1:
         options = " or ".join(f"passes.{place}" for place in places)
         raise RecipeError(f"{origin}: the recipe has {which!r} {len(places)} times; address one as {options}")
@@ -69,7 +72,7 @@ def _pass_path(source: Source, which: str, origin: Origin) -> KeyPath:
     elif passes[place][name] is None:
         passes[place][name] = {}
     if not isinstance(passes[place][name], dict):
-        raise source.error(("passes", place, name), f"{passes[place][name]!r} is not a mapping of options")
+        raise source.error(("passes", place, name), f"{passes[place][name]!r:.80} is not a mapping of options")
     return ("passes", place, name)
 
 

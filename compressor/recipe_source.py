@@ -12,6 +12,7 @@ from compressor.resources import Kind, resource
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub")
+_LONGEST_CHAIN = 16
 _UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
 
 
@@ -37,9 +38,11 @@ def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
     """Read a recipe file, what it extends, and the data sets that it names.
 
     Raises:
-        RecipeError: a file is missing or is not a recipe's YAML; recipes extend one another in a circle.
+        RecipeError: a file is missing or is not a recipe's YAML; recipes extend one another in a circle or in a long
+            chain; ``output`` leads out of the current folder.
     """
     source = _read(path)
+    _check_output(source)
     expand_data(source)
     if source.data.get("extends") is None:
         source.data.pop("extends", None)
@@ -56,7 +59,17 @@ def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
     if base.resolve() in seen:
         circle = " -> ".join(str(step) for step in [*seen, base.resolve()])
         raise source.error(("extends",), f"recipes extend one another in a circle: {circle}; remove one `extends:`")
+    if len(seen) > _LONGEST_CHAIN:
+        raise source.error(("extends",), f"more than {_LONGEST_CHAIN} recipes extend one another; merge some")
     return _merge(read_recipe(base, seen), source)
+
+
+def _check_output(source: Source) -> None:
+    """A recipe file, perhaps somebody else's, writes below the current folder only; the command line may say more."""
+    output = source.data.get("output")
+    if isinstance(output, str) and (Path(output).is_absolute() or ".." in Path(output).parts):
+        why = "leads out of the current folder, which a recipe file may not write to"
+        raise source.error(("output",), f"{output!r:.80} {why}; give that folder with --output")
 
 
 def expand_data(source: Source) -> None:

@@ -1,7 +1,8 @@
 """YAML text -> plain data that remembers where each key was written.
 
 Scalars follow the core schema of YAML 1.2 (``off`` and ``1:30`` are text, ``1e-3`` is a number).  Text that is too
-large, too deep or grows through aliases is refused before it is expanded, and nothing but plain data is ever built.
+large, too deep or grows through aliases is refused before it is expanded, numbers must be finite and fit into 64 bits,
+text holds no control characters, and nothing but plain data is ever built.
 """
 
 from __future__ import annotations
@@ -20,16 +21,37 @@ from compressor.errors import RecipeError
 KeyPath = tuple[str | int, ...]
 
 LARGEST_BYTES = 256 * 1024
-_MOST_VALUES = 10_000
-_DEEPEST = 32
+DEEPEST = 32
+_MOST_VALUES = 2_000
+_LIMITS = f"more than {_MOST_VALUES} values or {DEEPEST} levels"
 _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them; no path holds the first
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2 does; only its parser is used, never its constructors."""
+    """Resolves plain scalars as YAML 1.2 does; only its parser is used, never its constructors.
+
+    The limits hold while nodes are composed, so that the parser never works through the rest of a text beyond them.
+    """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one node and what is in it."""
+        self._nodes += 1
+        self._depth += 1
+        if self._nodes > 2 * _MOST_VALUES or self._depth > DEEPEST + 1:  # keys are nodes too
+            what = "nested too deeply, or too long"
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"{what}: {_LIMITS}; this is no recipe", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -128,8 +150,8 @@ def parse_value(text: str, origin: Origin) -> tuple[Any, dict[KeyPath, Origin]]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) if origin.line else 0
         raise RecipeError(f"{Origin(origin.name, origin.line + line)}: not YAML: {error.reason}") from error
-    except (RecursionError, ValueError) as error:  # ValueError: an escape beyond Unicode
-        raise RecipeError(f"{origin}: not YAML: nested too deeply, or not text") from error
+    except (OverflowError, ValueError) as error:
+        raise RecipeError(f"{origin}: not YAML: an escape beyond Unicode, or an endless number") from error
     reader = _Values(origin)
     value = None if node is None else reader.read(node, ())
     return value, {(): origin, **reader.origins}
@@ -152,9 +174,8 @@ class _Values:
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         self._count += 1
-        if self._count > _MOST_VALUES or len(path) > _DEEPEST:
-            limits = f"more than {_MOST_VALUES} values or {_DEEPEST} levels"
-            raise self._error(node, path[:3], f"{limits}, aliases expanded; this is no recipe")
+        if self._count > _MOST_VALUES or len(path) > DEEPEST:
+            raise self._error(node, path[:3], f"{_LIMITS}, aliases expanded; this is no recipe")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if node.tag not in _CONTAINERS:
@@ -184,13 +205,18 @@ class _Values:
             if tag == "bool":
                 return {"true": True, "false": False}[text.lower()]
             if tag in ("int", "float"):
-                return int(text) if tag == "int" else float(text)
+                number = int(text) if tag == "int" else float(text)
+                if not -(2.0**63) <= number < 2.0**64:  # NaN neither
+                    raise self._error(node, path, f"{text[:40]!r} is too large a number")
+                return number
         except (KeyError, ValueError):
             raise self._error(node, path, f"{text[:40]!r} is no {tag}") from None
         if tag != "str":
             raise self._error(node, path, f"the tag {node.tag[:40]!r} is not allowed; only plain values are")
         if _SURROGATES.search(text):
             raise self._error(node, path, "holds half of a surrogate pair, which is not text")
+        if control := _CONTROLS.search(text):
+            raise self._error(node, path, f"holds the control character U+{ord(control[0]):04X}; remove it")
         return text
 
 

@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.bench import bench
+from compressor.bench_child import peak_rss_bytes
+from compressor.cache import cache_folder
 from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
-from compressor.codegen.lower import Library, compile_graph
+from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets import Target
-from compressor.errors import CompressorError, GateError, UsageError
-from compressor.evaluate import (
-    EvalResult,
-    GateResult,
-    check_gates,
-    graph_hidden,
-    graph_logits,
-    measure_cosine,
-    measure_quality,
-)
-from compressor.export import BundleParts, check_destination, fill_bundle, publishing, write_measurements
+from compressor.codegen.tune import cpu_name
+from compressor.comparison import Speed, comparisons, measure_speed
+from compressor.errors import GateError, UsageError
+from compressor.evaluate import GraphLogits
+from compressor.evaluate_model import SIZES, bundle_quality
+from compressor.export import check_destination, installed_versions, publishing, write_measurements
+from compressor.fingerprint import code_digest, model_fingerprint, tensors_sha256
+from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
+from compressor.independence import check_independence
+from compressor.lock import Lock
 from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
-from compressor.recipe import EvaluationSpec, Recipe
+from compressor.plan import Plan, check_plan, compare_plan, plan_graph
+from compressor.recipe import Recipe
+from compressor.report import Check, finite
+from compressor.results import Results, digest
+from compressor.run_assemble import assemble
 from compressor.runtime import Bundle, load, read_manifest
-from compressor.verify import bundle_logits, check_kernels, verify_stage
+from compressor.samples import Samples
+from compressor.tensor_files import Spill, trim
+from compressor.verify import verify_stage
+from compressor.verify_smoke import smoke_test
 
 if TYPE_CHECKING:
     from torch import nn
-
-_UNSTEADY = 0.3  # (max - min) / median
-_SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,22 @@ class Outcome:
         metrics: measured figures by their JSON names; dense figures begin with ``dense_``.
         gates: how each gate went.
         sites: what each pass did to each linear.
-        stages: time and weight bytes of each pass.
+        stages: time, weight bytes and blocks of each pass, and how many blocks came from the cache.
         kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
         notes: what the user should know.
+        checks: what else was made sure of.
+        predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
     """
 
     bundle: Path
-    metrics: Mapping[str, float | int]
+    metrics: Mapping[str, Any]
     gates: Sequence[GateResult]
     sites: Sequence[Mapping[str, Any]]
     stages: Sequence[Mapping[str, Any]]
     kernel_error: float | None
     notes: Sequence[str]
+    checks: Sequence[Check] = ()
+    predictions: Sequence[tuple[str, float, float, float]] = ()
 
 
 def compress(
@@ -98,19 +105,24 @@ def run_recipe(
     reporter: Reporter | None = None,
     dump: Path | None = None,
     threads: int | None = None,
+    locked: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Run a recipe; the bundle appears whole, or not at all.
 
-    A bundle that fails a gate is kept as ``<output>.rejected``.
+    Blocks that an earlier run finished are taken from the cache.  A bundle that fails a gate is kept as
+    ``<output>.rejected``.
 
     Args:
         dump: folder for the graph after each pass and the program after each lowering phase.
         threads: for tuning and for timing; None takes the physical cores.
+        locked: what :func:`compressor.lock.read_lock` gave: the run repeats that one, or refuses.
     Raises:
+        DriftError: the run would not repeat the locked one; everything that changed is named.
         GateError: a gate failed; each is named with what was expected and measured.
+        ResourceError: this machine has too little memory or disk.
         VerificationError: the kernels do not compute what the graph does.
     """
-    reporter = reporter or Silent()
+    clock = _Clock(reporter or Silent())
     destination = Path(output or recipe.output or _missing_output())
     rejected = destination.with_name(destination.name + ".rejected")
     for folder in (destination, rejected) if recipe.gates else (destination,):
@@ -124,40 +136,78 @@ def run_recipe(
     target: Target = recipe.target.build()
     target.check_toolchain()  # fails now rather than after calibration
     runs_here = target.executes(target.resolve())
-    with _step(reporter, "capture"):
+    results = Results()
+    results.prepare()
+    lock = Lock(locked)
+    lock.add_setting(recipe, target)
+    if not isinstance(source, str):
+        lock.add_model(source, recipe.trust_remote_code)
+    lock.check()
+    with clock.stage("capture"):
         graph = capture(source, example, trust_remote_code=recipe.trust_remote_code)
         dense = twin(graph)  # for comparison
+        state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
-    samples = None
-    if recipe.calibration is not None:
-        samples = load_samples(recipe.calibration, info.source, info.vocab_size)
-    text = None
-    if info.kind == "decoder" and (recipe.evaluation.kind is not None or samples is not None):
-        text, _ = load_evaluation(recipe.evaluation, samples, info.source, info.vocab_size)
-    context = Context(samples=samples, seed=recipe.seed, target=recipe.target.name, reporter=reporter)
+    plan = plan_graph(graph, recipe, destination)
+    check_plan(plan)
+    with clock.stage("text"):
+        samples, text = _texts(recipe, info)
+    if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
+        lock.add_model(info.source, recipe.trust_remote_code)
+    lock.add_texts(samples, text)
+    lock.check()
+    context = Context(
+        samples=samples,
+        seed=recipe.seed,
+        target=recipe.target.name,
+        reporter=clock.reporter,
+        results=results,
+        state=state,
+        spill=Spill(cache_folder() / "spilled") if plan.spill else None,
+    )
     observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
     graph = Pipeline(recipe.passes, observers).run(graph, context)
-    with _step(reporter, "compile"):
-        library = compile_graph(graph, target, tune=recipe.tune, threads=threads, dump=_dumper(dump))
+    independence = check_independence(graph)
+    with clock.stage("compile"):
+        library = compile_graph(
+            graph, target, tune=recipe.tune, threads=threads, pinned=lock.schedules, dump=_dumper(dump)
+        )
+    lock.add_schedules(library.schedules)
+    lock.check()
     with publishing(destination) as partial:
-        assemble(partial, graph, library, target, recipe, context, weight_bytes(dense))
+        with clock.stage("write"):
+            assemble(partial, graph, library, target, recipe, context, weight_bytes(dense), lock.text())
         manifest = read_manifest(partial)
-        metrics: dict[str, Any] = {key: manifest[key] for key in _SIZES}
-        kernel_error: float | None = None
-        notes: list[str] = []
+        metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
+        metrics["batch_independent"] = independence.independent
+        checks = []
+        notes = [*_reuse(context), *library.notes]
+        if not independence.independent:
+            notes.append(f"batch entries are {independence}")
+        kernel_error, speed = None, Speed({}, {})
+        del graph, library
         if runs_here:
-            bundle = load(partial, threads=threads)
-            kernel_error = check_kernels(bundle, graph)
-            metrics.update(_quality(bundle, dense, text, recipe, reporter).metrics())
-            del bundle, graph, dense
+            with clock.stage("check"):
+                smoke = smoke_test(partial, threads)
+            kernel_error = smoke.error
+            checks.append(Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch"))
+            with clock.stage("evaluate", shown=False):
+                reference = GraphLogits(dense, spill=context.spill)
+                quality = bundle_quality(partial, reference, text, recipe, clock.reporter, threads)
+            metrics.update(quality.metrics())
+            del dense, reference
             gc.collect()  # graphs are cyclic, and two more processes are about to need memory
-            with _step(reporter, "time"):
-                speed, notes = _speed(partial, info, threads)
-            metrics.update(speed)
+            trim()
+            with clock.stage("time"):
+                speed = measure_speed(partial, info, recipe.gates, threads, plan.dense_speed)
+            metrics.update(speed.metrics)
         else:
-            notes.append(f"kernels are compiled for {library.isa.name}, which this machine lacks: nothing was measured")
-        notes += _comparisons(metrics)
-        gates = check_gates(recipe.gates, metrics)
+            isa = target.resolve().name
+            notes.append(f"kernels are compiled for {isa}, which this machine lacks: nothing was measured")
+        notes += [*(note for note in plan.notes if "dense" in note), *speed.notes, *comparisons(metrics, speed.timings)]
+        metrics["run_peak_rss_bytes"] = clock.peak_rss_bytes(metrics)
+        metrics["run_s"] = clock.since_start()
+        gates = check_gates(recipe.gates, {**metrics, "kernel_error": kernel_error}, speed.timings)
         outcome = Outcome(
             destination,
             metrics,
@@ -166,8 +216,11 @@ def run_recipe(
             [dataclasses.asdict(record) for record in context.stages],
             kernel_error,
             notes,
+            checks,
+            _predictions(plan, metrics, clock, context),
         )
-        write_measurements(partial, {**metrics, "kernel_error": kernel_error, "gates": [str(gate) for gate in gates]})
+        measurements = {**metrics, "kernel_error": kernel_error, "gates": [gate.content() for gate in gates]}
+        write_measurements(partial, finite(measurements))
         if failed := [str(gate) for gate in gates if not gate.passed]:
             with publishing(rejected) as kept:
                 kept.rmdir()
@@ -175,6 +228,83 @@ def run_recipe(
             outcome = dataclasses.replace(outcome, bundle=rejected)
             raise GateError("\n".join([*failed, f"the bundle is kept as {rejected}"]), outcome)
     return outcome
+
+
+class _Clock:
+    """Times the stages of a run, and shows them."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.seconds: dict[str, float] = {"start": self.since_start()}
+
+    @contextmanager
+    def stage(self, name: str, shown: bool = True) -> Iterator[None]:
+        """Time the block; ``shown`` gives it a task of its own."""
+        begin = time.perf_counter()
+        if shown:
+            with self.reporter.task(name, 1) as task:
+                yield
+                task.advance()
+        else:
+            yield
+        self.seconds[name] = time.perf_counter() - begin
+
+    @staticmethod
+    def since_start() -> float:
+        """Seconds since this process began, its imports included."""
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / 100
+
+    @staticmethod
+    def peak_rss_bytes(metrics: Mapping[str, Any]) -> int:
+        """Resident bytes at the worst moment: of this process, or of what is left of it while both models are timed."""
+        status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
+        children = sum(int(metrics.get(name, 0)) for name in ("peak_rss_bytes", "dense_peak_rss_bytes"))
+        return max(peak_rss_bytes(), int(status.split()[0]) * 1024 + children)
+
+
+def _texts(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | None]:
+    """Samples to calibrate on, and tokens to evaluate on."""
+    samples = text = None
+    if recipe.calibration is not None:
+        samples = load_samples(recipe.calibration, info.source, info.vocab_size)
+    if info.kind == "decoder" and (recipe.evaluation.kind is not None or samples is not None):
+        text, _ = load_evaluation(recipe.evaluation, samples, info.source, info.vocab_size)
+    return samples, text
+
+
+def _origin(graph: GraphModule, recipe: Recipe) -> str:
+    """Digest of all that decides what passes make of this model: the model itself, our code, versions, the CPU."""
+    info: ModelInfo = graph.meta["model"]
+    if info.source is not None:
+        model: Any = model_fingerprint(info.source, recipe.trust_remote_code)
+    else:
+        model = tensors_sha256([*graph.named_parameters(), *graph.named_buffers()])
+    return digest(str(graph.graph), model, code_digest(), installed_versions(), cpu_name(), recipe.seed)
+
+
+def _reuse(context: Context) -> list[str]:
+    """What was not computed anew, in words."""
+    if not context.reused or context.results is None:
+        return []
+    return [
+        f"{context.reused} of {context.blocks} blocks were finished by an earlier run and came from "
+        f"{context.results.folder}"
+    ]
+
+
+def _predictions(
+    plan: Plan, metrics: Mapping[str, Any], clock: _Clock, context: Context
+) -> list[tuple[str, float, float, float]]:
+    """The plan beside what happened; seconds only where everything was done anew."""
+    actual = {name: metrics[name] for name in ("weight_bytes", "bundle_bytes")}
+    actual["peak_rss_bytes"] = metrics["run_peak_rss_bytes"]
+    if not context.reused:
+        actual |= clock.seconds
+        for stage in context.stages[1:]:
+            actual[stage.name] = actual.get(stage.name, 0.0) + stage.seconds
+        actual["seconds"] = metrics["run_s"]
+    return compare_plan(plan, actual)
 
 
 def _missing_output() -> str:
@@ -188,13 +318,6 @@ def _make_dump_folder(folder: Path) -> None:
         raise UsageError(f"dump: {folder} cannot be made a folder: {error}; choose another") from error
 
 
-@contextmanager
-def _step(reporter: Reporter, name: str) -> Iterator[None]:
-    with reporter.task(name, 1) as task:
-        yield
-        task.advance()
-
-
 def _dumper(folder: Path | None) -> Any:
     if folder is None:
         return None
@@ -204,143 +327,3 @@ def _dumper(folder: Path | None) -> Any:
         (folder / f"lower_{next(count):02d}_{phase}.py").write_text(text, encoding="utf-8")
 
     return write
-
-
-def assemble(
-    folder: Path,
-    graph: GraphModule,
-    library: Library,
-    target: Target,
-    recipe: Recipe,
-    context: Context,
-    dense_weight_bytes: int,
-) -> None:
-    """Link the library and write all files of a bundle into the empty ``folder``."""
-    info: ModelInfo = graph.meta["model"]
-    with tempfile.TemporaryDirectory() as scratch:
-        shared = Path(scratch) / "model.so"
-        library.save(shared, target)
-        parts = BundleParts(
-            graph=graph,
-            parameters=library.parameters,
-            library=shared,
-            model={**dataclasses.asdict(info), "weight_bytes_per_token": weight_bytes_per_token(graph)},
-            recipe=recipe.resolved(),
-            sites=[dataclasses.asdict(record) for record in context.records],
-            kernels=library.kernels,
-            cpu_features=library.isa.cpu_flags,
-            dense_weight_bytes=dense_weight_bytes,
-            calibration=None if context.samples is None else context.samples.facts(),
-            tokenizer=info.source if info.kind != "module" else None,
-        )
-        fill_bundle(folder, parts)
-
-
-def weight_bytes_per_token(graph: GraphModule) -> int:
-    """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
-    total = 0
-    users: dict[str, set[Any]] = {}
-    for node in graph.graph.find_nodes(op="get_attr"):
-        users.setdefault(str(node.target), set()).update(user.target for user in node.users)
-    for name, parameter in graph.named_parameters():
-        size_bytes = parameter.numel() * parameter.element_size()
-        only_embedding = users.get(name) == {torch.ops.aten.embedding.default}
-        total += size_bytes // parameter.shape[0] if only_embedding else size_bytes
-    return total
-
-
-def _quality(bundle: Bundle, dense: GraphModule, text: Any, recipe: Recipe, reporter: Reporter) -> EvalResult:
-    info: ModelInfo = dense.meta["model"]
-    if info.kind == "encoder":
-        rng = np.random.default_rng(recipe.seed)
-        ids = rng.integers(0, info.vocab_size, (4, min(128, info.max_positions or 128)))
-        return measure_cosine(bundle.encode, graph_hidden(dense), [(ids, np.ones(ids.shape, np.float32))])
-    if text is None:
-        return EvalResult()
-    window, stride = _window(recipe.evaluation, info.max_positions, reporter)
-    return measure_quality(
-        bundle_logits(bundle), text, window=window, stride=stride, dense=graph_logits(dense), reporter=reporter
-    )
-
-
-def _speed(bundle: Path, info: ModelInfo, threads: int | None) -> tuple[dict[str, Any], list[str]]:
-    """The bundle's figures, the dense model's in PyTorch eager float32 where it comes from a folder, and notes."""
-    if info.kind != "decoder":
-        return {}, []
-    prompt = max(1, min(128, (info.max_positions or 256) // 2))
-    count = max(1, min(64, prompt))
-    measured = bench(bundle, threads=threads, prompt_tokens=prompt, new_tokens=count)
-    if info.source is None:
-        return measured, []
-    try:
-        dense = bench(info.source, threads=threads, prompt_tokens=prompt, new_tokens=count, repeats=3)
-    except CompressorError as error:  # out of memory, say: no reason to lose the bundle
-        return measured, [f"the dense model's speed was not measured: {error}"]
-    return {**measured, **{f"dense_{name}": value for name, value in dense.items() if name != "threads"}}, []
-
-
-def _comparisons(metrics: Mapping[str, Any]) -> list[str]:
-    """What is worse than dense, in words."""
-    notes = []
-    if metrics["weight_bytes"] >= metrics["dense_weight_bytes"]:
-        notes.append("the bundle's weights are not smaller than the dense model's")
-    spread = max((metrics[key] for key in metrics if key.endswith("_spread")), default=0.0)
-    if spread > _UNSTEADY:
-        notes.append(f"timings varied by {spread:.0%} between repeats: the machine is busy, and speeds are uncertain")
-    for name in ("prefill", "decode"):
-        ours, dense = metrics.get(f"{name}_tokens_per_s"), metrics.get(f"dense_{name}_tokens_per_s")
-        if ours is not None and dense is not None and ours < dense:
-            notes.append(f"{name} is slower than the dense model in PyTorch: {ours:.1f} against {dense:.1f} tokens/s")
-    return notes
-
-
-def evaluate_path(
-    path: Path,
-    spec: EvaluationSpec,
-    *,
-    dense: str | None = None,
-    threads: int | None = None,
-    reporter: Reporter | None = None,
-) -> dict[str, Any]:
-    """Perplexity of a bundle's own kernels, or of a Hugging Face folder's captured graph.
-
-    Args:
-        dense: folder or id of a model to measure fidelity against: ``dense_perplexity``, ``kl_divergence``,
-            ``top1_agreement``.
-    Raises:
-        CompressorError: the path is neither, or the text does not suit it.
-    """
-    reporter = reporter or Silent()
-    if (path / "manifest.json").is_file():
-        bundle = load(path, threads=threads)
-        if bundle.kind != "decoder":
-            raise UsageError(f"{path}: holds a {bundle.kind}; perplexity is of decoders")
-        logits, vocab_size, positions = bundle_logits(bundle), bundle.model["vocab_size"], bundle.model["max_positions"]
-        sizes = {key: bundle.manifest[key] for key in _SIZES}
-    else:
-        graph = capture(path)
-        info: ModelInfo = graph.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(f"{path}: is a {info.kind}; perplexity is of decoders")
-        logits, vocab_size, positions = graph_logits(graph), info.vocab_size, info.max_positions
-        sizes = {"weight_bytes": weight_bytes(graph)}
-    tokens, _ = load_evaluation(spec, None, path, vocab_size)
-    window, stride = _window(spec, positions, reporter)
-    reference = None
-    if dense is not None:
-        graph = capture(dense)
-        if graph.meta["model"].vocab_size != vocab_size:
-            raise UsageError(
-                f"{dense}: {graph.meta['model'].vocab_size} tokens, {path} has {vocab_size}; not its model"
-            )
-        reference = graph_logits(graph)
-    result = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter)
-    return {**result.metrics(), **sizes}
-
-
-def _window(spec: EvaluationSpec, positions: int, reporter: Reporter) -> tuple[int, int]:
-    """The window and stride to evaluate with: the specification's, or the model's positions if those are fewer."""
-    if not positions or spec.window <= positions:
-        return spec.window, spec.stride
-    reporter.note(f"evaluation: windows of {positions} tokens, the model's positions, with stride {positions // 2}")
-    return positions, max(1, positions // 2)

@@ -78,7 +78,7 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     left = torch.ones(count, dtype=torch.bool).index_fill(0, drawn, False)
     rest = torch.cat([windows[left].flatten(), tokens[count * length :]])
     ids = windows[drawn].contiguous()
-    return Samples(ids, rest, _sha256(ids), source)
+    return Samples(ids, rest, tokens_sha256(ids), source)
 
 
 def load_evaluation(
@@ -106,7 +106,8 @@ def _label(spec: DataSource) -> str:
     return spec.name or ", ".join(spec.files) or str(spec.hub)
 
 
-def _sha256(ids: Tensor) -> str:
+def tokens_sha256(ids: Tensor) -> str:
+    """SHA-256 of tokens as little-endian int64."""
     return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -142,7 +143,7 @@ def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], b
         from transformers import AutoTokenizer
 
         try:
-            slow = AutoTokenizer.from_pretrained(folder)
+            slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise UsageError(
                 f"{folder}: no tokenizer: there is no tokenizer.json, nor anything that transformers can read "

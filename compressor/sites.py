@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.graph import Site, linear_sites, match_sites, replace_linear
+from compressor.graph import Site, linear_sites, match_sites, replace_linear, segments
 from compressor.packing import PackedWeight
 from compressor.pipeline import Context, SiteRecord
 
@@ -45,7 +45,9 @@ def choose_sites(
     try:
         matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
     except re.error as error:
-        raise UsageError(f"{pass_name}: re:{error.pattern!s} is no regular expression: {error}") from error
+        raise UsageError(
+            f"{pass_name}: re:{error.pattern!s} is no regular expression that can be used: {error}"
+        ) from error
     if unmatched:
         known = sorted({site.module_class for site in sites} | {site.name for site in sites})
         known += sorted({site.name.rpartition(".")[2] for site in sites} - set(known))
@@ -62,6 +64,13 @@ def choose_sites(
             f"(their inputs: {', '.join(map(str, widths))}){advice}"
         )
     return matched
+
+
+def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
+    """The sites between two cuts of the graph, together (see :func:`compressor.graph.segments`), in order."""
+    wanted = {site.name for site in sites}
+    blocks = [[site for site in segment.sites if site.name in wanted] for segment in segments(graph)]
+    return [block for block in blocks if block]
 
 
 @contextmanager
@@ -88,19 +97,38 @@ def compress_site(
     """Put a packed weight in the place of a dense one and record it, with a note on whatever is out of the ordinary."""
     weight = graph.get_parameter(site.weight_name)
     before = weight.numel() * weight.element_size()
-    notes = list(notes)
+    notes = [*notes, *site_notes(site, packed, before)]
+    replace_linear(graph, site, packed)
+    record = SiteRecord(
+        site.name,
+        pass_name,
+        packed.format.name,
+        before,
+        packed.nbytes,
+        _short(error),
+        error_of,
+        None if rtn_error is None else _short(rtn_error),
+        "; ".join(notes),
+    )
+    ctx.records.append(record)
+
+
+def _short(error: float) -> float:
+    """Six digits: the last ones depend on the number of threads, and the record is part of the bundle."""
+    return float(f"{error:.6g}")
+
+
+def site_notes(site: Site, packed: PackedWeight, bytes_before: int) -> list[str]:
+    """What is out of the ordinary about a site's weight in this form."""
+    notes = []
     ragged = site.in_features % packed.format.group_size if packed.format.group_size else 0
     if ragged:
         notes.append(f"last group has {ragged} of {packed.format.group_size} columns")
     if site.tied:
         notes.append(f"tied: the dense weight {site.weight_name} stays for the embedding")
-    if packed.nbytes > before:
-        notes.append(f"stored bytes exceed the dense weight's {before}")
-    replace_linear(graph, site, packed)
-    record = SiteRecord(
-        site.name, pass_name, packed.format.name, before, packed.nbytes, error, error_of, rtn_error, "; ".join(notes)
-    )
-    ctx.records.append(record)
+    if packed.nbytes > bytes_before:
+        notes.append(f"stored bytes exceed the dense weight's {bytes_before}")
+    return notes
 
 
 def _nearest(pattern: str, known: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from compressor.timing import CONFIDENCE
+
 if TYPE_CHECKING:
     from compressor.pipeline import Reporter, Task
     from compressor.run import Outcome
@@ -60,18 +62,20 @@ _ROWS = (
     ("weights", "weight_bytes", "bytes"),
     ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
     ("decode, tokens/s", "decode_tokens_per_s", "{:,.1f}"),
+    ("first token, ms", "first_token_ms", "{:,.1f}"),
+    ("latency, ms", "latency_ms", "{:,.2f}"),
     ("peak memory", "peak_rss_bytes", "bytes"),
 )
 
 
-def _console() -> Console:
+def stdout_console() -> Console:
     """Standard output; where that is no terminal, wide enough for whole names."""
     return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     """Dense against compressed, then what deserves attention."""
-    metrics, console = outcome.metrics, _console()
+    metrics, console = outcome.metrics, stdout_console()
     table = Table(title=str(outcome.bundle))
     for heading in ("", "dense", "compressed", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -80,7 +84,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         if ours is None:
             continue
         ratio = f"{ours / dense:.2f}x" if dense else ""
-        table.add_row(label, "" if dense is None else _text(dense, form), _text(ours, form), ratio)
+        table.add_row(label, "" if dense is None else figure(dense, form), figure(ours, form), ratio)
     console.print(table)
     for label, key, form in (
         ("perplexity increase", "perplexity_increase", "{:+.2%}"),
@@ -92,50 +96,74 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         ("of the memory bandwidth", "bandwidth_fraction", "{:.0%}"),
     ):
         if key in metrics:
-            console.print(f"{label}: {_text(metrics[key], form)}", highlight=False)
+            console.print(f"{label}: {figure(metrics[key], form)}", highlight=False)
     if outcome.kernel_error is not None:
         console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
-    if metrics.get("dense_decode_tokens_per_s"):
+    if metrics.get("dense_latency_ms"):
         console.print(f"dense speed: PyTorch eager float32, {metrics['threads']} threads", highlight=False)
+    _show_certainty(console, metrics)
     for result in outcome.gates:
-        console.print(f"gate {result}", highlight=False)
+        console.print(f"gate {'passed' if result.passed else 'FAILED'}: {result}", highlight=False, markup=False)
     for site in outcome.sites:
         if site["note"]:
             console.print(f"note: {site['site']}: {site['note']}", highlight=False, markup=False)
     for note in outcome.notes:
         console.print(f"warning: {note}", highlight=False, markup=False)
+    from compressor.terminal_plan import show_comparison
+
+    totals = [row for row in outcome.predictions if row[0] == "seconds" or row[0].endswith("_bytes")]
+    show_comparison(outcome.predictions if time_passes else totals)
     if time_passes:
         _show_stages(console, outcome)
 
 
+def _show_certainty(console: Console, metrics: Mapping[str, Any]) -> None:
+    """How many repeats stand behind the timings, and what is certain about their ratios to dense."""
+    timings = metrics.get("timings")
+    if not timings:
+        return
+    count = len(timings["figures"]["latency_ms"]["samples"])
+    parts = [f"timings: medians of {count} repeats"]
+    parts += [
+        f"{name} {ratio['interval'][0]:.3g}x to {ratio['interval'][1]:.3g}x dense"
+        for name, ratio in timings["ratios"].items()
+        if ratio["interval"] is not None
+    ]
+    console.print(f"{'; '.join(parts)} (at {timings['confidence']:.0%} confidence)", highlight=False)
+
+
 def _show_stages(console: Console, outcome: Outcome) -> None:
     table = Table(title="passes")
-    for heading in ("", "pass", "seconds", "weights after"):
-        table.add_column(heading, justify="right" if heading in ("seconds", "weights after") else "left")
+    for heading in ("", "pass", "seconds", "weights after", "blocks", "from the cache"):
+        table.add_column(heading, justify="left" if heading in ("", "pass") else "right")
     for stage in outcome.stages:
-        table.add_row(
-            str(stage["index"]), stage["name"], f"{stage['seconds']:.2f}", _text(stage["weight_bytes"], "bytes")
-        )
+        size, counts = figure(stage["weight_bytes"], "bytes"), (str(stage["blocks"]), str(stage["reused"]))
+        table.add_row(str(stage["index"]), stage["name"], f"{stage['seconds']:.2f}", size, *counts)
     console.print(table)
 
 
 def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     """One figure a line."""
-    console = _console()
+    console = stdout_console()
     console.print(title, highlight=False, markup=False)
     width = max(map(len, metrics))
+    figures = metrics.get("timings", {}).get("figures", {})
     for name, value in metrics.items():
+        if name == "timings":
+            continue
         form = "bytes" if name.endswith("bytes") or name == "bytes_per_token" else "{:.6g}"
-        shown = _text(value, form) if isinstance(value, int | float) else str(value)
-        console.print(f"  {name:<{width}}  {shown}", highlight=False, markup=False)
+        shown = figure(value, form) if isinstance(value, int | float) else str(value)
+        ends = figures[name]["interval"] if name in figures else None
+        between = f"  ({ends[0]:.6g} to {ends[1]:.6g} at {CONFIDENCE:.0%} confidence)" if ends else ""
+        console.print(f"  {name:<{width}}  {shown}{between}", highlight=False, markup=False)
 
 
 def show_inspection(content: Mapping[str, Any]) -> None:
     """Facts, then one table a list."""
-    console = _console()
+    console = stdout_console()
     for name, value in content.items():
         if not isinstance(value, list):
-            shown = _text(value, "bytes") if name.endswith("bytes") else str(value)
+            shown = figure(value, "bytes") if name.endswith("bytes") else str(value)
             console.print(f"{name}: {shown}", highlight=False, markup=False)
     for name, rows in content.items():
         if isinstance(rows, list) and rows:
@@ -151,7 +179,8 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _text(value: float, form: str) -> str:
+def figure(value: float, form: str) -> str:
+    """A number as text: bytes with a unit, anything else by its format."""
     if form != "bytes":
         return form.format(value)
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -76,7 +76,8 @@ class DataSource(Section):
     text: Names | None = None
     json_files: Names | None = Field(default=None, alias="json")
     parquet: Names | None = None
-    hub: StrictStr | None = Field(default=None, min_length=1)
+    # An id and no path: `datasets` would read a folder of that name.
+    hub: Annotated[StrictStr, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$", max_length=200)] | None = None
     config: StrictStr | None = None
     split: StrictStr = "train"
     field: StrictStr = "text"
@@ -173,9 +174,9 @@ class EvaluationSpec(DataSource):
     ``window - stride`` tokens of a window (but the first) are context only.  A stride left out is half a window.
     """
 
-    tokens: StrictInt = Field(default=16384, ge=2)
+    tokens: StrictInt = Field(default=16384, ge=2, le=1_000_000_000)
     window: StrictInt = Field(default=512, ge=2, le=1_048_576)
-    stride: StrictInt = Field(default=256, ge=1)
+    stride: StrictInt = Field(default=256, ge=1, le=1_048_576)
 
     @model_validator(mode="before")
     @classmethod

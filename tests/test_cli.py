@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.fx import GraphModule
 
 from compressor.cli import main
 from compressor.codegen.lower import phases
+from compressor.comparison import Speed
+from compressor.gates import METRICS
+from compressor.verify_vectors import make_vectors
 
 VOCAB, POSITIONS = 320, 64
 COMMAND = "from compressor.cli import main; main(prog_name='compress')"
@@ -110,7 +115,9 @@ def process(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 def ran(folder: Path, require_tool: Callable[[str], Path]) -> Iterator[dict[str, Any]]:
     """What a whole run printed; its bundle is ``folder / "bundle"``."""
     require_tool("g++")
-    done = process("run", folder / "recipe.yaml", "-o", folder / "bundle", "--json")
+    gates = "gates={decode_tokens_per_s: '>= 0.0001x dense', latency_ms: <= 1000s}"
+    files = ("--junit", folder / "junit.xml", "--report", folder / "report.json")
+    done = process("run", folder / "recipe.yaml", "-o", folder / "bundle", "--json", "--set", gates, *files)
     assert done.returncode == 0, done.stderr
     yield json.loads(done.stdout)
 
@@ -142,7 +149,8 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares the two processes that measure speed."""
-    monkeypatch.setattr("compressor.run.bench", lambda *_args, **_options: dict.fromkeys((*SPEED, "threads"), 1.0))
+    speed = Speed(dict.fromkeys((*SPEED, "threads"), 1.0), {})
+    monkeypatch.setattr("compressor.run.measure_speed", lambda *_: speed)
 
 
 def one_message(result: Result) -> str:
@@ -169,6 +177,18 @@ def test_run_prints_one_json_object_with_the_promised_names(ran: dict[str, Any],
     assert ran["kernel_error"] < 1e-5
     on_disk = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     assert on_disk - (bundle / "measurements.json").stat().st_size == ran["bundle_bytes"]
+
+
+def test_run_writes_what_it_prints_and_a_test_case_for_each_gate(ran: dict[str, Any], folder: Path) -> None:
+    assert json.loads((folder / "report.json").read_text()) == ran
+    assert ran["gates"] == {"decode_tokens_per_s": True, "latency_ms": True}
+    for gate in ran["gate_results"]:
+        assert gate["repeats"] == 7 and gate["interval"] is not None and gate["decided"]
+    suite = ElementTree.parse(folder / "junit.xml").getroot()
+    assert {case.attrib["name"] for case in suite} >= {
+        "kernels against PyTorch", "decode_tokens_per_s >= 0.0001x dense", "latency_ms <= 1000s",
+    }  # fmt: skip
+    assert (suite.attrib["failures"], suite.attrib["errors"]) == ("0", "0")
 
 
 def test_nothing_but_the_bundle_is_left(folder: Path, bundle: Path) -> None:
@@ -470,9 +490,10 @@ def test_a_failed_gate_keeps_the_bundle_apart(
     earlier = Path(shutil.copytree(bundle, tmp_path / "out"))
     manifest = (earlier / "manifest.json").read_bytes()
     gates = "gates={perplexity_increase: < 100%, weight_bytes: <= 100B, top1_agreement: '>= 1%'}"
-    result = invoke("run", "recipe.yaml", "-o", earlier, "--set", gates, "--set", "passes.rtn.scheme=W8A16", "--json")
+    options = ("--set", gates, "--set", "passes.rtn.scheme=W8A16", "--junit", tmp_path / "junit.xml")
+    result = invoke("run", "recipe.yaml", "-o", earlier, *options, "--json")
     assert result.exit_code == 3
-    assert "weight_bytes <= 100B: " in result.stderr and "FAILED" in result.stderr
+    assert "error: weight_bytes: expected <= 100B, measured " in result.stderr
     assert "perplexity_increase" not in result.stderr  # that one passed
     assert f"the bundle is kept as {earlier}.rejected" in result.stderr
     content = json.loads(result.stdout)
@@ -480,14 +501,46 @@ def test_a_failed_gate_keeps_the_bundle_apart(
     assert Path(content["bundle"]) == tmp_path / "out.rejected"
     assert (earlier / "manifest.json").read_bytes() == manifest  # the good one stays
     assert json.loads(invoke("inspect", tmp_path / "out.rejected", "--json").stdout)["sites"][0]["format"] == "W8A16"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.rejected"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["junit.xml", "out", "out.rejected"]
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    failed = {case.attrib["name"]: failure.attrib for case in suite for failure in case.iter("failure")}
+    assert list(failed) == ["weight_bytes <= 100B"] and suite.attrib["failures"] == "1"
+    assert failed["weight_bytes <= 100B"]["message"] in result.stderr
+
+
+def test_a_run_that_never_begins_still_leaves_its_files(folder: Path, tmp_path: Path) -> None:
+    files = ("--junit", tmp_path / "junit.xml", "--report", tmp_path / "report.json")
+    done = process("run", folder / "recipe.yaml", "-o", tmp_path / "out", "--set", "gates={speed: 3}", *files)
+    assert (done.returncode, done.stdout) == (2, "")
+    (case,) = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    (found,) = case
+    assert (found.tag, found.attrib["type"]) == ("error", "RecipeError")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["exit_code"] == 2 and report["error"] == found.text
+    for name in METRICS:
+        assert name in report["error"] and name in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_reports_that_cannot_be_written_are_refused_before_any_work(
+    invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compressor.run.capture", lambda *_args, **_options: pytest.fail("began to work"))
+    for option in ("--junit", "--report"):
+        for place, message in ((tmp_path, "is no file"), (tmp_path / "out" / "x", "lies inside the bundle")):
+            result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", option, place)
+            assert result.exit_code == 2 and message in one_message(result)
+    assert not list(tmp_path.iterdir())
 
 
 def test_kernels_that_are_wrong_fail_verification(
     invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("compressor.verify._TOLERANCE", 0.0)  # no kernel is exact
-    monkeypatch.setattr("compressor.verify._MARGIN", 0.0)
+    def off_by_a_little(graph: GraphModule) -> dict[str, torch.Tensor]:
+        vectors = make_vectors(graph)
+        return {**vectors, "output_0": vectors["output_0"] * 1.01}
+
+    monkeypatch.setattr("compressor.run_assemble.make_vectors", off_by_a_little)
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", "--json")
     assert result.exit_code == 4
     assert "the kernels do not compute what the graph does: relative error" in one_message(result)
@@ -507,7 +560,7 @@ def test_an_interrupted_run_leaves_nothing(
         assert [path.name.startswith(".out.") for path in tmp_path.iterdir()] == [True]  # the last step but one
         raise error
 
-    monkeypatch.setattr("compressor.run.bench", interrupt)
+    monkeypatch.setattr("compressor.run.measure_speed", interrupt)
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out")
     assert result.exit_code == code and result.stdout == ""
     assert not list(tmp_path.iterdir())

@@ -155,8 +155,12 @@ def test_commands_in_the_pages_exist_with_their_options(page: Path) -> None:
             if words[:1] != ["compress"] or len(words) == 1 or words[1].startswith("-"):
                 continue
             assert words[1] in main.commands, f"{by_page(page)}: {line}"
-            known = {option for parameter in main.commands[words[1]].params for option in parameter.opts}
-            for word in words[2:]:
+            command, rest = main.commands[words[1]], words[2:]
+            if isinstance(command, click.Group) and rest:
+                assert rest[0] in command.commands, f"{by_page(page)}: {line}"
+                command, rest = command.commands[rest[0]], rest[1:]
+            known = {option for parameter in command.params for option in parameter.opts}
+            for word in rest:
                 if word.startswith("-") and word != "--help":
                     assert word in known, f"{by_page(page)}: {line}: {word}"
 

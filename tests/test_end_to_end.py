@@ -22,7 +22,8 @@ from torch.fx import GraphModule
 import compressor
 from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
-from compressor.evaluate import graph_logits, measure_quality
+from compressor.comparison import Speed
+from compressor.evaluate import GraphLogits, measure_quality
 from compressor.formats import Format
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
@@ -78,7 +79,7 @@ def execute(name: str, output: Path) -> Run:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compressor.run.compile_graph", spy)
-        patch.setattr("compressor.run.bench", lambda *_args, **_options: {"threads": 1})
+        patch.setattr("compressor.run.measure_speed", lambda *_: Speed({}, {}))
         recipe = load_for_test(name)
         outcome = run_recipe(recipe, output)
     return Run(recipe, outcome, graphs[0], json.loads((output / "manifest.json").read_text()))
@@ -117,7 +118,7 @@ def test_perplexity_of_the_kernels_is_that_of_the_graph(name: str, run: Callable
     result = run(name)
     spec, folder = result.recipe.evaluation, result.graph.meta["model"].source
     tokens, _ = load_evaluation(spec, None, folder)
-    measured = measure_quality(graph_logits(result.graph), tokens, window=spec.window, stride=spec.stride)
+    measured = measure_quality(GraphLogits(result.graph), tokens, window=spec.window, stride=spec.stride)
     assert result.outcome.metrics["perplexity"] == pytest.approx(measured.perplexity, rel=1e-3)
 
 
@@ -172,7 +173,7 @@ def test_the_bundle_alone_generates_what_the_graph_does(run: Callable[[str], Run
     assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
     assert alone["imported"] == [] and Path(alone["from"]).parent == result.bundle
-    ids, logits = list(alone["ids"]), graph_logits(result.graph)
+    ids, logits = list(alone["ids"]), GraphLogits(result.graph)
     for _ in range(count):
         ids.append(int(torch.as_tensor(logits(np.array([ids])))[0, -1].argmax()))
     assert alone["new"] == ids[-count:]
@@ -195,9 +196,9 @@ def test_three_bits_cost_the_reference_model_something() -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8_000_000
     graph, spec = capture(folder), load_for_test(FULL).evaluation
     tokens, _ = load_evaluation(spec.model_copy(update={"tokens": 2048}), None, folder)
-    dense = measure_quality(graph_logits(graph), tokens, window=spec.window, stride=spec.stride)
+    dense = measure_quality(GraphLogits(graph), tokens, window=spec.window, stride=spec.stride)
     graph = Rtn("W3A16_G128", ignore=("lm_head",)).run(graph, Context())
-    rounded = measure_quality(graph_logits(graph), tokens, window=spec.window, stride=spec.stride)
+    rounded = measure_quality(GraphLogits(graph), tokens, window=spec.window, stride=spec.stride)
     assert dense.perplexity is not None and rounded.perplexity is not None
     assert dense.perplexity < 20
     assert rounded.perplexity > 1.05 * dense.perplexity

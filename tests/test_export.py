@@ -27,8 +27,8 @@ from compressor.export import (
     write_measurements,
     write_tokenizer,
 )
-from compressor.export_weights import write_safetensors
 from compressor.runtime import DamagedBundleError, check_files, read_manifest
+from compressor.tensor_files import write_safetensors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8, torch.bool]
 
@@ -139,6 +139,7 @@ def parts(tmp_path: Path) -> BundleParts:
         graph=graph,
         parameters=["lm.weight", "lm.bias"],
         library=tmp_path / "kernels.so",
+        vectors={"tolerance": torch.tensor([1e-3], dtype=torch.float64)},
         model={"kind": "decoder", "name": "tiny", "vocab_size": 6, "eos_ids": (1,), "source": source},
         recipe={"seed": 0},
         sites=[{"name": "lm", "format": "W4A16_G128", "bytes_before": 96, "bytes_after": 120}],
@@ -155,7 +156,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundleParts) -> None:
     bundle = write_bundle(tmp_path / "deep" / "bundle", parts)
-    own = {"README.md", "compressor_runtime.py", "manifest.json", "model.so", "tokenizer.json", "weights.safetensors"}
+    own = {"README.md", "compressor_runtime.py", "compressor_selfcheck.py", "manifest.json", "model.so"}
+    own |= {"tokenizer.json", "vectors.safetensors", "weights.safetensors"}
     tvm = {"lib/LICENSE-apache-tvm", "lib/NOTICE-apache-tvm", "lib/libtvm_runtime.so"}
     assert set(contents(bundle)) == own | tvm
     manifest = read_manifest(bundle)

@@ -18,8 +18,8 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # A module may import its own layer and those before it.  A name stands for the module and whatever begins with it
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
-    ("errors", "resources", "cache", "fingerprint"),
-    ("formats", "packing", "grid_search", "ops"),
+    ("errors", "resources", "cache", "fingerprint", "timing"),
+    ("formats", "packing", "grid_search", "ops", "steady"),
     (
         "recipe",
         "text_spec",
@@ -32,11 +32,14 @@ LAYERS = (
         "sites",
         "results",
         "independence",
+        "blocks",
+        "streaming",
+        "tensor_files",
     ),
     ("passes",),
     ("codegen",),
     ("export", "runtime", "signing"),
-    ("evaluate", "verify", "bench", "run", "plan", "machine", "lock", "report", "comparison"),
+    ("evaluate", "verify", "bench", "run", "child", "plan", "machine", "lock", "report", "comparison"),
     ("cli", "inspection", "terminal"),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import compressor_runtime
+import compressor_selfcheck
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,16 @@ def build_library(file: Path) -> None:
     tvm.compile(Kernels, target, relax_pipeline=relax.get_default_pipeline(target)).export_library(str(file))
 
 
+def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
+    """What compressor.verify_vectors would store, by the model's own arithmetic; every third column."""
+    ids = np.random.default_rng(1).integers(0, VOCAB, (2, 18))
+    logits = np.array([model.logits(list(row[: i + 1])) for row in ids for i in range(18)])
+    rows, columns = np.arange(len(logits)), np.arange(0, VOCAB, 3)
+    stored = {"ids": ids, "prompt": np.array([16]), "output_0": logits[:, columns].astype(np.float32), "rows_0": rows}
+    stored |= {"columns_0": columns, "top_0": logits.argmax(1), "tolerance": np.array([1e-3])}
+    return {name: torch.as_tensor(value) for name, value in stored.items()}
+
+
 @pytest.fixture(scope="session")
 def model() -> TinyLanguageModel:
     return TinyLanguageModel()
@@ -145,6 +156,7 @@ def bundle_folder(
         graph=model,
         parameters=["embed", "head", "bias", "scale"],
         library=folder / "kernels.so",
+        vectors=vectors(model),
         model={
             "kind": "decoder",
             "name": "tiny",
@@ -246,6 +258,8 @@ def test_what_a_step_refuses(bundle: Bundle) -> None:
         bundle.encode([[1]])
     with pytest.raises(RequestError, match="batch=0"):
         bundle.session(batch=0)
+    with pytest.raises(RequestError, match=r"1000000000 sequences of 40 tokens: .* more than this machine's memory"):
+        bundle.session(batch=10**9)
 
 
 def test_bundle_run_passes_any_arrays(bundle: Bundle, model: TinyLanguageModel) -> None:
@@ -298,7 +312,7 @@ def test_a_thread_whose_pool_is_too_small_is_replaced(bundle_folder: Path, model
     import tvm_ffi
 
     affinity = os.sched_getaffinity(0)
-    several = load(bundle_folder, threads=3, verify=False)
+    several = load(bundle_folder, threads=3)
     seen: list[Any] = []
 
     def work() -> None:
@@ -478,6 +492,83 @@ def test_the_command_gives_one_message_and_an_exit_code(
     assert run_main(copy, "--prompt", "so")[0] == 4
 
 
+# --- the self-check
+
+
+def test_a_bundle_checks_itself(bundle_folder: Path) -> None:
+    code = "import runpy\nsys.path[0] = sys.argv[1]\n"
+    code += "runpy.run_path(sys.argv[1] + '/compressor_selfcheck.py', run_name='__main__')"
+    done = python(code, str(bundle_folder), "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"] and found["errors"]["output_0"] < 1e-6 and found["errors"]["top_0"] == 0
+    assert found["tolerance"] == 1e-3 and found["threads"] == 1 and Path(found["runtime"]).parent == bundle_folder
+    assert min(found[name] for name in ("load_s", "first_token_ms", "decode_ms")) > 0
+    assert found["peak_rss_bytes"] > 10_000_000
+    assert not list(bundle_folder.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "value", "wrong"),
+    [
+        ("output_0", (17 * 100 + 99), 9.0, "output_0"),  # the second decode step of the first sequence
+        ("output_0", 0, float("nan"), "output_0"),
+        ("top_0", 35, 5, "top_0"),
+        ("ids", 3, 7, "output_0"),
+    ],
+)
+def test_outputs_that_differ_anywhere_are_found(
+    bundle: Bundle, monkeypatch: Any, name: str, position: int, value: float, wrong: str
+) -> None:
+    changed = dict(compressor_selfcheck.read_safetensors(bundle.path / "vectors.safetensors"))
+    changed[name] = changed[name].copy()
+    assert changed[name].flat[position] != value
+    changed[name].flat[position] = value
+    monkeypatch.setattr(compressor_selfcheck, "read_safetensors", lambda file: changed)
+    errors, tolerance = compressor_selfcheck.compare(bundle)
+    assert not errors[wrong] <= tolerance
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v.pop("ids"),
+        lambda v: v.pop("tolerance"),
+        lambda v: v.update(tolerance=np.array([np.inf])),
+        lambda v: v.update(tolerance=np.array([np.nan])),
+        lambda v: v.update(prompt=np.array([0])),
+        lambda v: v.update(ids=v["ids"] + VOCAB),
+        lambda v: v.update(columns_0=v["columns_0"] + VOCAB),
+        lambda v: v.update(rows_0=v["rows_0"].astype(np.float32)),
+        lambda v: v.update(output_0=v["output_0"][:, :5]),
+        lambda v: v.update(output_1=v["output_0"]),
+    ],
+    ids=range(10),
+)
+def test_vectors_that_do_not_suit_the_model(bundle: Bundle, monkeypatch: Any, change: Any) -> None:
+    changed = dict(compressor_selfcheck.read_safetensors(bundle.path / "vectors.safetensors"))
+    change(changed)
+    monkeypatch.setattr(compressor_selfcheck, "read_safetensors", lambda file: changed)
+    with pytest.raises(BundleError, match=r"does not suit this model|token ids from"):
+        compressor_selfcheck.compare(bundle)
+
+
+def test_bundles_of_schema_1_load_and_have_nothing_to_compare_with(
+    copy: Path, model: TinyLanguageModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def to_schema_1(manifest: dict[str, Any]) -> None:
+        manifest.update(schema_version=1)
+        del manifest["parameter_types"]
+        for name in ("vectors.safetensors", "compressor_selfcheck.py"):
+            (copy / name).unlink()
+            del manifest["files"][name]
+
+    edit_manifest(copy, to_schema_1)
+    assert list(load(copy).generate_ids([0, 9], max_tokens=5)) == greedy(model, [0, 9], 5)
+    assert compressor_selfcheck.main([str(copy)]) == 4
+    assert "has no vectors.safetensors" in capsys.readouterr().err
+
+
 # --- bundles that are not right
 
 
@@ -496,13 +587,13 @@ def test_a_changed_byte_is_found_and_its_file_named(copy: Path) -> None:
 def test_files_that_are_missing_cut_short_or_not_listed(copy: Path) -> None:
     (copy / "README.md").unlink()
     with pytest.raises(DamagedBundleError, match=r"README\.md: missing"):
-        load(copy, verify=False)
+        load(copy)
     edit_manifest(copy, lambda manifest: manifest["files"].pop("README.md"))
-    load(copy, verify=False)
+    load(copy)
     with (copy / "weights.safetensors").open("ab") as file:
         file.write(b"x")
     with pytest.raises(DamagedBundleError, match=r"weights\.safetensors: \d+ bytes, the manifest says"):
-        load(copy, verify=False)
+        load(copy)
     edit_manifest(copy, lambda manifest: manifest["files"].pop("weights.safetensors"))
     with pytest.raises(DamagedBundleError, match=r"does not list weights\.safetensors"):
         load(copy)
@@ -529,7 +620,7 @@ def test_a_library_behind_a_link_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda m: m.update(schema_version=2), BundleError, "schema version 2, this run-time reads up to 1"),
+        (lambda m: m.update(schema_version=3), BundleError, "schema version 3, this run-time reads up to 2"),
         (lambda m: m.update(schema_version="1"), DamagedBundleError, "`schema_version` is missing or is no valid int"),
         (lambda m: m.update(format="zip"), BundleError, "not a Compressor bundle"),
         (lambda m: m.pop("files"), DamagedBundleError, "`files` is missing"),
@@ -537,8 +628,8 @@ def test_a_library_behind_a_link_is_refused(copy: Path) -> None:
         (lambda m: m["files"].update({"model.so": 3}), DamagedBundleError, "`bytes` is missing"),
         (lambda m: m["files"]["model.so"].pop("sha256"), DamagedBundleError, "`sha256` is missing"),
         (lambda m: m.update(cpu_features=["sse2", "avx999"]), BundleError, "this CPU lacks avx999"),
-        (lambda m: m.update(parameters=["embed", "other"]), DamagedBundleError, "lacks other"),
-        (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "lacks"),
+        (lambda m: m["parameters"].__setitem__(1, "other"), DamagedBundleError, "lacks 'other'"),
+        (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "not all of `parameters` is str"),
         (lambda m: m.pop("model"), DamagedBundleError, "`model` is missing"),
         (lambda m: m["model"].update(max_positions=-1), DamagedBundleError, "`max_positions`"),
     ],
@@ -547,6 +638,17 @@ def test_manifests_that_are_wrong(copy: Path, change: Any, error: type[BundleErr
     edit_manifest(copy, change)
     with pytest.raises(error, match=message):
         load(copy)
+
+
+def test_a_tokenizer_is_read_only_when_the_manifest_vouches_for_it(copy: Path) -> None:
+    edit_manifest(copy, lambda manifest: manifest["files"].pop("tokenizer.json"))
+    with pytest.raises(BundleError, match=r"the manifest lists no tokenizer\.json; give token ids"):
+        load(copy).generate("the rain")
+    (copy / "tokenizer.json").write_text("[]")
+    entry = {"bytes": 2, "sha256": compressor_runtime.sha256(copy / "tokenizer.json")}
+    edit_manifest(copy, lambda manifest: manifest["files"].update({"tokenizer.json": entry}))
+    with pytest.raises(DamagedBundleError, match=r"tokenizer\.json: not a tokenizer"):
+        load(copy).generate("the rain")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": ' * 20000, "\ud800"])

@@ -18,7 +18,18 @@ from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats import TILE_ROWS, Format
 
-_TUNED_TOKENS = 64
+TUNED_TOKENS = 64
+"""Schedules are chosen for one token, and then for so many."""
+
+
+def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> str:
+    """The kernel's name; with ``:1`` or ``:64`` for the tokens, its name in the database of schedules."""
+    return f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
+
+
+def packed_linear_name(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
+    """As :func:`dense_linear_name`."""
+    return f"packed_linear_{rows}x{columns}_{fmt.name}{'_bias' if has_bias else ''}"
 
 
 class Converter:
@@ -61,7 +72,7 @@ class Converter:
         rows, columns = (int(n) for n in weight.ty.shape)
         storage = str(weight.ty.dtype)
         has_bias = bias is not None
-        name = f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
+        name = dense_linear_name(rows, columns, storage, has_bias)
 
         def build(schedule: dense_linear.Schedule) -> tvm.tirx.PrimFunc:
             return dense_linear.dense_linear(rows, columns, storage, has_bias, schedule)
@@ -74,8 +85,8 @@ class Converter:
             source = dense_linear.__file__
             first = self._choose(f"{name}:1", dense_linear.gemv_space(), build, lambda: operands(1), source)
             space = dense_linear.gemm_space(first.gemv_rows)
-            many = f"{name}:{_TUNED_TOKENS}"
-            schedule = self._choose(many, space, build, lambda: operands(_TUNED_TOKENS), source)
+            many = f"{name}:{TUNED_TOKENS}"
+            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
             return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule)}
 
         return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
@@ -85,7 +96,7 @@ class Converter:
         fmt, has_bias = Format.parse(format_name), bias is not None
         tiles = -(-rows // TILE_ROWS)
         self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
-        name = f"packed_linear_{rows}x{columns}_{fmt.name}{'_bias' if has_bias else ''}"
+        name = packed_linear_name(rows, columns, fmt, has_bias)
 
         def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
             return packed_linear.packed_linear(rows, columns, fmt, has_bias, self.isa, schedule)
@@ -105,8 +116,8 @@ class Converter:
             source = packed_linear.__file__
             first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
             space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt)
-            many = f"{name}:{_TUNED_TOKENS}"
-            schedule = self._choose(many, space, build, lambda: operands(_TUNED_TOKENS), source)
+            many = f"{name}:{TUNED_TOKENS}"
+            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
             details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
             return build(schedule), details
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -44,12 +44,16 @@ class Library:
         parameters: names of the parameters, in the order of the entry function's last argument, a tuple.
         kernels: one record a kernel: name, family, shape, format, schedule, evidence.
         isa: the instruction set that it needs.
+        schedules: kernel and number of tokens -> fields of the chosen schedule, for the lock.
+        notes: what the user should know.
     """
 
     executable: Any
     parameters: list[str]
     kernels: list[dict[str, Any]]
     isa: Isa
+    schedules: dict[str, dict[str, Any]]
+    notes: list[str]
 
     def save(self, path: Path, target: Target) -> None:
         """Link the shared library ``path``; raises ToolchainError."""
@@ -97,6 +101,7 @@ def compile_graph(
     *,
     tune: str = "quick",
     threads: int | None = None,
+    pinned: Mapping[str, Mapping[str, Any]] | None = None,
     dump: Callable[[str, str], None] | None = None,
 ) -> Library:
     """Lower a graph and generate its kernels.
@@ -104,9 +109,11 @@ def compile_graph(
     Args:
         tune: ``off``, ``quick`` or ``full``.
         threads: threads that candidates are timed on, part of the tuning key; None takes the physical cores.
+        pinned: ``Library.schedules`` of a locked run, in place of timing; None times.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
+        DriftError: ``pinned`` are the schedules of other kernels.
         ToolchainError, UsageError: from the target.
     """
     isa = target.resolve()
@@ -114,7 +121,7 @@ def compile_graph(
     runs_here = target.executes(isa)
     threads = threads or available_cores()
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
-    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine)
+    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, pinned=pinned)
     converter = Converter(isa, tuner)
     program = reexport(graph)
     activations = _fixed_sizes(program)
@@ -129,11 +136,9 @@ def compile_graph(
                 dump(name, mod.script())
         with _naming("generate"):
             executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
-    if tuner.log:
-        tuner.database.save()
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
-    return Library(executable, parameters, kernels, isa)
+    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.notes)
 
 
 @contextmanager

@@ -1,19 +1,15 @@
-"""Choosing a schedule by timing it on this machine, and remembering the choice.
+"""Choosing a schedule by timing it on this machine, and remembering the choice; or taking a lock's choice.
 
 The database is one JSON file, keyed by kernel family, source, shape, format, instruction set, CPU and threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +17,12 @@ import tvm
 from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
-from compressor.cache import cache_folder
+from compressor.cache import cache_folder, merge_entries, read_entries
+from compressor.errors import DriftError
 
 S = TypeVar("S")
 MODES = ("off", "quick", "full")
-_QUICK_CANDIDATES = 3
+QUICK_CANDIDATES = 3
 _WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
 
@@ -43,26 +40,16 @@ class Database:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_folder() / "tuning.json"
-        self.entries: dict[str, dict[str, Any]] = self._read()
+        self.entries: dict[str, Any] = read_entries(self.path)
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return entries if isinstance(entries, dict) else {}
+    def keep(self, key: str, entry: Mapping[str, Any]) -> None:
+        """Add an entry, here and on disk, beside what other processes wrote meanwhile.
 
-    def save(self) -> None:
-        """Merge with what other processes wrote meanwhile, and replace the file in one step.
-
-        A folder that cannot be written to costs the next run its time, and this one nothing.
+        Raises:
+            OSError: it cannot be written; the entry is kept here.
         """
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            merged = {**self._read(), **self.entries}
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as beside:
-                json.dump(merged, beside, indent=1, sort_keys=True)
-            os.replace(beside.name, self.path)
+        self.entries[key] = entry
+        merge_entries(self.path, {key: entry})
 
 
 @dataclasses.dataclass
@@ -74,7 +61,9 @@ class Tuner:
         threads: threads that candidates run on.
         target: TVM target to compile candidates for, or None where this machine cannot execute them.
         machine: what results depend on besides the kernel (instruction set, CPU, threads).
-        log: a line for each choice.
+        pinned: kernel -> fields of its schedule, from a lock: nothing is timed.  None chooses.
+        chosen: kernel -> fields of the schedule it got, as ``pinned`` takes them.
+        notes: what the user should know.
     """
 
     mode: str
@@ -82,7 +71,9 @@ class Tuner:
     target: tvm.target.Target | None
     machine: str
     database: Database = dataclasses.field(default_factory=Database)
-    log: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    pinned: Mapping[str, Mapping[str, Any]] | None = None
+    chosen: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def choose(
         self,
@@ -92,15 +83,28 @@ class Tuner:
         operands: Callable[[], Sequence[NDArray[Any]]],
         source: str,
     ) -> S:
-        """The fastest schedule of ``space``.
+        """The pinned schedule, else the fastest of ``space``.
+
+        What was timed is on disk when this returns, so that a run which is killed and started again goes on with the
+        same schedules.
 
         Args:
-            kernel: family, shape and format.
+            kernel: family, shape, format and number of tokens.
             build: TIR for a schedule.
             operands: arguments to time it with, the output included.
             source: file of the kernel family; a change of it makes old results void.
+        Raises:
+            DriftError: the lock has no schedule for this kernel, or one that is not in ``space``.
         """
-        candidates = space[:_QUICK_CANDIDATES] if self.mode == "quick" else space
+        if self.pinned is None:
+            schedule = self._fastest(kernel, space, build, operands, source)
+        else:
+            schedule = _find(kernel, space, self.pinned)
+        self.chosen[kernel] = _fields(schedule)
+        return schedule
+
+    def _fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any, source: str) -> S:
+        candidates = space[:QUICK_CANDIDATES] if self.mode == "quick" else space
         if self.mode == "off" or self.target is None or len(candidates) == 1:
             return space[0]
         digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
@@ -114,18 +118,44 @@ class Tuner:
             known = {
                 "index": best,
                 "tried": len(candidates),
-                "schedule": dataclasses.asdict(candidates[best]),  # type: ignore[call-overload]
+                "schedule": _fields(candidates[best]),
                 "microseconds": [round(t * 1e6, 2) for t in times],
             }
-            self.database.entries[key] = known
-        self.log.append({"kernel": kernel, **known})
+            self._keep(key, known)
         return space[int(known["index"])]
+
+    def _keep(self, key: str, entry: Mapping[str, Any]) -> None:
+        try:
+            self.database.keep(key, entry)
+        except OSError as error:
+            note = (
+                f"{self.database.path}: cannot be written ({error.strerror}), so the next run times its kernels again "
+                "and may choose other schedules; free some space, or set COMPRESS_CACHE_DIR to a folder that can"
+            )
+            if note not in self.notes:
+                self.notes.append(note)
 
     @staticmethod
     def _copies(operands: Callable[[], Sequence[NDArray[Any]]]) -> list[list[Any]]:
         first = operands()
         count = max(1, min(16, _WORKING_SET_BYTES // sum(a.nbytes for a in first)))
         return [[tvm.runtime.tensor(a) for a in first] for _ in range(count)]
+
+
+def _fields(schedule: Any) -> dict[str, Any]:
+    return dataclasses.asdict(schedule)
+
+
+def _find(kernel: str, space: Sequence[S], pinned: Mapping[str, Mapping[str, Any]]) -> S:
+    fields = pinned.get(kernel)
+    for schedule in space:
+        if _fields(schedule) == fields:
+            return schedule
+    what = "has no schedule" if fields is None else f"has the schedule {dict(fields)}, which is none of those possible,"
+    raise DriftError(
+        f"the lock {what} for the kernel {kernel}; it is of another model or version: run without --locked to make a "
+        "new one"
+    )
 
 
 def _usable(entry: Any, wanted: int, count: int) -> bool:

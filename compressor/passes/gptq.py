@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.blocks import Blocks
 from compressor.calibration import Hessian, stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
@@ -19,6 +20,8 @@ from compressor.packing import PackedWeight, choose_grid, dequantize, grid_value
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites, compress_site, naming
+from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
+from compressor.steady import inverse_cholesky, total
 
 Observer: TypeAlias = Literal["minmax", "mse"]
 
@@ -89,7 +92,7 @@ def gptq_quantize(
     H = H.masked_fill(dead[:, None] | dead, 0.0)
     rtn = rtn_quantize(weight, fmt)
     rtn_loss = _loss(W, rtn, H)
-    norm = float(((W @ H) * W).sum())
+    norm = float(total((W @ H) * W))
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
     blocks = list(_blocks(in_features, fmt.columns(in_features), blocksize))
     mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
@@ -136,15 +139,15 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
     """
     H, C, W = hessian.double(), cross.double(), weight.double()
     level = _MATCH_DAMPENING * float(torch.diagonal(H).mean())
-    L, failed = torch.linalg.cholesky_ex(H + level * torch.eye(len(H), dtype=H.dtype))
-    if int(failed) or not bool(torch.isfinite(C).all()):
+    R = inverse_cholesky(H + level * torch.eye(len(H), dtype=H.dtype))
+    if R is None or not bool(torch.isfinite(C).all()):
         return weight  # dead or overflowed inputs, which gptq_quantize speaks about
-    return (W + torch.cholesky_solve((W @ C).t(), L).t()).float()
+    return (W + W @ C @ R.t() @ R).float()
 
 
 def _loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
     difference = W - dequantize(packed)
-    return max(0.0, float(((difference @ H) * difference).sum()))
+    return max(0.0, float(total((difference @ H) * difference)))
 
 
 def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
@@ -155,11 +158,10 @@ def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: f
     """
     diagonal = torch.diagonal(H).masked_fill(dead, mean) + damp * mean
     backwards = H.clone().diagonal_scatter(diagonal)[order][:, order].flip(0, 1)
-    L, failed = torch.linalg.cholesky_ex(backwards)
-    if int(failed):
+    inverse = inverse_cholesky(backwards)
+    if inverse is None:
         raise CompressorError("the Hessian is not positive definite")
-    U = L.flip(0, 1)
-    R: Tensor = torch.linalg.solve_triangular(U, torch.eye(len(U), dtype=U.dtype), upper=True)
+    R = inverse.flip(0, 1).contiguous()
     if not bool(torch.isfinite(R).all()):
         raise CompressorError("the inverse of the Hessian is not finite")
     return R
@@ -204,7 +206,7 @@ def _sweep(
             scale, zero = scales[:, group], None if zeros is None else zeros[:, group]
             code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
             error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / Hinv[i, i]
-            Wt[i + 1 : last].addr_(Hinv[i, i + 1 : last], error, alpha=-1)
+            Wt[i + 1 : last].addmm_(Hinv[i, i + 1 : last, None], error[None], alpha=-1)
             Err[i - first] = error
             codes[order[i]] = code[:, 0]
         Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
@@ -249,10 +251,13 @@ class Gptq:
         """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
-        ids = ctx.calibration("gptq").ids
         options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
+        samples = ctx.calibration("gptq")
         with ctx.reporter.task("gptq", len(sites)) as task:
-            for group, statistic in stream(graph, ids, sites, Hessian, **options):
+            blocks = Blocks(ctx, "gptq", self, task, decides=samples.sha256, chained=True)
+            for group, statistic in stream(
+                graph, samples.ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options
+            ):
                 hessian, cross = statistic.value, statistic.cross
                 for site in group:
                     weight = graph.get_parameter(site.weight_name).detach().float()
@@ -271,6 +276,22 @@ class Gptq:
                     )
                     task.advance()
         return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme, self.group_size)
+        return plan_sites(
+            graph,
+            "gptq",
+            fmt,
+            self.targets,
+            self.ignore,
+            lambda rows, columns: gptq_work(
+                rows, columns, fmt, mse=self.observer == "mse", match_dense=self.match_dense
+            ),
+            lambda rows, columns: gptq_working_bytes(rows, columns, fmt, match_dense=self.match_dense),
+            Gathering(self.true_sequential, self.match_dense),
+        )
 
     def _quantize(
         self, weight: Tensor, hessian: Tensor, cross: Tensor | None, fmt: Format

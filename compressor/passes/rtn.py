@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.blocks import Blocks
 from compressor.formats import Format
-from compressor.packing import PackedWeight, choose_grid, dequantize, pack, round_to_grid
+from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid
 from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites, compress_site, naming
+from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
+from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.steady import total
+from compressor.tensor_files import release
 
 ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
@@ -43,6 +48,15 @@ def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) 
     return pack(torch.cat(codes, dim=1), torch.stack(scales, dim=1), stacked_zeros, fmt)
 
 
+def _weight_error(weight: Tensor, packed: PackedWeight) -> float:
+    """||W - Q||^2 / ||W||^2, in float64."""
+    loss = norm = 0.0
+    for rows, values in dequantize_rows(packed):
+        dense = weight[rows].double()
+        loss, norm = loss + float(total((dense - values).square())), norm + float(total(dense.square()))
+    return loss / norm if norm > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class Rtn:
     """Round the weights of the matched linears to the nearest point of their grids.
@@ -67,12 +81,23 @@ class Rtn:
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
         with ctx.reporter.task("rtn", len(sites)) as task:
-            for site in sites:
-                weight = graph.get_parameter(site.weight_name).detach().float()
-                with naming(site):
-                    packed = rtn_quantize(weight, fmt)
-                norm = weight.double().square().sum()
-                loss = (weight.double() - dequantize(packed)).square().sum()
-                compress_site(graph, ctx, site, packed, "rtn", error=float(loss / norm) if norm > 0 else 0.0)
-                task.advance()
+            blocks = Blocks(ctx, "rtn", self, task, chained=False)
+            for block in by_segment(graph, sites):
+                if blocks.restore(graph, block):
+                    continue
+                for site in block:
+                    stored = graph.get_parameter(site.weight_name).detach()
+                    weight = stored.float()
+                    with naming(site):
+                        packed = rtn_quantize(weight, fmt)
+                    compress_site(graph, ctx, site, packed, "rtn", error=_weight_error(weight, packed))
+                    release([stored])
+                    task.advance()
+                blocks.keep(graph, block)
         return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme, self.group_size)
+        working_bytes = partial(rtn_working_bytes, fmt=fmt)
+        return plan_sites(graph, "rtn", fmt, self.targets, self.ignore, rtn_work, working_bytes)

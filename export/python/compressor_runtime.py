@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
@@ -21,18 +22,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
 import tvm_ffi
 from numpy.typing import ArrayLike, NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
-_LARGEST_HEADER_BYTES = 100 << 20  # of a manifest or a safetensors header, as the safetensors library has it
+_LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
+_MOST_LAYERS, _MOST_DIMENSIONS = 4096, 16  # no model has more
 _SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
 _DTYPES = {  # safetensors name -> numpy's
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -41,6 +43,8 @@ _DTYPES = {  # safetensors name -> numpy's
     "BF16": "uint16",  # numpy has no bfloat16; the kernels take the bits
     "BOOL": "bool",
 }
+# Control characters as JSON has them, but the new line and the tab.
+_CONTROLS = re.compile(r"(?<!\\)(?:\\\\)*\\(?:u00[01]|[bfr])|[\x7f-\x9f]")
 _configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
 
 
@@ -62,13 +66,12 @@ class RequestError(BundleError, ValueError):
     exit_code: ClassVar[int] = 2
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = True) -> Bundle:
-    """Load a bundle.
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Bundle:
+    """Load a bundle, after every file has been compared with its size and SHA-256 in the manifest.
 
     Args:
         path: the bundle's folder.
         threads: worker threads of the kernels; None takes the physical cores that this process may use.
-        verify: compare every file with its SHA-256 in the manifest.
     Raises:
         BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
         DamagedBundleError: a file is missing, or differs from the manifest.
@@ -77,8 +80,8 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
         raise RequestError(f"threads={threads}: at least one is needed")
     root = Path(path)
     manifest = read_manifest(root)
-    check_cpu(_field(manifest, "cpu_features", list), root)
-    check_files(root, manifest, hashes=verify)
+    check_cpu(_items(manifest, "cpu_features", str), root)
+    check_files(root, manifest)
     _load_tvm_runtime(root, manifest)
     return Bundle(root, manifest, threads or available_cores())
 
@@ -86,13 +89,17 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
 def read_manifest(root: Path) -> dict[str, Any]:
     """The manifest of the bundle in ``root``, without reading anything else."""
     file = root / MANIFEST
-    if not file.is_file():
-        what = "no such folder" if not root.exists() else f"not a bundle: it has no {MANIFEST}"
-        raise BundleError(f"{root}: {what}; give the folder that `compress run` wrote")
-    if file.stat().st_size > _LARGEST_HEADER_BYTES:
-        raise DamagedBundleError(f"{file}: {file.stat().st_size} bytes are too many for a manifest")
     try:
-        manifest = json.loads(file.read_bytes())
+        if not file.is_file():
+            what = "no such folder" if not root.exists() else f"not a bundle: it has no {MANIFEST}"
+            raise BundleError(f"{root}: {what}; give the folder that `compress run` wrote")
+        if file.stat().st_size > _LARGEST_HEADER_BYTES:
+            raise DamagedBundleError(f"{file}: {file.stat().st_size} bytes are too many for a manifest")
+        text = _member(root, MANIFEST).read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error}") from error
+    try:
+        manifest = _read_json(text)
     except (ValueError, RecursionError) as error:
         raise DamagedBundleError(f"{file}: not readable as JSON ({error}); copy the bundle again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != "compressor bundle":
@@ -105,19 +112,23 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(root: Path, manifest: dict[str, Any], *, hashes: bool = True) -> None:
+def check_files(root: Path, manifest: dict[str, Any]) -> None:
     """Check that every file of the manifest is there, inside ``root``, and has the size and SHA-256 stated."""
     files = _field(manifest, "files", dict)
     for name in (LIBRARY, WEIGHTS, TVM_RUNTIME):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
     for name, entry in files.items():
-        file, size_bytes = _member(root, name), _field(entry, "bytes", int)
-        if file.stat().st_size != size_bytes:
+        file, size_bytes, digest = _member(root, name), _field(entry, "bytes", int), _field(entry, "sha256", str)
+        try:
+            found_bytes, found = file.stat().st_size, sha256(file)
+        except OSError as error:
+            raise BundleError(f"{file}: cannot be read: {error}") from error
+        if found_bytes != size_bytes:
             raise DamagedBundleError(
-                f"{file}: {file.stat().st_size} bytes, the manifest says {size_bytes}; copy the bundle again"
+                f"{file}: {found_bytes} bytes, the manifest says {size_bytes}; copy the bundle again"
             )
-        if hashes and sha256(file) != _field(entry, "sha256", str):
+        if found != digest:
             raise DamagedBundleError(f"{file}: its SHA-256 is not the manifest's; copy the bundle again")
 
 
@@ -164,19 +175,22 @@ def read_safetensors(file: Path) -> dict[str, NDArray[Any]]:
             header_bytes = int.from_bytes(stream.read(8), "little")
             if header_bytes > min(_LARGEST_HEADER_BYTES, file.stat().st_size - 8):
                 raise ValueError(f"a header of {header_bytes} bytes")
-            header = json.loads(stream.read(header_bytes))
+            header = _read_json(stream.read(header_bytes))
         header.pop("__metadata__", None)
         data = np.memmap(file, np.uint8, mode="c")[8 + header_bytes :]
         tensors, cursor = {}, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, end), shape = entry["data_offsets"], entry["shape"]
             dtype = np.dtype(_DTYPES[entry["dtype"]])
-            if start != cursor or any(type(n) is not int or n < 0 for n in shape):
-                raise ValueError(f"{name} has offsets {start}, {end} and shape {shape}")
+            whole = len(shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+            if start != cursor or not whole or end != start + math.prod(shape) * dtype.itemsize or end > data.size:
+                raise ValueError(f"{name!r} has {entry['dtype']} {shape!r:.200} and offsets {start!r}, {end!r:.200}")
             tensors[name] = np.asarray(data[start:end]).view(dtype).reshape(shape)
             cursor = end
         if cursor != data.size:
             raise ValueError(f"{data.size} bytes of data, {cursor} described")
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedBundleError(f"{file}: not a valid safetensors file ({error}); copy the bundle again") from error
     return tensors
@@ -187,14 +201,11 @@ class Bundle:
 
     def __init__(self, root: Path, manifest: dict[str, Any], threads: int) -> None:
         self.path, self.manifest, self.threads = root, manifest, threads
-        self.model: dict[str, Any] = _field(manifest, "model", dict)
         self.kind: str = _field(manifest, "kind", str)  # "decoder", "encoder" or "module"
-        self.limit: int = _field(self.model, "max_positions", int) or sys.maxsize  # 0: the model states none
-        stored = read_safetensors(_member(root, WEIGHTS))
-        names = _field(manifest, "parameters", list)
-        if absent := [name for name in names if not isinstance(name, str) or name not in stored]:
-            raise DamagedBundleError(f"{root / WEIGHTS}: lacks {absent[0]}; copy the bundle again")
-        self._parameters = tvm_ffi.convert([_to_tvm(stored[name]) for name in names])
+        self.model = _checked_model(manifest)
+        self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
+        parameters = _checked_parameters(root, manifest)
+        self._parameters = tvm_ffi.convert([_to_tvm(array) for array in parameters])
         try:
             self._machine = tvm_ffi.load_module(str(_member(root, LIBRARY).resolve()))["vm_load_executable"]()
             self._machine["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
@@ -209,7 +220,13 @@ class Bundle:
         """The ``tokenizers.Tokenizer`` of the model."""
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(_member(self.path, TOKENIZER)))
+        if TOKENIZER not in self.manifest["files"]:  # one that is there nevertheless was not checked
+            raise BundleError(f"{self.path}: the manifest lists no {TOKENIZER}; give token ids in place of text")
+        file = _member(self.path, TOKENIZER)
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise DamagedBundleError(f"{file}: not a tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -397,6 +414,12 @@ class Session:
 
     def _resize(self, capacity: int) -> None:
         model, caches = self.bundle.model, []
+        size_bytes = 2 * 4 * model["layers"] * self.batch * model["kv_heads"] * capacity * model["head_dim"]
+        if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise RequestError(
+                f"{self.batch} sequences of {capacity} tokens: their keys and values take {size_bytes} bytes, more "
+                "than this machine's memory; give fewer or shorter ones"
+            )
         for index in range(2 * model["layers"]):
             cache = _aligned((self.batch, model["kv_heads"], capacity, model["head_dim"]), np.dtype(np.float32))
             if self._caches:
@@ -472,21 +495,99 @@ def _pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Iter
 def _field(entry: Any, key: str, kind: type) -> Any:
     """``entry[key]``, which must be a ``kind``."""
     value = entry.get(key) if isinstance(entry, dict) else None
-    if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
         raise DamagedBundleError(
             f"{MANIFEST}: `{key}` is missing or is no valid {kind.__name__}; copy the bundle again"
         )
     return value
 
 
+def _items(entry: Any, key: str, kind: type) -> list[Any]:
+    """``entry[key]``, which must be a list of ``kind``."""
+    items: list[Any] = _field(entry, key, list)
+    if any(type(item) is not kind for item in items):
+        raise DamagedBundleError(f"{MANIFEST}: not all of `{key}` is {kind.__name__}; copy the bundle again")
+    return items
+
+
+def _checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says about the model, all of it that this module computes with."""
+    model: dict[str, Any] = _field(manifest, "model", dict)
+    sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
+    _field(model, "max_positions", int)
+    wrong = [] if manifest["kind"] in sizes else ["kind"]
+    wrong += [name for name in sizes.get(manifest["kind"], ()) if _field(model, name, int) == 0]
+    if manifest["kind"] == "decoder":
+        wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
+        wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
+        _items(model, "eos_ids", int)
+    if wrong:
+        raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
+    return model
+
+
+def _checked_parameters(root: Path, manifest: dict[str, Any]) -> list[NDArray[Any]]:
+    """The parameters in the entry's order, each with the type and shape that the kernels were made for.
+
+    The entry checks the same in every call; here it is found at loading.  It cannot check that ids lie in their table.
+    """
+    file = _member(root, WEIGHTS)
+    stored = read_safetensors(file)
+    names = _items(manifest, "parameters", str)
+    stated = manifest["schema_version"] > 1 or "parameter_types" in manifest  # schema 1 did without
+    types = _items(manifest, "parameter_types", dict) if stated else [None] * len(names)
+    if len(names) != len(types):
+        raise DamagedBundleError(f"{MANIFEST}: {len(names)} `parameters`, {len(types)} `parameter_types`")
+    for name, expected in zip(names, types, strict=True):
+        if name not in stored:
+            raise DamagedBundleError(f"{file}: lacks {name!r}; copy the bundle again")
+        if expected is None:
+            continue
+        dtype, shape = _field(expected, "dtype", str), tuple(_items(expected, "shape", int))
+        if dtype not in _DTYPES or _DTYPES[dtype] != stored[name].dtype or shape != stored[name].shape:
+            found = f"{stored[name].dtype} {list(stored[name].shape)}"
+            raise DamagedBundleError(f"{file}: {name!r} is {found}, the kernels take {dtype} {list(shape)}")
+    tables = [stored[name].shape[0] for name in names if stored[name].ndim == 2]
+    if manifest["kind"] != "module" and manifest["model"]["vocab_size"] > max(tables, default=0):
+        raise DamagedBundleError(f"{MANIFEST}: `vocab_size` exceeds the rows of every table in {WEIGHTS}")
+    return [stored[name] for name in names]
+
+
+def _read_json(data: bytes) -> Any:
+    """JSON in UTF-8 without a key twice, NaN, infinity, half a character, or what a terminal would obey.
+
+    Raises:
+        ValueError: it is not; RecursionError: it is nested too deeply.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key is there twice")
+        return found
+
+    content = json.loads(data.decode(), object_pairs_hook=once)
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    text.encode()  # this line and the one above raise for what neither JSON nor UTF-8 can hold
+    if _CONTROLS.search(text):
+        raise ValueError("a text in it holds control characters")
+    return content
+
+
 def _member(root: Path, name: str) -> Path:
-    """The file ``name`` of the bundle, which must lie inside it, also after following links."""
-    file = root / name
-    if Path(name).is_absolute() or ".." in Path(name).parts or not file.resolve().is_relative_to(root.resolve()):
-        raise DamagedBundleError(f"{root / MANIFEST}: {name!r} leads outside the bundle; do not trust this bundle")
-    if not file.is_file():
-        raise DamagedBundleError(f"{file}: missing; copy the bundle again")
-    return file
+    """The file ``name`` of the bundle: it must lie inside and be no link, and ``name`` its only spelling."""
+    file, named = root / name, PurePosixPath(name)
+    plain = name == str(named) and name.isprintable() and "\\" not in name and not named.is_absolute()
+    try:
+        if not plain or file.resolve() != root.resolve() / name:
+            raise DamagedBundleError(
+                f"{root / MANIFEST}: {name!r} leads outside the bundle, or is no plain name; do not trust this bundle"
+            )
+        if file.is_file():
+            return file
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+        raise DamagedBundleError(f"{root / MANIFEST}: {name!r:.200} cannot be a file: {error}") from error
+    raise DamagedBundleError(f"{file}: missing; copy the bundle again")
 
 
 def _load_tvm_runtime(root: Path, manifest: dict[str, Any]) -> None:
@@ -505,8 +606,10 @@ def _load_tvm_runtime(root: Path, manifest: dict[str, Any]) -> None:
     try:
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     except OSError as error:
-        built = manifest.get("versions", {}).get("apache-tvm-ffi", "as its README.md says")
-        raise BundleError(f"{library}: cannot be loaded ({error}); install apache-tvm-ffi {built}") from error
+        versions = manifest.get("versions")
+        built = versions.get("apache-tvm-ffi") if isinstance(versions, dict) else None
+        advice = f"install apache-tvm-ffi {built or 'as its README.md says'}"
+        raise BundleError(f"{library}: cannot be loaded ({error}); {advice}") from error
 
 
 def configure_threads(threads: int) -> bool:

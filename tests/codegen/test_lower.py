@@ -21,7 +21,7 @@ from compressor.codegen import lower
 from compressor.codegen.lower import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import VerificationError
-from compressor.evaluate import graph_hidden, graph_logits
+from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 
@@ -103,7 +103,7 @@ def relative_error(got: np.ndarray, expected: Any) -> float:
 def decoding_error(graph: GraphModule, library: Library) -> float:
     """Largest error over a prompt at once, and over steps of several sizes from an empty cache."""
     program, ids = Program(graph, library), np.random.default_rng(1).integers(3, 97, (2, 12))
-    expected = graph_logits(graph)(ids).numpy()
+    expected = GraphLogits(graph)(ids).numpy()
     errors = []
     for steps in ((12,), (5, 1, 1, 3, 2)):
         caches, begin = program.caches(2, 16), 0

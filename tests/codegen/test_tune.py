@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tvm.script import tirx as T
 from compressor.cache import cache_folder
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tune import Database, Tuner, cpu_name
+from compressor.errors import DriftError
 
 SOURCE, SIZE = __file__, 4096
 
@@ -94,17 +96,64 @@ def test_the_fastest_candidate_wins(database: Database) -> None:
 
 
 def test_results_are_remembered_across_processes_and_extended(database: Database) -> None:
-    first = Counted()
-    chosen = tuner("quick", database).choose("k", SPACE, first, operands, SOURCE)
-    database.save()
+    first = tuner("quick", database)
+    chosen = first.choose("k", SPACE, kernel, operands, SOURCE)
     again = tuner("quick", Database(database.path))
     build = Counted()
     assert again.choose("k", SPACE, build, operands, SOURCE) == chosen
     assert build.built == []
-    assert again.log[0]["kernel"] == "k" and again.log[0]["tried"] == len(first.built)
+    assert again.chosen == first.chosen == {"k": {"count": chosen.count}}
     fuller = tuner("full", Database(database.path))
     fuller.choose("k", SPACE, build, operands, SOURCE)
     assert build.built == SPACE  # the best of three does not answer for four
+
+
+def test_every_choice_is_on_disk_before_the_next(database: Database) -> None:
+    """What a run had timed when it was killed is what it goes on with."""
+
+    def killed(_schedule: Repeats) -> tvm.tirx.PrimFunc:
+        raise KeyboardInterrupt
+
+    run = tuner("quick", database)
+    chosen = run.choose("first", SPACE, kernel, operands, SOURCE)
+    with pytest.raises(KeyboardInterrupt):
+        run.choose("second", SPACE, killed, operands, SOURCE)
+    continued, build = tuner("quick", Database(database.path)), Counted()
+    assert continued.choose("first", SPACE, build, operands, SOURCE) == chosen
+    assert build.built == []
+    assert [file.name for file in database.path.parent.iterdir()] == ["tuning.json"]
+
+
+@pytest.mark.parametrize("mode", ["off", "quick", "full"])
+def test_a_pinned_schedule_is_taken_without_timing(mode: str, database: Database) -> None:
+    build = Counted()
+    run = tuner(mode, database)
+    run.pinned = {"k": {"count": 2}}
+    assert run.choose("k", SPACE, build, operands, SOURCE) == Repeats(2)
+    assert build.built == [] and database.entries == {} and run.chosen == run.pinned
+
+
+@pytest.mark.parametrize(
+    ("pinned", "what"),
+    [({}, "has no schedule"), ({"k": {"count": 3}}, "none of those possible"), ({"k": {}}, "none of those possible")],
+)
+def test_a_pinned_schedule_that_is_not_possible_is_drift(
+    pinned: dict[str, dict[str, int]], what: str, database: Database
+) -> None:
+    run = tuner("quick", database)
+    run.pinned = pinned
+    with pytest.raises(DriftError, match=f"{what}.* for the kernel k"):
+        run.choose("k", SPACE, kernel, operands, SOURCE)
+
+
+def test_what_was_chosen_can_be_pinned(database: Database) -> None:
+    first = tuner("off", database)
+    first.choose("one", SPACE, kernel, operands, SOURCE)
+    first.choose("two", SPACE[3:], kernel, operands, SOURCE)
+    again = tuner("full", database)
+    again.pinned = json.loads(json.dumps(first.chosen))
+    assert again.choose("one", SPACE, kernel, operands, SOURCE) == SPACE[0]
+    assert again.choose("two", SPACE, kernel, operands, SOURCE) == SPACE[3]
 
 
 def test_kernel_machine_and_source_are_part_of_the_key(database: Database, tmp_path: Path) -> None:
@@ -128,8 +177,7 @@ def test_an_unreadable_database_counts_as_empty_and_is_replaced(content: str, tm
     path.write_bytes(content.encode("latin-1"))
     database = Database(path)
     assert database.entries == {}
-    database.entries["k"] = {"index": 0, "tried": 3}
-    database.save()
+    database.keep("k", {"index": 0, "tried": 3})
     assert Database(path).entries == {"k": {"index": 0, "tried": 3}}
 
 
@@ -148,32 +196,50 @@ import sys
 from pathlib import Path
 from compressor.codegen.tune import Database
 
+database = Database(Path(sys.argv[1]))
 for i in range(20):
-    database = Database(Path(sys.argv[1]))
-    database.entries = {f"{sys.argv[2]}{i}": {"index": i, "tried": 3}}
-    database.save()
+    database.keep(f"{sys.argv[2]}{i}", {"index": i, "tried": 3})
 """
 
 
-def test_saving_keeps_what_others_wrote_and_never_shows_half_a_file(tmp_path: Path) -> None:
+def test_what_others_write_is_kept_and_half_a_file_is_never_seen(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tuning.json"
     command = [sys.executable, "-c", WRITE, str(path)]
-    assert subprocess.run([*command, "mine"], check=False).returncode == 0
-    other = subprocess.Popen([*command, "theirs"])
-    while other.poll() is None:
-        json.loads(path.read_text())
+    others = [subprocess.Popen([*command, name]) for name in ("mine", "theirs")]
+    while any(other.poll() is None for other in others):
+        if path.exists():
+            json.loads(path.read_text())
         time.sleep(0.001)
-    assert other.returncode == 0
+    assert [other.returncode for other in others] == [0, 0]
     assert set(Database(path).entries) == {f"{name}{i}" for name in ("mine", "theirs") for i in range(20)}
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_stops_nothing_and_is_noted_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    database = Database(tmp_path / "file" / "tuning.json")
-    assert tuner("quick", database).choose("k", SPACE, kernel, operands, SOURCE) == Repeats(1)
-    database.save()
+    run = tuner("quick", Database(tmp_path / "file" / "tuning.json"))
+    for name in ("one", "two"):
+        assert run.choose(name, SPACE, kernel, operands, SOURCE) == Repeats(1)
+    (note,) = run.notes
+    assert "tuning.json: cannot be written" in note and "COMPRESS_CACHE_DIR" in note
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_full_disk_leaves_the_database_as_it_was(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    database.keep("old", {"index": 0, "tried": 3})
+    before = database.path.read_bytes()
+    write = Path.write_text
+
+    def fill(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:10], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    run = tuner("quick", database)
+    run.choose("k", SPACE, kernel, operands, SOURCE)
+    assert "No space left" in run.notes[0]
+    assert database.path.read_bytes() == before
+    assert [file.name for file in database.path.parent.iterdir()] == ["tuning.json"]
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""The process that measures one model: ``python -m compressor.bench_child PATH PROMPT_TOKENS NEW_TOKENS THREADS``.
+
+It loads the model, says so on stdout, and then answers requests that come on stdin, so that two such processes can take
+turns: ``repeat`` measures once, ``finish`` tells what is known when all is done.  Answers are JSON, a line each.  It
+ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor.errors import CompressorError, UsageError
+
+Step: TypeAlias = Callable[[Any], Any]
+"""Ids int64 [1, S] -> the likeliest next token, int64 [1, 1]."""
+
+_clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loaded model: what is known of it, how to measure it once, and what is known when that is done."""
+
+    loaded: dict[str, Any]
+    repeat: Callable[[], dict[str, float]]
+    finish: Callable[[], dict[str, Any]]
+
+
+def decoder_repeat(start: Callable[[int], Step], ids: NDArray[np.int64], new_tokens: int) -> dict[str, float]:
+    """One prompt, then greedy single tokens.
+
+    Args:
+        start: opens a sequence with room for so many tokens.
+        ids: the prompt, int64 [1, P].
+    """
+    start(1)(ids[:, :1])  # untimed: another process may just have had the caches to itself
+    begin = _clock()
+    step = start(ids.shape[1] + new_tokens)
+    opened = _clock()
+    token = step(ids)
+    ends = [_clock()]
+    for _ in range(new_tokens):
+        token = step(token)
+        ends.append(_clock())
+    return {
+        "prefill_tokens_per_s": ids.shape[1] / (ends[0] - opened),
+        "decode_tokens_per_s": new_tokens / (ends[-1] - ends[0]),
+        "first_token_ms": 1e3 * (ends[0] - begin),
+        "latency_ms": 1e3 * statistics.median(np.diff(ends).tolist()),
+    }
+
+
+def encoder_repeat(encode: Callable[[Any], Any], ids: NDArray[np.int64]) -> dict[str, float]:
+    """One forward call on ids int64 [1, S]."""
+    encode(ids[:, :1])  # untimed, as above
+    begin = _clock()
+    encode(ids)
+    return {"latency_ms": 1e3 * (_clock() - begin)}
+
+
+def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
+    """A bundle, without torch."""
+    from compressor_runtime import load
+
+    begin = _clock()
+    bundle = load(path, threads=threads or None)
+    loaded = {"load_s": _clock() - begin, "threads": bundle.threads}
+    model = bundle.model
+    if bundle.kind == "module":
+        raise UsageError(f"{path}: holds a plain module, whose inputs are not known; time your own call of it")
+    ids = _random_ids(path, model["vocab_size"], model["max_positions"], prompt_tokens, new_tokens, bundle.kind)
+
+    def start(capacity: int) -> Step:
+        session = bundle.session(capacity=capacity)
+        return lambda tokens: session.step(tokens).argmax(-1)
+
+    def finish_decoder() -> dict[str, Any]:
+        peak = peak_rss_bytes()  # before the probe takes memory of its own
+        positions = prompt_tokens + new_tokens / 2
+        cache_bytes = 2 * 4 * model["layers"] * model["kv_heads"] * model["head_dim"] * positions
+        return {
+            "bytes_per_token": int(model["weight_bytes_per_token"] + cache_bytes),
+            "read_bandwidth_bytes_per_s": bundle.read_bandwidth(),
+            "peak_rss_bytes": peak,
+        }
+
+    if bundle.kind == "encoder":
+        return Subject(loaded, lambda: encoder_repeat(bundle.encode, ids), lambda: {"peak_rss_bytes": peak_rss_bytes()})
+    return Subject(loaded, lambda: decoder_repeat(start, ids, new_tokens), finish_decoder)
+
+
+def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
+    """A Hugging Face folder, in PyTorch eager float32."""
+    import torch
+    from compressor_runtime import available_cores
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from compressor.capture_shadow import model_kind
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    threads = threads or available_cores()
+    torch.set_num_threads(threads)  # this process exists for the measurement only
+    torch.set_grad_enabled(False)
+    kind = model_kind(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False), str(path))
+    auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
+    begin = _clock()
+    model = auto.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+    model.eval()
+    loaded = {"load_s": _clock() - begin, "threads": threads}
+    positions = getattr(model.config, "max_position_embeddings", None) or 0
+    ids = _random_ids(path, model.config.vocab_size, positions, prompt_tokens, new_tokens, kind)
+
+    def start(_capacity: int) -> Step:
+        cache = None
+
+        def step(tokens: Any) -> Any:
+            nonlocal cache
+            out = model(input_ids=torch.as_tensor(tokens), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = out.past_key_values
+            return out.logits[:, -1:].argmax(-1)
+
+        return step
+
+    def encode(tokens: NDArray[np.int64]) -> None:
+        inputs = torch.as_tensor(tokens)
+        model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
+
+    def repeat() -> dict[str, float]:
+        return encoder_repeat(encode, ids) if kind == "encoder" else decoder_repeat(start, ids, new_tokens)
+
+    return Subject(loaded, repeat, lambda: {"peak_rss_bytes": peak_rss_bytes()})
+
+
+def _random_ids(
+    path: Path, vocab_size: int, positions: int, prompt_tokens: int, new_tokens: int, kind: str
+) -> NDArray[np.int64]:
+    """Int64 [1, P], the same in every process; ``positions`` is 0 where the model states no limit."""
+    tokens = prompt_tokens + (new_tokens if kind == "decoder" else 0)
+    if positions and tokens > positions:
+        raise UsageError(f"{path}: {tokens} tokens are more than the model's {positions} positions; ask for fewer")
+    return np.random.default_rng(0).integers(0, vocab_size, (1, prompt_tokens), dtype=np.int64)
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM: unlike ``ru_maxrss`` it does not begin with the size of the parent process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise CompressorError("bench: /proc/self/status has no VmHWM; speed and memory are measured on Linux only")
+
+
+def main() -> int:
+    """Serve the requests; the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path)
+    parser.add_argument("numbers", type=int, nargs=3, help="prompt tokens, new tokens, threads (0: all)")
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+    make = bundle_subject if (options.path / "manifest.json").exists() else dense_subject
+    try:
+        subject = make(options.path, *options.numbers)
+        print(json.dumps(subject.loaded), file=answers, flush=True)
+        for request in sys.stdin:
+            answer = {"repeat": subject.repeat, "finish": subject.finish}[request.strip()]()
+            print(json.dumps(answer), file=answers, flush=True)
+    except Exception as error:  # the parent shows one line, whatever it was
+        place = "" if hasattr(error, "exit_code") else f"{options.path}: "  # errors of ours say it themselves
+        print(f"error: {place}{error}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

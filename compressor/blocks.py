@@ -1,0 +1,67 @@
+"""The blocks of one pass: restored where the cache has them, kept there as they are finished."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from compressor.formats import Format
+from compressor.graph import Site, replace_linear, set_parameter
+from compressor.packing import PARTS, PackedWeight
+from compressor.pipeline import Context, SiteRecord, Task
+from compressor.results import digest
+from compressor.tensor_files import trim
+
+
+class Blocks:
+    """What a weight pass asks before it works on the linears between two cuts of the graph, and tells afterwards.
+
+    Without a cache in the context nothing is restored and nothing kept.
+
+    Args:
+        ctx: of the run; its ``state`` stands for the graph as it was before the pass.
+        step: the pass; every option but which linears it is for decides its results.
+        task: progress of the pass, a unit a linear.
+        decides: whatever else decides them, as plain data.
+        chained: a block's result depends on the blocks before it, too.
+    """
+
+    def __init__(self, ctx: Context, name: str, step: Any, task: Task, *, decides: Any = None, chained: bool) -> None:
+        self.ctx, self.name, self.task, self.chained = ctx, name, task, chained
+        options = {k: v for k, v in dataclasses.asdict(step).items() if k not in ("targets", "ignore")}
+        self._base = digest(ctx.state, name, options, decides)
+        self._key = ""
+
+    def restore(self, graph: Any, sites: Sequence[Site]) -> bool:
+        """Put the packed weights of a finished block in place of the dense ones; whether there was one."""
+        self._key = digest(self._base, [site.name for site in sites])
+        if self.chained:
+            self._base = self._key
+        self.ctx.blocks += 1
+        found = self.ctx.results.load(self._key) if self.ctx.results is not None else None
+        if found is None or [record["site"] for record in found.records] != [site.name for site in sites]:
+            return False
+        for site, fields in zip(sites, found.records, strict=True):
+            codes, scales, zeros = (found.tensors.get(f"{site.name}.{part}") for part in PARTS)
+            assert codes is not None and scales is not None
+            fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
+            replace_linear(graph, site, PackedWeight(codes, scales, zeros, fmt, shape))
+            self.ctx.records.append(SiteRecord(**fields))
+        self.ctx.reused += 1
+        self.task.advance(len(sites))
+        return True
+
+    def keep(self, graph: Any, sites: Sequence[Site]) -> None:
+        """The block of the last :meth:`restore` is done: its packed weights move from memory into the cache."""
+        if self.ctx.results is None:
+            return
+        names = {f"{site.name}.{part}" for site in sites for part in PARTS}
+        tensors = {name: value.detach() for name, value in graph.named_parameters() if name in names}
+        records = {record.site: dataclasses.asdict(record) for record in self.ctx.records}
+        label = f"{graph.meta['model'].name}: {self.name}"
+        stored = self.ctx.results.save(self._key, label, tensors, [records[site.name] for site in sites])
+        for name, value in stored.tensors.items():
+            set_parameter(graph, name, value)
+        del tensors
+        trim()

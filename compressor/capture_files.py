@@ -1,0 +1,94 @@
+"""The JSON files of a model folder, read with limits before anything is built or opened by what they say.
+
+A configuration of a few bytes can ask for a million layers, and an index can name any file of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CaptureError
+
+_LARGEST_BYTES = 64 << 20  # the index of a model of 100,000 tensors takes a tenth of it
+_LONGEST_NAME_BYTES = 255
+_MOST_LAYERS, _MOST_POSITIONS, _MOST = 512, 1 << 24, 1 << 20
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CaptureError: it is no regular file, too large, or something else than a JSON object.
+    """
+    try:
+        if not file.is_file():
+            raise CaptureError(f"{file}: missing, or no regular file; fetch it again")
+        with file.open("rb") as stream:
+            data = stream.read(_LARGEST_BYTES + 1)
+        if len(data) > _LARGEST_BYTES:
+            raise CaptureError(f"{file}: cannot be used (larger than {_LARGEST_BYTES >> 20} MiB); fetch it again")
+        content = json.loads(data.decode())
+    except (OSError, RecursionError, ValueError) as error:
+        raise CaptureError(f"{file}: cannot be used ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise CaptureError(f"{file}: cannot be used (not a JSON object); fetch it again")
+    return content
+
+
+def listed_files(index: Path) -> list[Path]:
+    """The safetensors files that an index names, all of them beside it.
+
+    Raises:
+        CaptureError: it is no index, or names anything else.
+    """
+    try:
+        weight_map = read_object(index).get("weight_map")
+    except CaptureError as error:
+        raise CaptureError(f"{index}: not a safetensors index: {error}") from error
+    if not isinstance(weight_map, dict):
+        raise CaptureError(f"{index}: not a safetensors index (no `weight_map`); fetch the file again")
+    for file in weight_map.values():
+        named = isinstance(file, str) and file.isprintable() and file == Path(file).name
+        if not named or not file.endswith(".safetensors") or len(file.encode()) > _LONGEST_NAME_BYTES:
+            raise CaptureError(
+                f"{index}: not a safetensors index: {file!r:.80} is no safetensors file beside it; do not trust this "
+                "folder"
+            )
+    return [index.parent / file for file in sorted(set(weight_map.values()))]
+
+
+def check_config(file: Path, stored_tensors: int) -> None:
+    """Check that building the model that a config.json describes takes no more than a real one could.
+
+    Counts of layers are held against the number of stored tensors, of which a layer has at least one (models whose
+    layers share their weights have fewer, and up to 512 layers).
+
+    Raises:
+        CaptureError: it is no JSON object, or a count is absurd.
+    """
+    for key, number in _numbers(read_object(file)):
+        limit = _MOST if key.startswith(("n_", "num_")) else 1 << 63
+        if "position" in key:
+            limit = _MOST_POSITIONS
+        elif "layer" in key:
+            limit = max(_MOST_LAYERS, stored_tensors)
+        if number > limit:
+            raise CaptureError(
+                f"{file}: cannot be used ({key} is {number}, more than {limit}; {stored_tensors} tensors are stored); "
+                "fetch it again"
+            )
+
+
+def _numbers(value: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """All whole numbers under a key, at any depth."""
+    left: list[Any] = [value]
+    while left:
+        current = left.pop()
+        if isinstance(current, list):
+            left.extend(current)
+        elif isinstance(current, dict):
+            left.extend(current.values())
+            yield from ((key, number) for key, number in current.items() if type(number) is int)

@@ -1,0 +1,99 @@
+"""A process that loads one model and answers requests: a line of text in, a line of JSON out, and bytes beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from compressor.errors import CompressorError, UsageError, VerificationError
+
+_ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
+_FAREWELL_S = 10.0
+
+
+class Child:
+    """``python -m <module> <arguments>``, to be used in a ``with`` statement; it ends when its stdin does.
+
+    Its first line, before any request, says that the model is loaded: ``loaded``.
+
+    Args:
+        name: for messages.
+    Raises:
+        CompressorError: the process failed, now or later; its message and exit code are passed on.
+    """
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        self._name = name
+        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+        )
+        try:
+            self.loaded: dict[str, Any] = self._answer()
+        except BaseException:
+            self._end(kill=True)
+            raise
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end(kill=kind is not None)
+
+    def ask(self, request: str, payload: bytes = b"") -> dict[str, Any]:
+        """Send a line, and bytes after it; the answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the child has ended: the missing answer says why
+            self._process.stdin.write(f"{request}\n".encode() + payload)
+            self._process.stdin.flush()
+        return self._answer()
+
+    def receive(self, size_bytes: int) -> bytes:
+        """The bytes that follow an answer."""
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(size_bytes)
+        if len(data) < size_bytes:
+            self._fail()
+        return data
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self._fail()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _fail(self) -> None:
+        code = self._process.wait()
+        self._complaints.seek(0)
+        said = self._complaints.read().strip().splitlines()
+        if code < 0:
+            reason = f"the process was ended by signal {-code} ({signal.strsignal(-code)})"
+        else:
+            reason = said[-1].removeprefix("error: ") if said else f"the process ended with {code}"
+        raise _ERRORS.get(code, CompressorError)(f"{self._name}: {reason}")
+
+    def _end(self, kill: bool) -> None:
+        if kill:
+            self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):  # a request that was never read
+                    stream.close()  # the child ends when nothing can be asked any more
+        try:
+            self._process.wait(_FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._complaints.close()

@@ -1,0 +1,271 @@
+"""``compress.lock``: everything that a bundle follows from, so that a later run gives the same bundle or says why not.
+
+Nothing in it tells when, by whom or where it was made: it is a file of the bundle, and two runs write the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from compressor.errors import DriftError, UsageError
+from compressor.export import installed_versions
+from compressor.fingerprint import code_digest, model_fingerprint, tensors_sha256
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from compressor.codegen.targets import Target
+    from compressor.recipe import Recipe
+    from compressor.samples import Samples
+
+LOCK_NAME = "compress.lock"
+_LARGEST_BYTES = 16 << 20
+_DEEPEST = 32
+_ABSENT = object()
+_VECTOR_FEATURES = re.compile(r"(sse|ssse|avx|amx|fma|f16c|vnni)")
+"""CPU flags that choose between ways to compute the same sum in another order."""
+
+Part = tuple[str | int, ...]
+
+
+class _Lock(BaseModel):
+    """The file's schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Literal["compressor lock"]
+    schema_version: Literal[1]
+    versions: dict[str, str]
+    code: str
+    cpu: dict[str, str | list[str]]
+    recipe: dict[str, Any]
+    model: dict[str, str | dict[str, str]]
+    calibration: dict[str, str | int] | None
+    evaluation: dict[str, str | int] | None
+    schedules: dict[str, dict[str, int]]
+
+
+class Lock:
+    """The lock of a run, gathered as things become known, and held against a locked run.
+
+    Attributes:
+        facts: what is known so far, in the form of the file.
+        locked: what :func:`read_lock` gave; None accepts everything.
+    """
+
+    def __init__(self, locked: Mapping[str, Any] | None = None) -> None:
+        self.locked = locked
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def schedules(self) -> Mapping[str, Mapping[str, Any]] | None:
+        """The locked schedules, for ``compile_graph``; None where kernels are to be timed."""
+        return None if self.locked is None else self.locked["schedules"]
+
+    def add_setting(self, recipe: Recipe, target: Target) -> None:
+        """What is known before the model is looked at: recipe, versions, code, CPU."""
+        self.facts |= {
+            "format": "compressor lock",
+            "schema_version": 1,
+            "versions": installed_versions(),
+            "code": code_digest(),
+            "cpu": _cpu(target),
+            "recipe": recipe.resolved(),
+        }
+
+    def add_model(self, model: Path | nn.Module, trust_remote_code: bool = False) -> None:
+        """The files of a model's folder, or the tensors of a model in memory (its code is nobody's to hash)."""
+        if isinstance(model, Path):
+            self.facts["model"] = {"files": model_fingerprint(model, trust_remote_code)}
+        else:
+            self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
+
+    def add_texts(self, samples: Samples | None, tokens: Tensor | None) -> None:
+        """The calibration samples as they were drawn, and the tokens to evaluate on."""
+        from compressor.samples import tokens_sha256
+
+        self.facts["calibration"] = None if samples is None else samples.facts()
+        self.facts["evaluation"] = None if tokens is None else {"tokens": len(tokens), "sha256": tokens_sha256(tokens)}
+
+    def add_schedules(self, schedules: Mapping[str, Mapping[str, Any]]) -> None:
+        """The schedules that the kernels got."""
+        self.facts["schedules"] = {kernel: dict(fields) for kernel, fields in schedules.items()}
+
+    def check(self) -> None:
+        """Hold what is known so far against the locked run.
+
+        Raises:
+            DriftError: it names everything that is no longer what it was.
+        """
+        if self.locked is None:
+            return
+        if drifts := check_lock(self.locked, self.facts):
+            raise DriftError(
+                "\n".join(
+                    [
+                        "--locked: this run would not repeat the locked one:",
+                        *(f"  {drift}" for drift in drifts),
+                        "put these back as they were, or run without --locked to make a new lock",
+                    ]
+                )
+            )
+
+    def text(self) -> str:
+        """The whole lock as the text of its file."""
+        return json.dumps(_Lock.model_validate(self.facts).model_dump(), indent=1, sort_keys=True) + "\n"
+
+
+def read_lock(path: Path) -> dict[str, Any]:
+    """Read a lock from its file, or from the bundle that it is in.
+
+    Raises:
+        UsageError: there is none, or it is damaged or of another version.
+    """
+    file = path
+    try:
+        file = path / LOCK_NAME if path.is_dir() else path
+        if not file.is_file():
+            raise UsageError(f"{file}: no such lock; name one with --lock, or run once without --locked to make it")
+        with file.open("rb") as stream:
+            raw = stream.read(_LARGEST_BYTES + 1)
+        if len(raw) > _LARGEST_BYTES:
+            raise ValueError(f"it is larger than {_LARGEST_BYTES} bytes")
+        content = json.loads(raw, parse_constant=_refuse)
+        _check_depth(content, _DEEPEST)
+        return _Lock.model_validate(content).model_dump()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"{_path(tuple(first['loc'])) or 'the whole'}: {first['msg']}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise UsageError(f"{file}: not a lock of this version ({reason}); run without --locked to make a new one")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it holds {constant}")
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if not left:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(inner, left - 1)
+
+
+def check_place(file: Path) -> None:
+    """Raise a UsageError unless a lock can be written to ``file``: for a check before hours of work."""
+    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--lock: {file} cannot be written as a file; name one in a folder that you may write to")
+
+
+def save_lock(bundle: Path, file: Path) -> None:
+    """Copy a bundle's lock to ``file``, which is replaced in one step.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        beside.write_bytes((bundle / LOCK_NAME).read_bytes())
+        beside.replace(file)
+    except OSError as error:
+        raise UsageError(f"{file}: the lock cannot be written: {error}; it is also in {bundle / LOCK_NAME}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_lock(locked: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What of ``current`` is not as locked, a line each.  Sections that ``current`` does not have yet are left out."""
+    return [
+        _words(part, was, now)
+        for section in sorted(current)
+        for part, was, now in _differences((section,), locked[section], current[section])
+    ]
+
+
+def _differences(part: Part, was: Any, now: Any) -> Iterator[tuple[Part, Any, Any]]:
+    """The smallest parts of two plain values that differ; lists of one length by their places."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in sorted(was.keys() | now.keys()):
+            yield from _differences((*part, key), was.get(key, _ABSENT), now.get(key, _ABSENT))
+    elif part[0] != "cpu" and isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for place, pair in enumerate(zip(was, now, strict=True)):
+            yield from _differences((*part, place), *pair)
+    elif type(was) is not type(now) or was != now:
+        yield part, was, now
+
+
+def _words(part: Part, was: Any, now: Any) -> str:
+    match part:
+        case ("cpu", "features") if isinstance(was, list) and isinstance(now, list):
+            changes = {"lacks": set(was) - set(now), "also has": set(now) - set(was)}
+            return "cpu: " + "; ".join(f"{verb} {_plain(', '.join(sorted(n)))}" for verb, n in changes.items() if n)
+        case ("model", "files", str(name)):
+            what, show = f"model file {_plain(name)}: sha256", _short
+        case ("model", "tensors"):
+            what, show = "the model's parameters and buffers: sha256", _short
+        case ("versions", str(name)):
+            what, show = _plain(name), _plain_or_json
+        case ("code",):
+            what, show = "the code of compressor: sha256", _short
+        case ("cpu", "name"):
+            what, show = "cpu", _plain_or_json
+        case ("cpu", "isa"):
+            what, show = "instruction set", _plain_or_json
+        case ("calibration" | "evaluation" as text, *rest):
+            what = _join("calibration samples" if text == "calibration" else "evaluation tokens", rest)
+            show = _short if rest == ["sha256"] else _value
+        case ("recipe", *rest):
+            what, show = f"recipe {_path(tuple(rest))}", _value
+        case ("schedules", str(name), *rest):
+            what, show = _join(f"schedule of {_plain(name)}", rest), _value
+        case _:
+            what, show = _path(part), _value
+    return f"{what}{'' if ': ' in what else ':'} was {show(was)}, is {show(now)}"
+
+
+def _join(what: str, keys: list[Any]) -> str:
+    return ": ".join([what, *(_plain(str(key)) for key in keys)])
+
+
+def _path(part: Part) -> str:
+    """``passes[0].gptq.group_size``"""
+    names = (f"[{name}]" if isinstance(name, int) else f".{_plain(name)}" for name in part)
+    return "".join(names).removeprefix(".")
+
+
+def _plain(text: str) -> str:
+    """The text, unless a terminal would take part of it for a command."""
+    return text if text.isprintable() else json.dumps(text)
+
+
+def _value(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain_or_json(value: Any) -> str:
+    return _plain(value) if isinstance(value, str) else _value(value)
+
+
+def _short(value: Any) -> str:
+    return _plain(value[:12]) if isinstance(value, str) else _value(value)
+
+
+def _cpu(target: Target) -> dict[str, Any]:
+    """The processor, the instruction set of the kernels, and what arithmetic libraries choose their code by."""
+    from compressor.codegen.targets.x86 import host_flags
+    from compressor.codegen.tune import cpu_name
+
+    features = sorted(flag for flag in host_flags() if _VECTOR_FEATURES.match(flag))
+    return {"name": cpu_name(), "isa": target.resolve().name, "features": features}

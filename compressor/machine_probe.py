@@ -1,0 +1,264 @@
+"""What work costs on this machine: a few seconds of the real functions, measured once and kept in the cache folder.
+
+Each unit of work has a price in seconds.  Plans multiply these prices by amounts of work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor import __version__
+from compressor.cache import cache_folder, merge_entries, read_entries
+from compressor.errors import CompressorError
+
+UNITS: Mapping[str, str] = {
+    "matmul_flop": "one operation of a float32 matrix product",
+    "int8_op": "one operation of an int8 matrix product",
+    "matmul64_flop": "one operation of a float64 matrix product",
+    "factor64_flop": "one operation of a float64 Cholesky factorisation or triangular solve",
+    "stream_byte": "one byte read or written by an element-wise operation",
+    "fresh_byte": "one byte written by an element-wise operation to memory that the process just got",
+    "read_byte": "one byte read from memory",
+    "hash_byte": "one byte of SHA-256",
+    "write_byte": "one byte written to the cache folder's disk",
+    "rtn_element": "one weight rounded to nearest and packed",
+    "grid_element": "one weight held against one candidate grid",
+    "sweep_element": "one weight that GPTQ rounds, and the errors it spreads within its block",
+    "sweep_column": "one column that GPTQ rounds, whatever its length",
+    "dequantize_element": "one packed weight turned into float32",
+    "node": "one operator of PyTorch, however small, interpreted",
+    "custom_op": "what an operator of ours takes longer than that",
+    "python": "one turn of a loop in Python",
+    "import_bundle": "a process that imports the bundle's run-time",
+    "import_dense": "a process that imports PyTorch and transformers",
+    "import_all": "a process that imports all that a run needs",
+}
+"""The units of work, each priced in seconds."""
+
+_SECONDS_EACH = 0.2
+_LEAST_REPEATS = 3
+
+_CHILD = """
+import time; begin = time.perf_counter()
+def mark(name):
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    print(name, time.perf_counter() - begin, int(status["VmRSS"].split()[0]) * 1024)
+import compressor.bench, compressor_runtime
+mark("bundle")
+import torch, transformers.models.auto.modeling_auto
+mark("dense")
+import compressor.run
+mark("all")
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine as plans know it.
+
+    Attributes:
+        cpu: the processor's model name.
+        threads: PyTorch's threads while measuring.
+        seconds: price of each of :data:`UNITS`.
+        spread: how far the median of one measurement's repeats lies above the least, which is its price; the median
+            over all measurements.
+        bundle_bytes, dense_bytes, all_bytes: resident memory of a process after the three imports.
+    """
+
+    cpu: str
+    threads: int
+    seconds: Mapping[str, float]
+    spread: float
+    bundle_bytes: int
+    dense_bytes: int
+    all_bytes: int
+
+    def cost(self, work: Mapping[str, float]) -> float:
+        """Seconds of some amounts of work by unit."""
+        return sum(self.seconds[unit] * amount for unit, amount in work.items())
+
+
+def machine(measure: bool = False) -> Machine:
+    """This machine, from the cache folder's ``machine.json`` or measured now, which takes about five seconds.
+
+    Kept by processor, threads, and the versions of PyTorch, TVM and Compressor.  A cache folder that cannot be written
+    to costs the next plan these seconds, and this one nothing.
+
+    Args:
+        measure: whatever is kept, measure now.
+    Raises:
+        CompressorError: the process that tries the imports failed.
+    """
+    import torch
+
+    from compressor.codegen.tune import cpu_name
+
+    versions = (torch.__version__, importlib.metadata.version("apache-tvm"), __version__)
+    key = "|".join((cpu_name(), f"{torch.get_num_threads()} threads", *versions))
+    file = cache_folder() / "machine.json"
+    if not measure:
+        try:
+            kept = Machine(**read_entries(file)[key])
+            if set(kept.seconds) == set(UNITS):
+                return kept
+        except (KeyError, TypeError):
+            pass  # not measured yet, or by another version of this file
+    found = probe()
+    with contextlib.suppress(OSError):
+        merge_entries(file, {key: dataclasses.asdict(found)})
+    return found
+
+
+def probe() -> Machine:
+    """Measure this machine."""
+    import torch
+
+    from compressor.codegen.tune import cpu_name
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seconds, spreads = _compute()
+    imports = _imports()
+    seconds |= {f"import_{name}": taken for name, (taken, _) in imports.items()}
+    sizes = {f"{name}_bytes": size for name, (_, size) in imports.items()}
+    return Machine(cpu_name(), torch.get_num_threads(), seconds, statistics.median(spreads), **sizes)
+
+
+def _imports() -> dict[str, tuple[float, int]]:
+    """Seconds and resident bytes of a process after each of the three imports."""
+    done = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompressorError(f"the process that tries the imports failed: {done.stderr.strip().splitlines()[-1:]}")
+    rows = (line.split() for line in done.stdout.splitlines())
+    return {row[0]: (float(row[1]), int(row[2])) for row in rows}
+
+
+def _compute() -> tuple[dict[str, float], list[float]]:
+    """Seconds of each unit that this process measures itself, and the spreads of the measurements."""
+    import torch
+
+    from compressor.formats import Format
+    from compressor.grid_search import search_grid
+    from compressor.ops import rms_norm
+    from compressor.packing import dequantize
+    from compressor.passes.rtn import rtn_quantize
+
+    spreads: list[float] = []
+
+    def price(amount: float, run: Callable[[], Any]) -> float:
+        times = _times(run)
+        spreads.append((statistics.median(times) - times[0]) / times[0])
+        return times[0] / amount  # the least: whatever else the machine does only adds to it
+
+    x, w = torch.randn(2048, 512), torch.randn(512, 512)
+    codes = torch.randint(-8, 8, (512, 512), dtype=torch.int8)
+    square = torch.randn(512, 512, dtype=torch.float64)
+    definite = square @ square.t() + 512 * torch.eye(512, dtype=torch.float64)
+    eye, small = torch.eye(512, dtype=torch.float64), torch.randn(4, 16)
+    rows, large = torch.ones(2048, 1024), torch.ones(32 << 20)
+    fmt = Format.parse("W4A16_G128")
+    weight = torch.randn(4096, 2048)  # large enough for its temporary tensors to be memory that the process just got
+    packed = rtn_quantize(weight, fmt)
+    factored = 512**3 / 3 + 512**3
+
+    def factor() -> None:
+        torch.linalg.solve_triangular(torch.linalg.cholesky_ex(definite)[0], eye, upper=False)
+
+    def nodes() -> None:
+        for _ in range(200):
+            small.add(small)
+
+    def operators() -> None:
+        for _ in range(50):
+            rms_norm(small, small[0], 1e-6)
+
+    seconds = {
+        "matmul_flop": price(2 * 2048 * 512**2, lambda: x @ w),
+        "int8_op": price(2 * 512**3, lambda: torch._int_mm(codes, codes)),
+        "matmul64_flop": price(2 * 512**3, lambda: square @ square),
+        "factor64_flop": price(factored, factor),
+        "stream_byte": price(2 * rows.nbytes, lambda: rows * 2.0),
+        "fresh_byte": price(large.nbytes, lambda: large * 2.0),
+        "read_byte": price(large.nbytes, large.sum),
+        "rtn_element": price(weight.numel(), lambda: rtn_quantize(weight, fmt)),
+        "dequantize_element": price(weight.numel(), lambda: dequantize(packed)),
+        "python": price(100_000, _loop),
+    }
+    column, importance = weight[:1024, :128].contiguous(), torch.rand(128)
+    seconds["grid_element"] = price(29 * column.numel(), lambda: search_grid(column, importance, fmt))
+    # An operator through the interpreter takes about six times its bare call.
+    seconds["node"] = 6 * price(200, nodes)
+    seconds["custom_op"] = price(50, operators) - seconds["node"] / 6 * 5
+    seconds |= _sweeps(seconds)
+    return seconds | _files(price), spreads
+
+
+def _loop() -> int:
+    return sum(i * i for i in range(100_000))
+
+
+def _times(run: Callable[[], Any]) -> list[float]:
+    """Seconds of each repeat, sorted; the first call, which warms up, is left out."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + _SECONDS_EACH
+    while len(times) < _LEAST_REPEATS or time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)
+
+
+def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Prices of GPTQ's inner loop: what two calls take beyond the work that has a price already."""
+    import torch
+
+    from compressor.formats import Format
+    from compressor.passes.gptq import gptq_quantize
+    from compressor.sites_plan import gptq_work
+
+    # Few columns and many rows: most of the time goes into the inner loop.
+    fmt, columns, sizes = Format.parse("W4A16_G128"), 128, (16, 2048)
+    x = torch.randn(2 * columns, columns)
+    hessian, left = x.t() @ x, []
+    for rows in sizes:
+        weight = torch.randn(rows, columns)
+        times = _times(lambda weight=weight: gptq_quantize(weight, hessian, fmt))  # type: ignore[misc]
+        work = gptq_work(rows, columns, fmt, mse=True, match_dense=False)
+        known = sum(seconds[unit] * amount for unit, amount in work.items() if unit in seconds)
+        left.append(max(0.0, times[0] - known))
+    element = max(0.0, left[1] - left[0]) / ((sizes[1] - sizes[0]) * columns)
+    return {"sweep_element": element, "sweep_column": max(0.0, left[0] / columns - sizes[0] * element)}
+
+
+def _files(price: Callable[..., float]) -> dict[str, float]:
+    """Prices of hashing, and of writing to the cache folder's disk (to the temporary folder's, if it is read-only)."""
+    data = bytes(16 << 20)
+
+    def write(folder: Path | None) -> None:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    folder: Path | None = cache_folder()
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        write(folder)
+    except OSError:
+        folder = None
+    hashing = price(len(data), lambda: hashlib.sha256(data).digest())
+    return {"hash_byte": hashing, "write_byte": price(len(data), lambda: write(folder))}

@@ -1,0 +1,301 @@
+"""What a run will do and cost, told before any weight is read: formats, bytes, memory, disk, time, speed bounds.
+
+Only the headers of the model's files are read.  Each pass rewrites a graph without weights as it will rewrite the real
+one, so sizes are counted rather than estimated; memory, disk and time come from models of what each stage does
+(:mod:`compressor.plan_memory`, :mod:`compressor.plan_time`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from compressor.cache import cache_folder
+from compressor.errors import ResourceError
+from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
+from compressor.machine import Memory, available_memory, free_disk
+from compressor.machine_probe import Machine, machine
+from compressor.pipeline import Context, pass_name
+from compressor.plan_memory import StageMemory, needed, peak
+from compressor.plan_roofline import Roofline, rooflines
+from compressor.plan_stages import Costs, run_costs
+from compressor.plan_time import Estimate
+from compressor.recipe import Recipe
+from compressor.sites_plan import SitePlan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """What one pass will do.
+
+    Attributes:
+        index: from 1, as in the run.
+        name: recipe name of the pass.
+        sites: a plan for each linear that was dense before it; empty where the pass says nothing of itself.
+        weight_bytes: of the model after it.
+        cost_known: False for a pass without ``plan``: its time, memory and effect are not in the figures.
+    """
+
+    index: int
+    name: str
+    sites: tuple[SitePlan, ...]
+    weight_bytes: int
+    cost_known: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do and cost on this machine.
+
+    Attributes:
+        model, architecture: of the model.
+        target: that kernels are made for.
+        passes: in order.
+        dense_weight_bytes, weight_bytes: before and after.
+        bundle_bytes: all files of the bundle.
+        memory: the most that each stage takes.
+        peak_rss_bytes: resident memory of the run's process and those it starts, at its worst.
+        needed_bytes: the part of it that has to be there; the rest are pages of files.
+        available: memory that there is now.
+        spill: hidden states go to disk, since memory is short.
+        dense_speed: the dense model is timed for comparison; False where it would not fit.
+        disk: by folder, bytes that the run writes and that are free; folders on one disk share both.
+        stages: seconds by stage.
+        seconds: of all of them, from the command to its end.
+        rooflines: bounds on the bundle's speed.
+        notes: what the user should know.
+        advice: settings that would make a run fit that does not.
+    """
+
+    model: str
+    architecture: str
+    target: str
+    passes: tuple[PassPlan, ...]
+    dense_weight_bytes: int
+    weight_bytes: int
+    bundle_bytes: int
+    memory: tuple[StageMemory, ...]
+    peak_rss_bytes: int
+    needed_bytes: int
+    available: Memory
+    spill: bool
+    dense_speed: bool
+    disk: Mapping[str, tuple[int, int]]
+    stages: Mapping[str, Estimate]
+    seconds: Estimate
+    rooflines: tuple[Roofline, ...]
+    notes: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the run writes, on all disks."""
+        return sum(written for written, _ in self.disk.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**dataclasses.asdict(self), "disk_bytes": self.disk_bytes}
+
+
+def make_plan(
+    recipe: Recipe,
+    model: str | Path | nn.Module | None = None,
+    output: str | Path | None = None,
+    *,
+    measure: bool = False,
+) -> Plan:
+    """Plan a run from the headers of the model's files.
+
+    Args:
+        model: in place of the recipe's.
+        output: the bundle's folder, whose disk counts; None takes the recipe's, else the current folder.
+        measure: measure this machine anew.
+    Raises:
+        CompressorError: what would stop the run as well: the model, the recipe's patterns, the target.
+    """
+    from compressor.capture import capture
+
+    source = recipe.model_source() if model is None else model
+    recipe.check_texts()
+    graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
+    return plan_graph(graph, recipe, output, measure=measure)
+
+
+def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = None, *, measure: bool = False) -> Plan:
+    """Plan a run on a captured graph, which stays as it is; its weights are not read.
+
+    Args:
+        output, measure: as for :func:`make_plan`.
+    """
+    target, here = recipe.target.build(), machine(measure)
+    place = Path(output or recipe.output or ".")
+    available = available_memory()
+    costs, passes, final = _attempt(graph, recipe, here)
+    notes = [
+        f"{step.name}: says nothing of its cost: its time and memory are not in these figures"
+        for step in passes
+        if not step.cost_known
+    ]
+    spill = dense_speed = False
+    for spill, dense_speed in ((False, True), (False, False), (True, True), (True, False)):
+        memory = costs.memory(here, spill=spill, dense_speed=dense_speed)
+        if needed(memory).needed_bytes <= available.bytes:
+            break
+    if spill:
+        notes.append(f"hidden states go to {cache_folder()}: {costs.spilled_bytes / _GB:.2f} GB do not fit in memory")
+    if not dense_speed and costs.times_dense:
+        notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
+    disk = _disk(place, costs, spill)
+    info: ModelInfo = graph.meta["model"]
+    plan = Plan(
+        model=info.name,
+        architecture=info.architecture,
+        target=target.resolve().name,
+        passes=tuple(passes),
+        dense_weight_bytes=weight_bytes(graph),
+        weight_bytes=weight_bytes(final),
+        bundle_bytes=costs.bundle_bytes,
+        memory=tuple(memory),
+        peak_rss_bytes=peak(memory).peak_bytes,
+        needed_bytes=needed(memory).needed_bytes,
+        available=available,
+        spill=spill,
+        dense_speed=dense_speed and costs.times_dense,
+        disk=disk,
+        stages=costs.stages(here, dense_speed=dense_speed),
+        seconds=costs.total(here, dense_speed=dense_speed),
+        rooflines=tuple(rooflines(final, here)),
+        notes=tuple(notes),
+    )
+    return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, here)) if _short(plan) else plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a run that will not fit.
+
+    Raises:
+        ResourceError: names what is short, by how much, and settings that would help.
+    """
+    if short := _short(plan):
+        advice = "; or ".join(plan.advice) or "none of the recipe's settings is enough: take a machine with more"
+        raise ResourceError(f"{plan.model}: {' and '.join(short)}; {advice}")
+
+
+def compare_plan(plan: Plan, actual: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
+    """Predictions beside what happened: (name, predicted, measured, predicted / measured).
+
+    Args:
+        actual: any of ``weight_bytes``, ``bundle_bytes``, ``peak_rss_bytes``, ``disk_bytes``, ``seconds``, and seconds
+            of stages by their names in ``plan.stages``.
+    """
+    predicted = {
+        name: float(getattr(plan, name)) for name in ("weight_bytes", "bundle_bytes", "peak_rss_bytes", "disk_bytes")
+    }
+    predicted |= {"seconds": plan.seconds.value, **{name: stage.value for name, stage in plan.stages.items()}}
+    return [
+        (name, value, actual[name], value / actual[name])
+        for name, value in predicted.items()
+        if actual.get(name, 0) > 0
+    ]
+
+
+def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, list[PassPlan], GraphModule]:
+    """Plan all passes on a twin without weights."""
+    shadow = twin(graph)
+    for name, parameter in list(shadow.named_parameters()):
+        if not parameter.is_meta:
+            set_parameter(shadow, name, parameter.detach().to("meta"))
+    context = Context(seed=recipe.seed, target=recipe.target.name)
+    passes: list[PassPlan] = []
+    before: list[GraphModule] = []
+    for index, step in enumerate(recipe.passes, start=1):
+        before.append(twin(shadow))
+        known = callable(getattr(step, "plan", None))
+        sites = tuple(step.plan(shadow, context)) if known else ()
+        if recipe.calibration is None and any(site.gathering for site in sites):
+            context.calibration(pass_name(step))  # raises, as in the run
+        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known))
+    return run_costs(graph, before, shadow, passes, recipe), passes, shadow
+
+
+def _short(plan: Plan) -> list[str]:
+    """What is short, in words."""
+    short = []
+    if plan.needed_bytes > plan.available.bytes:
+        stage = needed(plan.memory)
+        missing = plan.needed_bytes - plan.available.bytes
+        short.append(
+            f"memory: the stage {stage.stage} needs {plan.needed_bytes / _GB:.2f} GB, {missing / _GB:.2f} GB more than "
+            f"there is ({plan.available.bytes / _GB:.2f} GB, by {plan.available.limit})"
+        )
+    for folder, (written, free) in plan.disk.items():
+        if written > free:
+            short.append(
+                f"disk: {folder} needs {written / _GB:.2f} GB, {(written - free) / _GB:.2f} GB more than is free "
+                f"({free / _GB:.2f} GB)"
+            )
+    return short
+
+
+def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]:
+    """Bytes written and free by folder; one entry, the output's, where both folders are on one disk."""
+    cached = costs.cache_bytes + (costs.spilled_bytes if spill else 0)
+    (disk, free), (cache_disk, cache_free) = free_disk(output), free_disk(cache_folder())
+    if disk == cache_disk:
+        return {str(output): (costs.bundle_bytes + cached, free)}
+    return {str(output): (costs.bundle_bytes, free), str(cache_folder()): (cached, cache_free)}
+
+
+def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[str, ...]:
+    """Settings that would make the run fit, each tried on the model; the least change of each kind."""
+    found: list[str] = []
+    for setting, changed in _alternatives(recipe):
+        costs, _, _ = _attempt(graph, changed, here)
+        memory = costs.memory(here, spill=plan.spill, dense_speed=plan.dense_speed)
+        place = Path(next(iter(plan.disk)))
+        fits = needed(memory).needed_bytes <= plan.available.bytes
+        if fits and all(written <= free for written, free in _disk(place, costs, plan.spill).values()):
+            kind = setting.partition("=")[0]
+            if not any(text.startswith(kind) for text in found):
+                found.append(f"{setting} would fit")
+    short_disks = [folder for folder, (written, free) in plan.disk.items() if written > free]
+    if short_disks and plan.needed_bytes <= plan.available.bytes:
+        found.append("another output folder (-o) or COMPRESS_CACHE_DIR, on a disk with more room, would fit")
+    return tuple(found)
+
+
+def _alternatives(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """Smaller runs, each with the setting that makes it so; larger ones of a kind come first."""
+    found: list[tuple[str, Recipe]] = []
+    if (spec := recipe.calibration) is not None:
+        for key, least in (("samples", 1), ("sequence_length", 32)):
+            value = getattr(spec, key) // 2
+            while value >= least:
+                changed = spec.model_copy(update={key: value})
+                found.append((f"calibration.{key}={value}", recipe.model_copy(update={"calibration": changed})))
+                value //= 2
+        passes = tuple(_without(step, "match_dense") for step in recipe.passes)
+        if passes != recipe.passes:
+            found.append(("match_dense=false", recipe.model_copy(update={"passes": passes})))
+    evaluated = recipe.evaluation.kind is not None or recipe.calibration is not None
+    window = recipe.evaluation.window // 2 if evaluated else 0
+    while window >= 32:
+        changed_spec = recipe.evaluation.model_copy(update={"window": window, "stride": max(1, window // 2)})
+        found.append((f"evaluation.window={window}", recipe.model_copy(update={"evaluation": changed_spec})))
+        window //= 2
+    return found
+
+
+def _without(step: Any, option: str) -> Any:
+    """A pass with an option switched off; as it is, if it has no such option."""
+    return dataclasses.replace(step, **{option: False}) if getattr(step, option, False) else step

@@ -1,0 +1,183 @@
+"""Operations and bytes of every node of a captured graph for concrete sizes, told without running it.
+
+Shapes come from the operators' fake kernels, so parameters may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+
+from compressor.formats import Format
+from compressor.graph import ModelInfo
+from compressor.packing import PIECE_ELEMENTS
+
+_OPS = torch.ops.compressor
+_DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
+_ATTENTION = (_OPS.cached_attention.default, _OPS.masked_attention.default)
+_EMBEDDING = torch.ops.aten.embedding.default
+_PASSES: dict[Any, int] = {
+    _OPS.rms_norm.default: 4,
+    torch.ops.aten.layer_norm.default: 2,
+}  # times that PyTorch reads and writes the rows
+_PAIR_BYTES = 260  # scaling, masking and softmax of a query and key take as long as so much element-wise traffic
+_UNPACKED_BYTES = 18  # a weight of a piece that is being dequantised
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What one node computes, reads and writes.
+
+    Attributes:
+        kind: ``linear``, ``attention``, ``embedding`` or ``other``.
+        flops: a multiplication and an addition are two.
+        weight_bytes: of parameters, as they are stored (of an embedding, the rows that are read).
+        cache_bytes: of keys and values of earlier tokens.
+        activation_bytes: of all other inputs and outputs; 0 for views.
+        held_bytes: new storage that the result takes.
+        working_bytes: beyond inputs and result, while PyTorch runs it.
+        weights: elements of a linear's weight.
+        format: of a packed linear.
+        cast: elements of a weight that PyTorch turns into float32 first.
+        passes: element-wise traffic of PyTorch's eager operators, bytes.
+        ours: an operator of Compressor's.
+        owner: the node whose storage a view shows; None for what has storage of its own.
+    """
+
+    kind: str
+    flops: float
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    held_bytes: int
+    working_bytes: int
+    weights: int
+    format: str
+    cast: int
+    passes: int
+    ours: bool
+    owner: Node | None
+
+
+def node_costs(
+    graph: GraphModule, batch: int, length: int, past: int = 0, rows: int | None = None
+) -> dict[Node, NodeCost]:
+    """The cost of every call in the graph.
+
+    Args:
+        batch, length: new tokens.
+        past: tokens in the cache.
+        rows: positions whose logits are wanted; all unless given.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    run = _Shapes(graph, mode, past)
+    run.run(*_inputs(graph, mode, batch, length, past, length if rows is None else rows), enable_io_processing=False)
+    return run.costs
+
+
+def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, past: int, rows: int) -> list[Any]:
+    info: ModelInfo = graph.meta["model"]
+    if info.kind == "module":
+        return [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in graph.meta["inputs"][0]]
+    with mode:
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+        if info.kind == "encoder":
+            return [ids, torch.ones(batch, length)]
+        cache = [torch.zeros(batch, info.kv_heads, max(1, past), info.head_dim) for _ in range(2 * info.layers)]
+        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *cache]
+
+
+class _Shapes(Interpreter):
+    """Runs a graph on fake tensors and notes what each node costs."""
+
+    def __init__(self, graph: GraphModule, mode: FakeTensorMode, past: int) -> None:
+        super().__init__(graph)
+        self.mode, self.past, self.costs = mode, past, dict[Node, NodeCost]()
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A fake tensor in place of a parameter, whose values nobody needs."""
+        held = super().get_attr(target, args, kwargs)
+        with self.mode:
+            return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node; a call is noted."""
+        with self.mode:
+            result = super().run_node(n)
+        if n.op == "call_function":
+            inputs = {source: self.env[source] for source in n.all_input_nodes}
+            self.costs[n] = _cost(n, inputs, result, self.past)
+        return result
+
+
+def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:
+    new, given = list(_tensors(result)), [(source, x) for source, value in inputs.items() for x in _tensors(value)]
+    known = {_storage(x): source for source, x in given}
+    owner = next((known[_storage(x)] for x in new if _storage(x) in known), None)
+    held_bytes = sum({_storage(x): _bytes(x) for x in new if _storage(x) not in known}.values())
+    weights_read = {source: _bytes(x) for source, x in given if source.op == "get_attr"}
+    moved = sum(_bytes(x) for source, x in given if source.op != "get_attr") + sum(map(_bytes, new))
+    activation_bytes = moved if held_bytes else 0
+    kind, flops, cache_bytes, working_bytes, weights, cast = "other", float(sum(x.numel() for x in new)), 0, 0, 0, 0
+    passes, fmt = _PASSES.get(node.target, 1) * activation_bytes, ""
+    args: Any = node.args
+    if node.target in (_DENSE, _PACKED):
+        kind, x, y = "linear", inputs[args[0]], result
+        weights = x.shape[-1] * y.shape[-1]
+        flops, passes = 2.0 * x.numel() * y.shape[-1], 0
+        if node.target is _PACKED:
+            fmt = str(args[5])
+            working_bytes = 4 * weights + _UNPACKED_BYTES * min(weights, PIECE_ELEMENTS)
+            if Format.parse(fmt).activation_bits == 8:
+                working_bytes, passes = working_bytes + 9 * x.numel(), 4 * _bytes(x) + 2 * _bytes(y)
+        elif inputs[args[1]].dtype is not torch.float32:
+            cast, working_bytes = weights, 4 * weights
+    elif node.target in _ATTENTION:
+        kind, (q, k) = "attention", (inputs[args[0]], inputs[args[1]])
+        pairs = q.shape[0] * q.shape[1] * q.shape[2] * (past + k.shape[2])
+        flops, cache_bytes = 4.0 * pairs * q.shape[3], 2 * k[:, :, :1].numel() * 4 * past
+        activation_bytes = 2 * _bytes(q) + 2 * _bytes(k)
+        repeated = 2 * 4 * q.shape[0] * q.shape[1] * (past + k.shape[2]) * q.shape[3]
+        working_bytes, passes = 3 * 4 * pairs + repeated, _PAIR_BYTES * pairs + 2 * repeated
+    elif node.target is _EMBEDDING:
+        kind, weights_read = "embedding", {node: _bytes(result)}
+    return NodeCost(
+        kind, flops, sum(weights_read.values()), cache_bytes, activation_bytes, held_bytes, working_bytes, weights, fmt,
+        cast, passes, getattr(node.target, "namespace", "") == "compressor", owner,
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def eager_work(costs: Iterable[NodeCost]) -> dict[str, float]:
+    """Work of running nodes in PyTorch once, by unit (:data:`compressor.machine_probe.UNITS`)."""
+    work = dict.fromkeys(("matmul_flop", "dequantize_element", "stream_byte", "node", "custom_op"), 0.0)
+    for cost in costs:
+        if cost.kind in ("linear", "attention"):
+            work["matmul_flop"] += cost.flops
+        if cost.format:
+            work["dequantize_element"] += cost.weights
+        work["stream_byte"] += cost.passes + 6 * cost.cast
+        work["node"] += 1
+        work["custom_op"] += cost.ours
+    return work

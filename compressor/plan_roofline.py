@@ -1,0 +1,122 @@
+"""How fast the bundle can be at best: per layer, operations and bytes, and which of the two binds.
+
+After LLM-Viewer (Yuan et al. 2024, arXiv 2402.16363): a layer takes at least its operations at the machine's peak and
+at least its bytes at the memory's bandwidth.  Both are measured here (:mod:`compressor.machine_probe`), so they are
+what this machine reaches, not what its data sheet says.  Element-wise operators are fused into chains that stay in
+the caches: their operations count, their bytes do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.fx import GraphModule, Node
+
+from compressor.formats import Format
+from compressor.graph import ModelInfo, segments
+from compressor.machine_probe import Machine
+from compressor.plan_costs import NodeCost, node_costs
+
+PROMPT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A stretch of the graph between two cuts; several, where they are equal.
+
+    Attributes:
+        name: what its linears are called, with ``*`` for numbers.
+        count: how many equal ones there are.
+        ops: operations of each, a multiplication and an addition are two.
+        bytes: that each reads and writes: weights as they are stored, keys and values, activations.
+        binds: what takes longer.
+        ms: the longer of the two, for each.
+    """
+
+    name: str
+    count: int
+    ops: float
+    bytes: int
+    binds: Literal["compute", "memory"]
+    ms: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.ops / max(1, self.bytes)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One phase of the model.
+
+    Attributes:
+        phase: ``prefill``, ``decode`` or ``forward``.
+        tokens: that run at once.
+        layers: in order of first appearance.
+        ms: of all of them.
+        tokens_per_s: bound on the speed.
+    """
+
+    phase: str
+    tokens: int
+    layers: Sequence[Layer]
+    ms: float
+    tokens_per_s: float
+
+
+def rooflines(graph: GraphModule, machine: Machine) -> list[Roofline]:
+    """Prefill and decode of a decoder, the forward call of an encoder; nothing for other modules.
+
+    Args:
+        graph: the compressed graph; parameters may be on the meta device.
+    """
+    info: ModelInfo = graph.meta["model"]
+    if info.kind == "module":
+        return []
+    prompt = min(PROMPT_TOKENS, info.max_positions or PROMPT_TOKENS)
+    if info.kind == "encoder":
+        return [_phase(graph, machine, "forward", prompt, 0)]
+    return [_phase(graph, machine, "prefill", prompt, 0), _phase(graph, machine, "decode", 1, prompt)]
+
+
+def _phase(graph: GraphModule, machine: Machine, phase: str, tokens: int, past: int) -> Roofline:
+    costs = node_costs(graph, 1, tokens, past, rows=1)
+    found: dict[tuple[str, float, int], Layer] = {}
+    for segment in segments(graph):
+        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], machine)
+        key = (layer.name, layer.ops, layer.bytes)
+        count = found[key].count + 1 if key in found else 1
+        found[key] = Layer(layer.name, count, layer.ops, layer.bytes, layer.binds, layer.ms)
+    ms = sum(layer.count * layer.ms for layer in found.values())
+    return Roofline(phase, tokens, list(found.values()), ms, 1e3 * tokens / ms)
+
+
+def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
+    """The names of linears and embeddings, those of one module together, without the numbers of blocks."""
+    leaves: dict[str, list[str]] = {}
+    for node in nodes:
+        if costs[node].kind in ("linear", "embedding"):
+            weight: Any = node.args[1 if costs[node].kind == "linear" else 0]
+            module = re.sub(r"\.(weight|codes)$", "", str(weight.target))
+            parent, _, leaf = re.sub(r"\b\d+\b", "*", module).rpartition(".")
+            leaves.setdefault(parent, []).append(leaf)
+    parts = [(parent, ",".join(dict.fromkeys(names)), len(set(names)) > 1) for parent, names in leaves.items()]
+    return " + ".join(
+        f"{parent}{'.' if parent else ''}{f'{{{names}}}' if many else names}" for parent, names, many in parts
+    )
+
+
+def _layer(name: str, costs: Iterable[NodeCost], machine: Machine) -> Layer:
+    ops = seconds = 0.0
+    bytes_ = 0
+    for cost in costs:
+        integer = bool(cost.format) and Format.parse(cost.format).activation_bits == 8
+        ops += cost.flops
+        seconds += cost.flops * machine.seconds["int8_op" if integer else "matmul_flop"]
+        bytes_ += cost.weight_bytes + cost.cache_bytes + (0 if cost.kind == "other" else cost.activation_bytes)
+    reading = bytes_ * machine.seconds["read_byte"]
+    return Layer(name, 1, ops, bytes_, "compute" if seconds > reading else "memory", 1e3 * max(seconds, reading))

@@ -1,0 +1,259 @@
+"""The stages of a run, and what each takes: where amounts come from, for memory, time and disk alike."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule, Node
+
+from compressor.graph import ModelInfo, weight_bytes
+from compressor.machine_probe import Machine
+from compressor.plan_costs import NodeCost, eager_work, node_costs
+from compressor.plan_memory import Amounts, StageMemory, memory_stages
+from compressor.plan_roofline import PROMPT_TOKENS, rooflines
+from compressor.plan_streaming import Streaming, plan_calibration, plan_forward
+from compressor.plan_time import (
+    Estimate,
+    bundle_seconds,
+    capture_work,
+    compile_seconds,
+    estimate,
+    linear_kernels,
+    scoring_work,
+    text_work,
+    timing_seconds,
+    write_work,
+)
+from compressor.recipe import Recipe
+from compressor.resources import resource
+from compressor.sites_plan import SitePlan, Work
+from compressor.text_spec import DataSource
+
+if TYPE_CHECKING:
+    from compressor.plan import PassPlan
+
+_NEW_TOKENS = 64  # timed single steps
+_CHECKED_TOKENS = 64  # of two samples, in verify.check_kernels
+_SPARE_TOKENS = 1 << 20  # read beyond the samples, see samples.load_samples
+_TOKEN_CHARACTERS = 3  # of text, a token
+# What a bundle has beside weights, run-time and tokenizer, fitted to bundles.
+_LIBRARY_BYTES = 130_000  # model.so, beside its kernels
+_KERNEL_BYTES = 30_000
+_NODE_BYTES = 250  # a node in model.so
+_MANIFEST_BYTES = 6_000
+_SITE_BYTES = 430  # a site and its parameters in the manifest and in the weights' header
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How quality will be measured: so many windows of so many tokens, of each of which so many are scored."""
+
+    windows: int
+    window: int
+    scored: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Amounts of a run, from which memory and time follow.
+
+    Attributes:
+        amounts: what memory depends on, but for the two choices.
+        work: of each stage but those of :func:`_compiling` and timing, by unit.
+        graphs: captured, and compressed; parameters may be on the meta device.
+        tune: as in the recipe.
+        evaluation: None where nothing is evaluated.
+        runs_here: whether this machine executes the kernels.
+        times_dense: whether the dense model would be timed.
+        bundle_bytes, cache_bytes, spilled_bytes: on disk: the bundle, packed weights in the cache, hidden states.
+    """
+
+    amounts: Amounts
+    work: dict[str, Work]
+    graphs: tuple[GraphModule, GraphModule]
+    tune: str
+    evaluation: Evaluation | None
+    runs_here: bool
+    times_dense: bool
+    bundle_bytes: int
+    cache_bytes: int
+    spilled_bytes: int
+
+    def memory(self, machine: Machine, *, spill: bool, dense_speed: bool) -> list[StageMemory]:
+        """The memory of each stage."""
+        chosen = replace(self.amounts, spill=spill, dense_speed=dense_speed and self.times_dense)
+        skipped = set() if self.runs_here else {"check", "evaluate", "time"}
+        return [stage for stage in memory_stages(chosen, machine) if stage.stage not in skipped]
+
+    def seconds(self, machine: Machine, *, dense_speed: bool) -> dict[str, float]:
+        """The seconds of each stage."""
+        graph, final = self.graphs
+        info: ModelInfo = graph.meta["model"]
+        seconds = {"start": machine.seconds["import_all"]}
+        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in ("capture", "text")}
+        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage.startswith("pass ")}
+        seconds["compile"] = compile_seconds(final, machine, self.tune)
+        seconds["write"] = machine.cost(self.work["write"])
+        if not self.runs_here:
+            return seconds
+        seconds["check"] = machine.cost(self.work["check"])
+        bounds = rooflines(final, machine)
+        calls = sum(node.op == "call_function" for node in final.graph.nodes) // 3
+        if self.evaluation is not None:
+            prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
+            seconds["evaluate"] = machine.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
+        if info.kind == "decoder":
+            prompt_tokens = bounds[0].tokens
+            dense = [node_costs(graph, 1, prompt_tokens, rows=1), node_costs(graph, 1, 1, prompt_tokens, rows=1)]
+            bundle = [bundle_seconds(bound, calls) for bound in bounds]
+            steps = min(_NEW_TOKENS, prompt_tokens)
+            seconds["time"] = timing_seconds(machine, dense, bundle, steps, dense_speed and self.times_dense)
+        return seconds
+
+    def stages(self, machine: Machine, *, dense_speed: bool) -> dict[str, Estimate]:
+        """The seconds of each stage, with intervals."""
+        seconds = self.seconds(machine, dense_speed=dense_speed)
+        return {stage.removeprefix("pass "): estimate(value, machine) for stage, value in seconds.items()}
+
+    def total(self, machine: Machine, *, dense_speed: bool) -> Estimate:
+        """The seconds of all stages."""
+        return estimate(sum(self.seconds(machine, dense_speed=dense_speed).values()), machine)
+
+
+def run_costs(
+    graph: GraphModule, before: Sequence[GraphModule], final: GraphModule, passes: Sequence[PassPlan], recipe: Recipe
+) -> Costs:
+    """The amounts of a run.
+
+    Args:
+        graph: as captured.
+        before: the graph before each pass.
+        final: after the last.
+    """
+    info: ModelInfo = graph.meta["model"]
+    target = recipe.target.build()
+    runs_here = target.executes(target.resolve())
+    nodes, dense_bytes = len(graph.graph.nodes), weight_bytes(graph)
+    work: dict[str, Work] = {"capture": capture_work(nodes, dense_bytes if info.source is not None else 0)}
+    evaluation = _evaluation(recipe, info) if runs_here else None
+    tokens = _text_tokens(recipe, evaluation)
+    if tokens:
+        work["text"] = text_work(tokens)
+    streamed: list[tuple[str, Streaming | None, int]] = []
+    packed_bytes = 0
+    for step, given in zip(passes, before, strict=True):
+        streaming = _streaming(step.sites, given, recipe)
+        amounts: Counter[str] = Counter()
+        for site in step.sites if streaming is None else ():
+            amounts.update(site.work)
+        stored = sum(site.bytes_after for site in step.sites if site.format)
+        packed_bytes += stored
+        amounts.update({"write_byte": stored, "hash_byte": stored})
+        if streaming is not None:
+            amounts.update(streaming.work)
+        name = f"pass {step.name}"
+        work[name] = Counter(work.get(name, {})) + amounts
+        streamed.append((step.name, streaming, max((site.working_bytes for site in step.sites), default=0)))
+    forward = plan_forward(graph, evaluation.windows, evaluation.window) if evaluation is not None else None
+    if evaluation is not None and forward is not None:
+        scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
+        work["evaluate"] = Counter(forward.work) + scoring
+    bundle_bytes = _bundle_bytes(final, info)
+    work["write"] = write_work(bundle_bytes)
+    work["check"] = _checking(final, info)
+    kernels = linear_kernels(final)
+    positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
+    child = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    memory = Amounts(
+        nodes=nodes,
+        text_tokens=tokens,
+        passes=streamed,
+        evaluation=forward,
+        logits=evaluation.window * info.vocab_size if evaluation is not None else 0,
+        largest=max((site.out_features * site.in_features for step in passes for site in step.sites), default=0),
+        largest_operand_bytes=max((kernel.bytes for kernel in kernels), default=0),
+        weight_bytes=weight_bytes(final),
+        dense_weight_bytes=dense_bytes,
+        dense_float_bytes=4 * info.parameters,
+        child_activation_bytes=child,
+        spill=False,
+        dense_speed=True,
+    )
+    hidden = [streaming.hidden_bytes for _, streaming, _ in streamed if streaming is not None]
+    return Costs(
+        amounts=memory,
+        work=work,
+        graphs=(graph, final),
+        tune=recipe.tune,
+        evaluation=evaluation,
+        runs_here=runs_here,
+        times_dense=runs_here and info.source is not None and info.kind != "module",
+        bundle_bytes=bundle_bytes,
+        cache_bytes=packed_bytes,
+        spilled_bytes=max([*hidden, forward.hidden_bytes if forward is not None else 0], default=0),
+    )
+
+
+def _streaming(sites: Sequence[SitePlan], graph: GraphModule, recipe: Recipe) -> Streaming | None:
+    spec = recipe.calibration
+    if spec is None or not any(site.gathering for site in sites):
+        return None
+    return plan_calibration(graph, sites, spec.samples, spec.sequence_length)
+
+
+def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
+    spec = recipe.evaluation
+    if info.kind != "decoder" or (spec.kind is None and recipe.calibration is None):
+        return None
+    window, stride = spec.window, spec.stride
+    if info.max_positions and window > info.max_positions:  # as in run.py
+        window, stride = info.max_positions, max(1, info.max_positions // 2)
+    source: DataSource | None = spec if spec.kind is not None else recipe.calibration
+    tokens = min(spec.tokens, _tokens(source)) if source is not None else spec.tokens
+    windows = 1 + max(0, -(-(tokens - 1 - window) // stride))
+    return Evaluation(windows, min(window, tokens), stride)
+
+
+def _text_tokens(recipe: Recipe, evaluation: Evaluation | None) -> int:
+    """Tokens that are read, at most."""
+    total = 0
+    if (spec := recipe.calibration) is not None:
+        total += min(_tokens(spec), 4 * spec.samples * spec.sequence_length + _SPARE_TOKENS)
+    if evaluation is not None and recipe.evaluation.kind is not None:
+        total += min(_tokens(recipe.evaluation), recipe.evaluation.tokens)
+    return total
+
+
+def _tokens(source: DataSource) -> int:
+    """Tokens of a text, from its size; as many as are asked for where it is not a local file."""
+    if source.kind in (None, "hub"):
+        return 1 << 40
+    return sum(path.stat().st_size for path in source.find_files()) // _TOKEN_CHARACTERS
+
+
+def _checking(final: GraphModule, info: ModelInfo) -> Work:
+    """Two runs of the compressed graph in PyTorch."""
+    if info.kind == "module":
+        costs: dict[Node, NodeCost] = node_costs(final, 1, 1)
+    else:
+        costs = node_costs(final, 2, min(_CHECKED_TOKENS, info.max_positions or _CHECKED_TOKENS))
+    return {unit: 2 * amount for unit, amount in eager_work(costs.values()).items()}
+
+
+def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
+    """All files of the bundle: weights are counted, shipped files looked at, kernels and the manifest estimated."""
+    shipped = [resource("export") / "python" / name for name in ("compressor_runtime.py", "README-bundle.md")]
+    spec = importlib.util.find_spec("tvm")
+    if spec is not None and spec.origin is not None:
+        shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
+    if info.source is not None:
+        shipped.append(info.source / "tokenizer.json")
+    files = sum(path.stat().st_size for path in shipped if path.is_file())
+    library = _LIBRARY_BYTES + _KERNEL_BYTES * len(linear_kernels(final)) + _NODE_BYTES * len(final.graph.nodes)
+    parameters = sum(1 for _ in final.parameters())
+    return weight_bytes(final) + files + library + _MANIFEST_BYTES + _SITE_BYTES * parameters

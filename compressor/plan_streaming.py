@@ -1,0 +1,150 @@
+"""What running samples through a graph segment by segment takes: work and memory.
+
+This follows :func:`compressor.calibration.stream` and :mod:`compressor.streaming` step by step, on costs in place of
+tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from compressor.graph import Segment, group_by_input, segments
+from compressor.plan_costs import NodeCost, eager_work, node_costs
+from compressor.sites_plan import SitePlan, Work
+from compressor.streaming import ancestors
+
+_MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.stream
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What one streaming takes.
+
+    Attributes:
+        work: by unit.
+        hidden_bytes: hidden states between two segments, of all samples, which may lie on disk.
+        working_bytes: the most that a segment's run, or a pass's arithmetic on its statistics, takes at once.
+        weight_bytes: the most weights that one segment has.
+    """
+
+    work: Work
+    hidden_bytes: int
+    working_bytes: int
+    weight_bytes: int
+
+
+def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
+    """A calibrated pass over a graph as it is before the pass.
+
+    Args:
+        plans: of the pass, all with the same gathering.
+        samples, length: of the calibration.
+    """
+    chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
+    gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
+    twofold = 2 if gathering.with_dense else 1
+    batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length))
+    dense = node_costs(graph, batch, length)
+    current = dict(dense)
+    runs, tokens = samples / batch, samples * length
+    work: dict[str, float] = defaultdict(float)
+    working, weights, hidden, done = 0, 0, 0, 0
+    cut = segments(graph)
+
+    def run(nodes: Sequence[Node]) -> None:
+        for costs in (dense, current)[2 - twofold :]:
+            for unit, amount in eager_work(costs[node] for node in nodes).items():
+                work[unit] += runs * amount
+
+    for index, segment in enumerate(cut):
+        block = [site for site in segment.sites if site.name in chosen]
+        if not block:
+            continue
+        for behind in cut[done:index]:
+            run(behind.nodes)
+        done = index
+        for behind in cut[: index + 1]:
+            hidden = max(hidden, runs_bytes(behind, dense, runs))
+        weights = max(weights, _weight_bytes(segment.nodes, dense))
+        groups = group_by_input(block)
+        rounds = [[group] for group in groups] if gathering.true_sequential else [groups]
+        for round_ in rounds:
+            needed = ancestors([group[0].input for group in round_], set(segment.nodes))
+            nodes = [node for node in segment.nodes if node in needed]
+            run(nodes)
+            square = sum(group[0].in_features ** 2 for group in round_)
+            work["matmul_flop"] += twofold * 2 * tokens * square
+            work["stream_byte"] += 12 * (twofold - 1) * tokens * sum(group[0].in_features for group in round_)
+            statistics = 4 * twofold * square
+            widest = max(4 * batch * length * group[0].in_features for group in round_)
+            running = max(peak_bytes(nodes, current), peak_bytes(nodes, dense) + widest if twofold == 2 else 0)
+            quantising = 0
+            for site in (site for group in round_ for site in group):
+                plan = chosen[site.name]
+                for unit, amount in plan.work.items():
+                    work[unit] += amount
+                quantising = max(quantising, 4 * twofold * site.in_features**2 + plan.working_bytes)
+                current[site.node] = _packed(dense[site.node], plan)
+            working = max(working, statistics + max(running + widest, quantising))
+    return Streaming(dict(work), twofold * hidden, working, weights)
+
+
+def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
+    """All windows through all segments, one window at a time, logits of all tokens included."""
+    costs = node_costs(graph, 1, length)
+    cut = segments(graph)
+    work = {unit: windows * amount for unit, amount in eager_work(costs.values()).items()}
+    hidden = max((runs_bytes(segment, costs, windows) for segment in cut), default=0)
+    working = max(peak_bytes(segment.nodes, costs) for segment in cut)
+    return Streaming(work, hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut))
+
+
+def runs_bytes(segment: Segment, costs: Mapping[Node, NodeCost], runs: float) -> int:
+    """Bytes of what is live at the end of a segment, for all runs."""
+    if segment.exit is None:
+        return 0
+    cost = costs[segment.exit]
+    while cost.owner in costs:
+        cost = costs[cost.owner]  # type: ignore[index]
+    return int(runs * cost.held_bytes)
+
+
+def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
+    """The most storage that is live at once while nodes run in order, each value until its last user is done."""
+    inside = {node: i for i, node in enumerate(nodes)}
+
+    def owner(node: Node) -> Node:
+        seen = node
+        while (above := costs[seen].owner) is not None and above in inside:
+            seen = above
+        return seen
+
+    last = {owner(node): i for node, i in inside.items()}
+    for node, i in inside.items():
+        for source in node.all_input_nodes:
+            if source in inside:
+                last[owner(source)] = i
+    live = peak = 0
+    dying: dict[int, list[Node]] = {}
+    for node, i in last.items():
+        dying.setdefault(i, []).append(node)
+    for i, node in enumerate(nodes):
+        live += costs[node].held_bytes
+        peak = max(peak, live + costs[node].working_bytes)
+        live -= sum(costs[gone].held_bytes for gone in dying.get(i, ()))
+    return peak
+
+
+def _weight_bytes(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> int:
+    return sum(costs[node].weight_bytes for node in nodes)
+
+
+def _packed(cost: NodeCost, plan: SitePlan) -> NodeCost:
+    """The cost of a linear once it is packed."""
+    working = max(cost.working_bytes, 4 * cost.weights)
+    return dataclasses.replace(cost, format=plan.format, weight_bytes=plan.bytes_after, cast=0, working_bytes=working)

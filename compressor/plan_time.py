@@ -1,0 +1,185 @@
+"""How long a run takes, stage by stage: amounts of work, priced by what work costs on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compressor.formats import TILE_ROWS, Format
+from compressor.machine_probe import Machine
+from compressor.plan_costs import NodeCost
+from compressor.plan_roofline import Roofline
+from compressor.sites_plan import Work
+
+MODEL_ERROR = 0.3
+"""How far off a stage may be, as a fraction, because the model is simple: see benchmarks/plan_accuracy.py."""
+
+# Fitted to runs (benchmarks/plan_accuracy.py).  What Python code takes is in turns of the probe's loop, so that it
+# follows the machine.
+_CAPTURE_TURNS = 5.5e7  # what is imported and traced before the first layer
+_EXPORT_TURNS = 1.15e5  # torch.export, a node
+_TEXT_TURNS = 2.2e7  # importing datasets and the tokenizer
+_TOKEN_TURNS = 8
+_LOWER_TURNS = 2.5e7
+_LOWER_NODE_TURNS = 1.7e5  # TVM's importer and phases, a node
+_GENERATE_TURNS = 4e6  # code of one kernel
+_CANDIDATE_TURNS = 1.1e7  # compiling one candidate
+_TIMED_S = 0.2  # at least, that a candidate is timed
+_TIMED_RUNS = 10  # at least
+_LINK_TURNS = 1.5e7
+_SLOWER_PRODUCT = 1.8  # our kernels against the probe's matrix product
+_SLOWER_READ = 1.5  # against the probe's read bandwidth
+_CALL_S = 2e-6  # one kernel's call
+_EAGER_STEP = 2.5  # PyTorch's modules against the bare operators
+_REPEATS = 8  # of both models' timing, the first included
+_SCORING_PASSES = 300  # of float64 logits of both models: exponentials and sums take as long as so much traffic
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction and the interval that it should lie in."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(seconds: float, machine: Machine) -> Estimate:
+    """An interval from the probe's spread and the model's own error, as factors up and down."""
+    factor = 1 + math.hypot(MODEL_ERROR, machine.spread)
+    return Estimate(seconds, seconds / factor, seconds * factor)
+
+
+def capture_work(nodes: int, hashed_bytes: int) -> Work:
+    """Capturing a graph of so many nodes, and the digest of the model's files."""
+    return {"python": _CAPTURE_TURNS + _EXPORT_TURNS * nodes, "hash_byte": hashed_bytes}
+
+
+def text_work(tokens: int) -> Work:
+    """Reading and tokenising text."""
+    return {"python": _TEXT_TURNS + _TOKEN_TURNS * tokens}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A linear's kernel.
+
+    Attributes:
+        name: as in the database of schedules, without the number of tokens.
+        rows, columns: shape of the weight.
+        bytes: of the weight as it is stored.
+        integer: whether its products are of int8.
+        candidates: schedules that there are for one token, and for many.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    bytes: int
+    integer: bool
+    candidates: tuple[int, int]
+
+
+def linear_kernels(graph: GraphModule) -> list[Kernel]:
+    """The kernels of a graph's linears, equal ones once."""
+    from compressor.codegen.convert import dense_linear_name, packed_linear_name
+    from compressor.codegen.kernels import dense_linear, packed_linear
+
+    found: dict[str, Kernel] = {}
+    for node in graph.graph.nodes:
+        args: Any = node.args
+        if node.target is torch.ops.compressor.packed_linear.default:
+            fmt, columns, rows = Format.parse(args[5]), args[6], args[7]
+            name, tiles = packed_linear_name(rows, columns, fmt, args[4] is not None), -(-rows // TILE_ROWS)
+            counts = (len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, fmt)))
+            stored, integer = fmt.packed_bytes(rows, columns), fmt.activation_bits == 8
+        elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
+            weight = graph.get_parameter(args[1].target)
+            rows, columns = weight.shape
+            storage = "uint16" if weight.dtype is torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
+            name = dense_linear_name(rows, columns, storage, args[2] is not None)
+            counts = (len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1)))
+            stored, integer = weight.numel() * weight.element_size(), False
+        else:
+            continue
+        found[name] = Kernel(name, rows, columns, stored, integer, counts)
+    return list(found.values())
+
+
+def compile_seconds(graph: GraphModule, machine: Machine, tune: str) -> float:
+    """Exporting and lowering a compressed graph, and timing those schedules that no earlier run has timed.
+
+    Args:
+        tune: ``off``, ``quick`` or ``full``.
+    """
+    from compressor.codegen.convert import TUNED_TOKENS
+    from compressor.codegen.tune import QUICK_CANDIDATES, Database
+
+    nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
+    turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * nodes + _GENERATE_TURNS * len(kernels)
+    seconds = turns * machine.seconds["python"]
+    done = {key.partition("|")[0] for key in Database().entries if f"|{machine.cpu}|" in key}
+    for kernel in kernels if tune != "off" else ():
+        for tokens, candidates in zip((1, TUNED_TOKENS), kernel.candidates, strict=True):
+            if f"{kernel.name}:{tokens}" in done:
+                continue
+            candidates = min(candidates, QUICK_CANDIDATES) if tune == "quick" else candidates
+            once = kernel_seconds(kernel, tokens, machine)
+            each = _CANDIDATE_TURNS * machine.seconds["python"] + max(_TIMED_S, _TIMED_RUNS * once)
+            seconds += candidates * each if candidates > 1 else 0
+    return seconds
+
+
+def kernel_seconds(kernel: Kernel, tokens: int, machine: Machine) -> float:
+    """One call of a linear's generated kernel."""
+    price = machine.seconds["int8_op" if kernel.integer else "matmul_flop"]
+    product = 2 * kernel.rows * kernel.columns * tokens * price
+    return max(_SLOWER_PRODUCT * product, _SLOWER_READ * kernel.bytes * machine.seconds["read_byte"])
+
+
+def bundle_seconds(roofline: Roofline, calls: int) -> float:
+    """One run of the bundle in a phase of which the bound is known, with so many calls of kernels."""
+    slower = {"compute": _SLOWER_PRODUCT, "memory": _SLOWER_READ}
+    return calls * _CALL_S + sum(layer.count * layer.ms * slower[layer.binds] for layer in roofline.layers) / 1e3
+
+
+def scoring_work(tokens: int, vocabulary: int) -> Work:
+    """Log-probabilities of so many tokens by both models, and their divergence."""
+    return {"stream_byte": 8 * _SCORING_PASSES * tokens * vocabulary}
+
+
+def write_work(bundle_bytes: int) -> Work:
+    """Linking, writing and hashing a bundle."""
+    return {"write_byte": bundle_bytes, "hash_byte": bundle_bytes, "python": _LINK_TURNS}
+
+
+def timing_seconds(
+    machine: Machine, dense: Sequence[Mapping[Node, NodeCost]], bundle: Sequence[float], steps: int, dense_speed: bool
+) -> float:
+    """Starting both models' processes, and their repeats of a prompt and so many single steps.
+
+    Args:
+        dense: costs of the dense model's prompt and step.
+        bundle: seconds of the bundle's.
+    """
+    seconds = machine.seconds["import_bundle"] + _REPEATS * (bundle[0] + steps * bundle[1])
+    if dense_speed:
+        prompt, step = (_dense_seconds(costs.values(), machine) for costs in dense)
+        loading = sum(cost.weights for cost in dense[1].values()) * 12 * machine.seconds["stream_byte"]
+        seconds += machine.seconds["import_dense"] + loading + _REPEATS * (prompt + steps * step)
+    return seconds
+
+
+def _dense_seconds(costs: Iterable[NodeCost], machine: Machine) -> float:
+    """PyTorch's modules on float32 weights: products at the peak, or weights at the bandwidth, and its overhead."""
+    costs = list(costs)
+    seconds = _EAGER_STEP * len(costs) * machine.seconds["node"]
+    for cost in costs:
+        reading = 4 * cost.weights * machine.seconds["read_byte"]
+        seconds += max(cost.flops * machine.seconds["matmul_flop"], _SLOWER_READ * reading) if cost.weights else 0.0
+    return seconds

@@ -1,0 +1,140 @@
+"""Finished blocks of passes, kept in the cache under what they follow from.
+
+A block is what a pass makes of the linears between two cuts of the graph.  Its key is a digest of everything that
+decides it: model, code, versions, the passes before, options, samples.  A run that was killed therefore finds what
+it had done, and a changed recipe finds what did not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compressor.cache import cache_folder, partial_folder, sweep
+from compressor.errors import CompressorError
+from compressor.fingerprint import read_sha256
+from compressor.tensor_files import map_safetensors, write_safetensors
+
+_WEIGHTS, _ENTRY = "weights.safetensors", "entry.json"
+_NAME = "block"  # of the folders that are being filled
+
+
+def digest(*parts: object) -> str:
+    """SHA-256 of plain data."""
+    text = json.dumps(parts, sort_keys=True, default=str, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a pass left of one block: packed tensors, mapped from the cache, and the records of its sites."""
+
+    tensors: Mapping[str, Tensor]
+    records: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block in the cache, as ``compress cache list`` shows it."""
+
+    key: str
+    label: str  # model and pass
+    size_bytes: int
+    used: float  # seconds since the epoch
+
+
+class Results:
+    """Blocks on disk.  Several runs may share the folder: an entry appears whole, and is never changed."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache_folder() / "results"
+
+    def prepare(self) -> None:
+        """Find out now, rather than after the first block, whether the folder can be written to; tidy it up.
+
+        Raises:
+            CompressorError: it cannot.
+        """
+        with self._explaining(), partial_folder(self.folder, _NAME):
+            pass
+
+    def load(self, key: str) -> Block | None:
+        """The block of that key; None if there is none, or its files are damaged (they are removed)."""
+        folder = self.folder / key
+        try:
+            entry = json.loads((folder / _ENTRY).read_bytes())
+            if read_sha256(folder / _WEIGHTS) != entry["sha256"]:
+                raise ValueError("the hash differs")
+            block = Block(map_safetensors(folder / _WEIGHTS), entry["records"])
+        except (OSError, ValueError, KeyError, TypeError):
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # what was used last is pruned last
+        return block
+
+    def save(self, key: str, label: str, tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> Block:
+        """Keep a block, and return it as :meth:`load` would: mapped, so that the given tensors can go.
+
+        Raises:
+            CompressorError: there is no room, or the folder cannot be written to; nothing is left behind.
+        """
+        with self._explaining(), partial_folder(self.folder, _NAME) as partial:
+            sha256 = write_safetensors(partial / _WEIGHTS, tensors)
+            entry = {"label": label, "sha256": sha256, "records": list(records)}
+            (partial / _ENTRY).write_text(json.dumps(entry, indent=1), encoding="utf-8")
+            for file in (partial / _WEIGHTS, partial / _ENTRY):
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+            mapped = map_safetensors(partial / _WEIGHTS)
+            try:
+                partial.rename(self.folder / key)
+            except OSError:
+                if not self._has(key):  # else another run has made the same meanwhile
+                    raise
+        return Block(mapped, records)
+
+    def _has(self, key: str) -> bool:
+        return (self.folder / key / _ENTRY).is_file()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CompressorError(
+                f"{self.folder}: the cache cannot be written: {error}; free some space (`compress cache prune`), or "
+                "set COMPRESS_CACHE_DIR to a folder that can"
+            ) from error
+
+    def entries(self) -> list[Entry]:
+        """What there is, the most recently used first."""
+        found = []
+        for folder in self.folder.glob("[0-9a-f]*"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                label = str(json.loads((folder / _ENTRY).read_bytes())["label"])
+                size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+                found.append(Entry(folder.name, label, size_bytes, folder.stat().st_mtime))
+        return sorted(found, key=lambda entry: (-entry.used, entry.key))
+
+    def prune(self, older_than_days: float = 0.0) -> list[Entry]:
+        """Remove the blocks that were last used longer ago than that, and what killed runs left; what was removed.
+
+        Runs that use a block at this moment have it mapped, and keep it.
+        """
+        sweep(self.folder, _NAME)
+        limit = time.time() - older_than_days * 86400
+        removed = [entry for entry in self.entries() if entry.used <= limit]
+        for entry in removed:
+            shutil.rmtree(self.folder / entry.key, ignore_errors=True)
+        return removed

@@ -1,0 +1,65 @@
+"""From a compressed graph and its kernels to the files of a bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compressor.codegen.lower import Library
+from compressor.codegen.targets import Target
+from compressor.export import BundleParts, fill_bundle
+from compressor.graph import ModelInfo
+from compressor.pipeline import Context
+from compressor.recipe import Recipe
+from compressor.verify_vectors import make_vectors
+
+
+def assemble(
+    folder: Path,
+    graph: GraphModule,
+    library: Library,
+    target: Target,
+    recipe: Recipe,
+    context: Context,
+    dense_weight_bytes: int,
+    lock: str | None = None,
+) -> None:
+    """Link the library and write all files of a bundle, with the text of its lock, into the empty ``folder``."""
+    info: ModelInfo = graph.meta["model"]
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = Path(scratch) / "model.so"
+        library.save(shared, target)
+        parts = BundleParts(
+            graph=graph,
+            parameters=library.parameters,
+            library=shared,
+            vectors=make_vectors(graph),
+            model={**dataclasses.asdict(info), "weight_bytes_per_token": weight_bytes_per_token(graph)},
+            recipe=recipe.resolved(),
+            sites=[dataclasses.asdict(record) for record in context.records],
+            kernels=library.kernels,
+            cpu_features=library.isa.cpu_flags,
+            dense_weight_bytes=dense_weight_bytes,
+            calibration=None if context.samples is None else context.samples.facts(),
+            tokenizer=info.source if info.kind != "module" else None,
+            lock=lock,
+        )
+        fill_bundle(folder, parts)
+
+
+def weight_bytes_per_token(graph: GraphModule) -> int:
+    """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
+    total = 0
+    users: dict[str, set[Any]] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        users.setdefault(str(node.target), set()).update(user.target for user in node.users)
+    for name, parameter in graph.named_parameters():
+        size_bytes = parameter.numel() * parameter.element_size()
+        only_embedding = users.get(name) == {torch.ops.aten.embedding.default}
+        total += size_bytes // parameter.shape[0] if only_embedding else size_bytes
+    return total

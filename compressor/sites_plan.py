@@ -1,0 +1,167 @@
+"""What a weight pass will do to each linear, told from a graph without weights; and how much work that is.
+
+Planning rewrites the graph as the pass would, with packed weights on the meta device: what follows sees the shapes
+and bytes that it will see in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule
+
+from compressor.formats import TILE_ROWS, Format
+from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.packing import PIECE_ELEMENTS, PackedWeight
+from compressor.sites import choose_sites, patterns, site_notes
+
+Work = Mapping[str, float]
+"""Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
+
+_CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
+_ERROR_BYTES = 32  # of float64, a weight whose error is taken
+_FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How a pass runs calibration samples; the arguments of :func:`compressor.calibration.stream`.
+
+    Attributes:
+        true_sequential, with_dense: see there.
+    """
+
+    true_sequential: bool
+    with_dense: bool
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What one pass will do to one linear.
+
+    Attributes:
+        site: module name.
+        out_features, in_features: shape of the weight.
+        format: what it will be stored in; empty where it is left alone.
+        bytes_before, bytes_after: of the weight as it is stored, without the bias.
+        note: why it is left alone, or what is out of the ordinary.
+        work: what the pass's arithmetic takes, by unit.
+        working_bytes: memory that the pass's arithmetic takes beside the stored weight.
+        gathering: how calibration samples are run for it; None for a pass without calibration.
+    """
+
+    site: str
+    out_features: int
+    in_features: int
+    format: str
+    bytes_before: int
+    bytes_after: int
+    note: str = ""
+    work: Work = field(default_factory=dict)
+    working_bytes: int = 0
+    gathering: Gathering | None = None
+
+
+def plan_sites(
+    graph: GraphModule,
+    pass_name: str,
+    fmt: Format,
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
+    work: Callable[[int, int], Work],
+    working_bytes: Callable[[int, int], int],
+    gathering: Gathering | None = None,
+) -> list[SitePlan]:
+    """One plan a dense linear, in dataflow order; those that match are replaced by packed ones on the meta device.
+
+    Args:
+        work, working_bytes: (out_features, in_features) -> as in :class:`SitePlan`.
+    Raises:
+        UsageError: as :func:`compressor.sites.choose_sites`.
+    """
+    chosen = {site.name for site in choose_sites(graph, pass_name, fmt, targets, ignore)}
+    ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
+    plans = []
+    for site in linear_sites(graph):
+        weight, (rows, columns) = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
+        before = weight.numel() * weight.element_size()
+        if site.name not in chosen:
+            why = "stays dense: ignored" if site.name in ignored else "stays dense: no target matches it"
+            plans.append(SitePlan(site.name, rows, columns, "", before, before, why))
+            continue
+        packed = meta_packed(rows, columns, fmt)
+        notes = site_notes(site, packed, before)
+        replace_linear(graph, site, packed)
+        plans.append(
+            SitePlan(
+                site.name,
+                rows,
+                columns,
+                fmt.name,
+                before,
+                packed.nbytes,
+                "; ".join(notes),
+                work(rows, columns),
+                working_bytes(rows, columns),
+                gathering,
+            )
+        )
+    return plans
+
+
+def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
+    """A packed [rows, columns] weight without storage."""
+    tiles = -(-rows // TILE_ROWS)
+    grid = (tiles, fmt.groups(columns), TILE_ROWS)
+    return PackedWeight(
+        torch.empty(tiles, fmt.chunks(columns), fmt.chunk_words, TILE_ROWS, dtype=torch.int32, device="meta"),
+        torch.empty(grid, dtype=torch.float16, device="meta"),
+        None if fmt.symmetric else torch.empty(grid, dtype=torch.uint8, device="meta"),
+        fmt,
+        (rows, columns),
+    )
+
+
+def rtn_work(rows: int, columns: int) -> Work:
+    """Work of rounding a weight to nearest and of its error."""
+    size = rows * columns
+    unit = "fresh_byte" if 8 * min(size, PIECE_ELEMENTS) >= _FRESH_BYTES else "stream_byte"
+    return {"rtn_element": size, "dequantize_element": size, unit: _ERROR_BYTES * size}
+
+
+def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Memory of rounding to nearest: the weight in float32, and its codes thrice and planes, or the error's pieces."""
+    size, packed = rows * columns, fmt.packed_bytes(rows, columns)
+    return packed + max(9 * size, 4 * size + (_ERROR_BYTES + 18) * min(size, PIECE_ELEMENTS))
+
+
+def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: bool) -> Work:
+    """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
+
+    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses, a norm, and the updates of
+    the remainder, which are half a product; with ``match_dense`` two more.
+    """
+    size, cubed = rows * columns, columns**3
+    grids = (_CANDIDATES[fmt.symmetric] if mse else 1) * size
+    return {
+        "matmul64_flop": (2 * 3.5 + (4 if match_dense else 0)) * size * columns,
+        "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
+        "stream_byte": 8 * (8 * columns**2 + 8 * size),
+        "rtn_element": 2 * size,
+        "grid_element": grids,
+        "dequantize_element": 3 * size,
+        "sweep_element": size,
+        "sweep_column": columns,
+    }
+
+
+def gptq_working_bytes(rows: int, columns: int, fmt: Format, *, match_dense: bool) -> int:
+    """Memory of GPTQ in float64: the weight, its transpose and a product; the Hessian, its factor and two more.
+
+    The statistics themselves (float32, one or two of [columns, columns]) are not in it.
+    """
+    weights = (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns)
+    squares = (8 * 5 + (8 * 2 if match_dense else 0)) * columns**2
+    return weights + squares

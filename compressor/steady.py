@@ -1,0 +1,54 @@
+"""Sums and factorisations whose last bit does not depend on the number of threads.
+
+Threads share out the elements of a matrix product, and each element is one thread's: the same bits on any number of
+them.  A sum of a whole tensor, and LAPACK's factorisations and triangular solves, are shared out in other ways, and
+differ.  Here they are made of products, and of pieces that are too small to be shared out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PIECE = 1024
+_LEAF = 16
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum of all elements, in pieces of one size; a tensor without dimensions."""
+    values = values.reshape(-1)
+    while len(values) > _PIECE:
+        values = torch.nn.functional.pad(values, (0, -len(values) % _PIECE)).view(-1, _PIECE).sum(1)
+    return values.sum()
+
+
+def inverse_cholesky(A: Tensor) -> Tensor | None:
+    """Lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
+
+    With A = [[B, C^T], [C, D]] and the R of B, the factor's lower left is C R^T, and the same again on what that leaves
+    of D gives the rest.
+
+    Args:
+        A: float64 [n, n], symmetric.
+    """
+    size = len(A)
+    if odd := -size % _LEAF:  # products of other shapes are shared out in other ways
+        padded = torch.eye(size + odd, dtype=A.dtype)
+        padded[:size, :size] = A
+        R = inverse_cholesky(padded)
+        return None if R is None else R[:size, :size].contiguous()
+    if size == _LEAF:
+        L, failed = torch.linalg.cholesky_ex(A)
+        return None if int(failed) else torch.linalg.solve_triangular(L, torch.eye(len(A), dtype=A.dtype), upper=False)
+    half = size // 2 // _LEAF * _LEAF
+    upper = inverse_cholesky(A[:half, :half])
+    if upper is None:
+        return None
+    corner = A[half:, :half] @ upper.t()
+    lower = inverse_cholesky(A[half:, half:] - corner @ corner.t())
+    if lower is None:
+        return None
+    R = torch.zeros_like(A)
+    R[:half, :half], R[half:, half:] = upper, lower
+    R[half:, :half] = -lower @ (corner @ upper)
+    return R

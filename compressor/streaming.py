@@ -1,0 +1,148 @@
+"""Token batches on their way through a graph, one segment after another.
+
+All batches pass a segment before the next one is read, so that of a model of any size only one segment's weights are
+in memory, beside the hidden states between two segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from compressor.errors import UsageError
+from compressor.graph import ModelInfo, Segment, segments, shared_nodes
+from compressor.pipeline import Reporter
+from compressor.tensor_files import Spill, release, trim
+
+
+class Stream:
+    """Batches of tokens, and the hidden states of each between two segments.
+
+    Args:
+        graph: a captured decoder or encoder; its linears may be replaced meanwhile.
+        batches: int64 [samples, sequence] each.
+        spill: where the hidden states lie; None keeps them in memory.
+    Raises:
+        UsageError: the model does not read tokens, or a batch is longer than its positions.
+    """
+
+    def __init__(self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None) -> None:
+        info: ModelInfo = graph.meta["model"]
+        if info.kind == "module":
+            raise UsageError(f"{info.name}: calibration runs text through decoders and encoders, not plain modules")
+        longest = max(ids.shape[1] for ids in batches)
+        if info.max_positions and longest > info.max_positions:
+            raise UsageError(
+                f"{info.name}: samples of {longest} tokens exceed the model's {info.max_positions} positions; "
+                "set a shorter sequence_length"
+            )
+        self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
+        self.interpreter = Interpreter(graph, garbage_collect_values=False)
+        self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
+        self.hidden: list[Tensor | None] = [None] * len(batches)
+        self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
+
+    def advance(self, segment: Segment) -> None:
+        """Run every batch to the end of the segment; its hidden states take the place of the last ones."""
+        assert segment.exit is not None
+        for i in range(len(self.batches)):
+            (value,), place = self.values(segment, i, [segment.exit]), self.hidden[i]
+            if place is None or place.shape != value.shape:
+                place = self.hidden[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
+            place.copy_(value)  # in place: allocating anew leaves the heap full of holes
+            if self.spill:
+                release([place])
+        self.release(segment)
+
+    def release(self, segment: Segment) -> None:
+        """Give back the memory of the segment's mapped weights."""
+        names = {source.target for node in segment.nodes for source in node.all_input_nodes if source.op == "get_attr"}
+        release(self.graph.get_parameter(str(name)) for name in names if _is_parameter(self.graph, str(name)))
+        trim()
+
+    @torch.no_grad()
+    def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
+        """Run one batch through a segment as far as the nodes of interest; their values."""
+        needed = ancestors(wanted, set(segment.nodes))
+        nodes = [node for node in segment.nodes if node in needed]
+        last_user = {source: node for node in nodes for source in node.all_input_nodes}
+        env = dict(self._shared(self.batches[i]))
+        env[self.ids_node] = self.batches[i]
+        if segment.entry is not None:
+            env[segment.entry] = self.hidden[i]
+        found = {node: env[node] for node in wanted if node in env}
+        self.interpreter.env = env
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and source not in env:
+                    env[source] = self.interpreter.run_node(source)
+            env[node] = self.interpreter.run_node(node)
+            if node in wanted:
+                found[node] = env[node]
+            for used in (node, *node.all_input_nodes):
+                if last_user.get(used, node) is node:
+                    del env[used]
+        return [found[node] for node in wanted]
+
+    def _shared(self, ids: Tensor) -> dict[Node, Any]:
+        shape = tuple(ids.shape)
+        if shape not in self.shared:
+            graph = self.graph
+            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, ids), strict=True))
+            self.interpreter.env = env
+            with torch.no_grad():
+                for node in shared_nodes(graph):
+                    env[node] = self.interpreter.run_node(node)
+            # Parameters are read where they are used: a pass may replace them, and nothing should hold them.
+            self.shared[shape] = {node: value for node, value in env.items() if node.op != "get_attr"}
+        return self.shared[shape]
+
+
+def stream_logits(
+    graph: GraphModule, batches: Sequence[Tensor], reporter: Reporter, spill: Spill | None = None
+) -> Iterator[Tensor]:
+    """A captured decoder's logits of all tokens, float32 [batch, sequence, vocabulary], one batch after another.
+
+    Nothing runs before the first is asked for; by then all batches have come as far as the last segment.
+    """
+    stream = Stream(graph, batches, spill)
+    *before, last = segments(graph)
+    with reporter.task("dense model", len(before)) as task:
+        for segment in before:
+            stream.advance(segment)
+            task.advance()
+    logits = graph.graph.output_node().args[0][0]  # type: ignore[index]
+    for i in range(len(batches)):
+        yield stream.values(last, i, [logits])[0]  # type: ignore[list-item]
+    stream.release(last)
+
+
+def _is_parameter(graph: GraphModule, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in graph.get_submodule(path)._parameters
+
+
+def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
+    """Flat inputs of the captured forward: a first run, all tokens kept, empty caches."""
+    batch, length = ids.shape
+    if info.kind == "encoder":
+        return [ids, torch.ones(batch, length, dtype=torch.float32)]
+    position = torch.arange(length)
+    empty = torch.zeros(batch, info.kv_heads, 1, info.head_dim, dtype=torch.float32)
+    return [ids, position, position, *[empty] * (2 * info.layers)]
+
+
+def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:
+    """The nodes among ``inside`` that the targets are computed from, and those targets themselves."""
+    found: set[Node] = set()
+    ahead = [node for node in targets if node in inside]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead.extend(source for source in node.all_input_nodes if source in inside)
+    return found

@@ -1,0 +1,83 @@
+"""Repeated measurements: their median, and what is certain about it whatever their distribution is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CONFIDENCE = 0.95
+"""That an interval holds the true median; where one looks several times at growing samples, that all of them do."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What repeats of one measurement gave.
+
+    Attributes:
+        samples: one figure a repeat, in the order in which they were taken.
+        looks: how often the samples are looked at to decide whether they suffice.  Looking again until the answer
+            pleases would make a false one likelier; the chance of error is shared out among the looks (Bonferroni).
+    """
+
+    samples: tuple[float, ...]
+    looks: int = 1
+
+    @property
+    def median(self) -> float:
+        """The middle sample; of an even number the mean of the two in the middle."""
+        return statistics.median(self.samples)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Confidence interval of the true median; None where there are too few samples for one."""
+        return median_interval(self.samples, (1 - CONFIDENCE) / self.looks)
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median."""
+        return (max(self.samples) - min(self.samples)) / self.median
+
+    def over(self, other: Timing) -> Timing:
+        """The ratios of repeats that were taken in pairs: what slows down both of a pair is not in them."""
+        return Timing(tuple(a / b for a, b in zip(self.samples, other.samples, strict=True)), self.looks)
+
+
+def median_interval(samples: Sequence[float], error: float) -> tuple[float, float] | None:
+    """The narrowest symmetric pair of order statistics that misses the true median with probability <= ``error``.
+
+    Of n independent samples of one distribution, the number below its median is binomial(n, 1/2) (or the median lies
+    at a tie, which only helps).  The k-th smallest is above the median when fewer than k samples are below it, so
+    [k-th smallest, k-th largest] misses it with probability 2 P(binomial(n, 1/2) < k), whatever the distribution
+    (David and Nagaraja, Order Statistics, section 7.1).
+
+    Returns:
+        None when not even [smallest, largest] is that certain: 2^(1 - n) > error.
+    """
+    n = len(samples)
+    outside, k = 0, 0  # outside: subsets of the n samples with fewer than k members
+    while 2 * (outside + math.comb(n, k)) <= error * 2**n:
+        outside, k = outside + math.comb(n, k), k + 1
+    if k == 0:
+        return None
+    ordered = sorted(samples)
+    return ordered[k - 1], ordered[n - k]
+
+
+def collect(repeats: Sequence[Mapping[str, float]], looks: int = 1) -> dict[str, Timing]:
+    """The figures of several repeats, by name."""
+    return {name: Timing(tuple(repeat[name] for repeat in repeats), looks) for name in repeats[0]}
+
+
+def record(timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """The JSON form: of each figure the samples and the interval, and of pairs with ``dense_<figure>`` their ratios."""
+    ratios = {
+        name: timing.over(timings[f"dense_{name}"]) for name, timing in timings.items() if f"dense_{name}" in timings
+    }
+    return {
+        "confidence": CONFIDENCE,
+        "figures": {name: {"interval": timing.interval, "samples": timing.samples} for name, timing in timings.items()},
+        "ratios": {name: {"median": ratio.median, "interval": ratio.interval} for name, ratio in ratios.items()},
+    }

@@ -1,0 +1,254 @@
+"""``compress verify``: whether a bundle is what it says it is.
+
+Nothing of a bundle is executed before its files and, where a key is given, its signature have passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressorError, VerificationError
+from compressor.formats import TILE_ROWS, Format
+from compressor.signing import MANIFEST, SIGNATURE, check_signature
+from compressor.verify_schema import Manifest, check_schema
+from compressor.verify_smoke import SmokeResult, smoke_test
+
+UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")
+"""Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of a bundle; ``passed`` is None where it could not be checked here, and ``detail`` says why."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        result = {True: "passed", False: "FAILED", None: "not checked"}[self.passed]
+        return f"{self.name}: {result}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks of a bundle, in order; ``smoke`` is what its kernels measured here, None where they did not run."""
+
+    checks: tuple[Check, ...]
+    smoke: SmokeResult | None
+
+    @property
+    def verified(self) -> bool:
+        """No check failed."""
+        return not any(check.passed is False for check in self.checks)
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "verified": self.verified,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "smoke": None if self.smoke is None else dataclasses.asdict(self.smoke),
+        }
+
+
+def verify_bundle(bundle: Path, *, threads: int | None = None, public_key: Path | None = None) -> Verification:
+    """Check a bundle's files, schema, signature, bytes, kernels and declared evidence.
+
+    Args:
+        threads: of the kernels; None takes the physical cores.
+        public_key: PEM file of the ed25519 key that must have signed the bundle; None does not check signatures.
+    Raises:
+        UsageError: the public key cannot be used.
+        ToolchainError: a public key is given and the extra ``sign`` is not installed.
+    """
+    checks = [_check("schema", lambda: _schema(bundle))]
+    manifest = _read(bundle) if checks[0].passed else None
+    if manifest is None:
+        checks += [_skipped(name, "the manifest is not valid") for name in ("files", "bytes")]
+    else:
+        checks += [_check("files", lambda: _files(bundle, manifest)), _check("bytes", lambda: _bytes(bundle, manifest))]
+    checks.append(_signature(bundle, public_key))
+    smoke: SmokeResult | None = None
+    if failed := [check.name for check in checks if check.passed is False]:
+        kernels = _skipped("kernels", f"nothing of a bundle is executed when {' and '.join(failed)} failed")
+    else:
+        assert manifest is not None
+        kernels, smoke = _kernels(bundle, manifest, threads)
+    checks.append(kernels)
+    checks.append(
+        _skipped("evidence", "the manifest is not valid") if manifest is None else _evidence(manifest, kernels)
+    )
+    return Verification(tuple(checks), smoke)
+
+
+def _check(name: str, check: Callable[[], str]) -> Check:
+    """Run a check that returns what it found, or raises."""
+    from compressor.runtime import BundleError
+
+    try:
+        return Check(name, True, check())
+    except (CompressorError, BundleError, OSError) as error:
+        return Check(name, False, str(error))
+
+
+def _skipped(name: str, reason: str) -> Check:
+    return Check(name, None, reason)
+
+
+def _read(bundle: Path) -> Manifest:
+    from compressor.runtime import read_manifest
+
+    return check_schema(read_manifest(bundle))
+
+
+def _schema(bundle: Path) -> str:
+    manifest = _read(bundle)
+    return f"version {manifest.schema_version}, a {manifest.kind} with {len(manifest.sites)} compressed linears"
+
+
+def _files(bundle: Path, manifest: Manifest) -> str:
+    """Sizes and hashes; no file that is not listed."""
+    from compressor.runtime import check_files
+
+    check_files(bundle, manifest.model_dump())
+    found = [Path(folder, name).relative_to(bundle).as_posix() for folder, name in _entries(bundle)]
+    if extra := sorted(set(found) - set(manifest.files) - set(UNLISTED)):
+        shown = ", ".join(map(repr, extra[:_SHOWN])) + (", ..." if len(extra) > _SHOWN else "")
+        advice = "; Python made __pycache__, delete it" if any("__pycache__" in name for name in extra) else ""
+        raise VerificationError(f"not listed in the manifest: {shown}{advice}")
+    return f"{len(manifest.files)} files have the sizes and SHA-256 of the manifest, and there are no others"
+
+
+def _entries(bundle: Path) -> list[tuple[str, str]]:
+    """(folder, name) of all that is no plain folder; links are not followed."""
+    entries = []
+    for folder, folders, files in os.walk(bundle):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        entries += [(folder, name) for name in (*files, *links)]
+    return entries
+
+
+def _bytes(bundle: Path, manifest: Manifest) -> str:
+    """The manifest's figures against the weights' header and the formats' arithmetic."""
+    stored = _header(bundle / "weights.safetensors")
+    sizes = {name: end - start for name, (_, _, (start, end)) in stored.items()}
+    if set(stored) != set(manifest.parameters) or max(Counter(manifest.parameters).values(), default=1) > 1:
+        odd = sorted(set(stored) ^ set(manifest.parameters)) or ["a name is listed twice"]
+        raise VerificationError(f"weights.safetensors and `parameters` differ: {', '.join(odd[:_SHOWN])}")
+    _equal("weight_bytes", manifest.weight_bytes, sum(sizes.values()), "weights.safetensors holds")
+    latest = {site.site: site for site in manifest.sites}
+    for site in latest.values():
+        parts = {part: stored[key] for part in ("codes", "scales", "zeros") if (key := f"{site.site}.{part}") in stored}
+        _equal(f"{site.site}: bytes_after", site.bytes_after, _packed_bytes(site.site, site.format, parts), "it takes")
+    listed = sum(entry.bytes for entry in manifest.files.values())
+    total = listed + (bundle / MANIFEST).stat().st_size
+    _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
+    # Every dense weight is either still here or was one that a site replaced; a tied one is both.
+    left = manifest.weight_bytes - sum(site.bytes_after for site in latest.values())
+    most = left + sum(site.bytes_before for site in latest.values())
+    if not left <= manifest.dense_weight_bytes <= most:
+        raise VerificationError(
+            f"dense_weight_bytes is {manifest.dense_weight_bytes}; by the sites it must be {left} to {most}"
+        )
+    return f"{manifest.weight_bytes} bytes of weights, {len(latest)} linears packed as their formats say"
+
+
+def _equal(name: str, stated: int, found: int, what: str) -> None:
+    if stated != found:
+        raise VerificationError(f"{name} is {stated}, {what} {found}")
+
+
+_Stored = tuple[str, list[int], tuple[int, int]]
+"""dtype, shape, begin and end among the data."""
+
+
+def _header(file: Path) -> dict[str, _Stored]:
+    """The header of a safetensors file, whose layout the run-time's reader has checked."""
+    from compressor_runtime import read_safetensors
+
+    read_safetensors(file)
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header.pop("__metadata__", None)
+    return {name: (entry["dtype"], entry["shape"], tuple(entry["data_offsets"])) for name, entry in header.items()}
+
+
+def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
+    """Bytes by the format's arithmetic, after the stored parts have been held against its layout.
+
+    The weight's own shape is not stored; rounded up to whole tiles and chunks it gives the same bytes.
+    """
+    fmt = Format.parse(name)
+    wanted = {"codes": "I32", "scales": "F16"} | ({} if fmt.symmetric else {"zeros": "U8"})
+    types = {part: dtype for part, (dtype, _, _) in parts.items()}
+    if types != wanted:
+        raise VerificationError(f"{site}: stored as {types}, {fmt.name} is {wanted}")
+    tiles, chunks = (*parts["codes"][1], 0, 0)[:2]
+    rows, columns = tiles * TILE_ROWS, chunks * fmt.chunk_columns
+    per_group = [tiles, fmt.groups(columns) if columns else 0, TILE_ROWS]
+    shapes = {"codes": [tiles, chunks, fmt.chunk_words, TILE_ROWS], "scales": per_group, "zeros": per_group}
+    for part, (_, shape, _) in parts.items():
+        if shape != shapes[part] or not prod(shape):
+            raise VerificationError(f"{site}.{part}: has shape {shape}, {fmt.name} takes {shapes[part]}")
+    expected = fmt.packed_bytes(rows, columns)
+    _equal(
+        f"{site}: packed_bytes of {fmt.name}",
+        expected,
+        sum(end - start for _, _, (start, end) in parts.values()),
+        "stored are",
+    )
+    return expected
+
+
+def _signature(bundle: Path, public_key: Path | None) -> Check:
+    if public_key is not None:
+        try:
+            check_signature(bundle, public_key)
+        except VerificationError as error:
+            return Check("signature", False, str(error))
+        return Check("signature", True, f"the owner of {public_key} signed this manifest")
+    if (bundle / SIGNATURE).exists():
+        return _skipped("signature", "present; give --public-key to check it")
+    return _skipped("signature", "none")
+
+
+def _kernels(bundle: Path, manifest: Manifest, threads: int | None) -> tuple[Check, SmokeResult | None]:
+    from compressor_runtime import BundleError, check_cpu
+
+    if manifest.schema_version < 2:
+        return _skipped("kernels", "no vectors: schema version 1; compress the model again"), None
+    try:
+        check_cpu(manifest.cpu_features, bundle)
+    except BundleError as error:
+        return _skipped("kernels", f"not re-executed here: {error}"), None
+    try:
+        smoke = smoke_test(bundle, threads)
+    except VerificationError as error:
+        return Check("kernels", False, str(error)), None
+    detail = (
+        f"re-executed in a fresh process, relative error {smoke.error:.2g}, at most {smoke.tolerance:.2g}; "
+        f"loads in {smoke.load_s:.2f} s, first token after {smoke.first_token_ms:.1f} ms"
+    )
+    return Check("kernels", True, detail), smoke
+
+
+def _evidence(manifest: Manifest, kernels: Check) -> Check:
+    """What the manifest claims about its kernels, in the light of what happened here."""
+    counts = Counter(kernel.evidence for kernel in manifest.kernels)
+    claimed = ", ".join(f"{count} {evidence}" for evidence, count in sorted(counts.items()))
+    if kernels.passed is None:
+        return _skipped("evidence", f"the manifest says: {claimed}; not re-executed here")
+    if not kernels.passed and "executed" in counts:
+        return Check("evidence", False, f"the manifest says: {claimed}; refuted, see kernels")
+    outcome = "executed here as well" if kernels.passed else "they fail here, see kernels"
+    return Check("evidence", kernels.passed, f"the manifest says: {claimed}; {outcome}")

@@ -1,0 +1,119 @@
+"""The manifest of a bundle as data: which fields it has, and what they may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from compressor.errors import VerificationError
+
+_SHOWN = 3
+
+Bytes = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Entry(BaseModel):
+    """A field that is not listed is allowed: a manifest may say more."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class FileEntry(_Entry):
+    """Size and hash of a file."""
+
+    bytes: Bytes
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class SiteEntry(_Entry):
+    """A compressed linear."""
+
+    site: str
+    pass_name: str
+    format: str
+    bytes_before: Bytes
+    bytes_after: Bytes
+
+
+class KernelEntry(_Entry):
+    """A kernel, and how it was checked where the bundle was made."""
+
+    name: str
+    evidence: Literal["executed", "emulated", "modelled", "compiled"]
+    format: str | None = None  # of kernels that read packed weights
+
+
+class TypeEntry(_Entry):
+    """Type and shape of a parameter."""
+
+    dtype: str
+    shape: list[Count]
+
+
+class ModelEntry(_Entry):
+    """Facts about the model; sizes are 0 where they have no meaning."""
+
+    name: str
+    vocab_size: Count
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    max_positions: Count
+    eos_ids: list[Count]
+    bos_id: Count | None
+
+
+class Manifest(_Entry):
+    """The manifest of schemas 1 and 2."""
+
+    format: Literal["compressor bundle"]
+    schema_version: Literal[1, 2]
+    kind: Literal["decoder", "encoder", "module"]
+    model: ModelEntry
+    recipe: dict[str, Any]
+    calibration: dict[str, Any] | None
+    formats: list[str]
+    sites: list[SiteEntry]
+    parameters: list[str]
+    parameter_types: list[TypeEntry] | None = None  # from schema 2 on
+    kernels: Annotated[list[KernelEntry], Field(min_length=1)]
+    cpu_features: list[str]
+    versions: dict[str, str]
+    weight_bytes: Bytes
+    dense_weight_bytes: Bytes
+    bundle_bytes: Bytes
+    files: dict[str, FileEntry]
+
+
+_FILES: Mapping[int, tuple[str, ...]] = {
+    1: ("model.so", "weights.safetensors", "compressor_runtime.py", "lib/libtvm_runtime.so"),
+    2: ("vectors.safetensors", "compressor_selfcheck.py"),
+}
+"""Files that each schema version adds to those that a bundle must have."""
+
+
+def check_schema(content: Mapping[str, Any]) -> Manifest:
+    """The manifest, checked.
+
+    Raises:
+        VerificationError: names the fields that are missing or wrong.
+    """
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors(include_url=False)]
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise VerificationError("; ".join(problems[:_SHOWN]) + more) from error
+    version = manifest.schema_version
+    if version > 1 and manifest.parameter_types is None:
+        raise VerificationError("parameter_types: field required")
+    wanted = [name for since, names in _FILES.items() if since <= version for name in names]
+    if absent := [name for name in wanted if name not in manifest.files]:
+        raise VerificationError(f"files: {', '.join(absent)} not listed")
+    made_for = {kernel.format for kernel in manifest.kernels if kernel.format is not None}
+    if not set(manifest.formats) == {site.format for site in manifest.sites} == made_for:
+        raise VerificationError(f"formats: {', '.join(manifest.formats)}: not those of the sites and of their kernels")
+    return manifest

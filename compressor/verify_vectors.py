@@ -1,0 +1,181 @@
+"""What a bundle's kernels must compute: inputs, and the graph's outputs for them, to be stored in the bundle.
+
+The outputs are those of the graph run in PyTorch, node by node, in float64.  In float32 a sum depends on how it is
+split between threads; where activations are rounded to int8, a last bit that differs falls here and there on the other
+side of a rounding boundary, and the logits differ in their third digit.  In float64 the differences are some 10^9
+times smaller, such boundaries are practically never met, and what is left of them goes when the outputs are rounded
+to 16 significant bits (off by 2^-16 at most, far below the tolerance).  So threads, BLAS and vector width do not change
+the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter
+from torch.fx.node import Target
+from torch.utils._pytree import tree_map
+
+from compressor.evaluate import GraphLogits, graph_hidden
+from compressor.formats import Format
+from compressor.graph import ModelInfo
+from compressor.ops import quantize_activations
+from compressor.packing import PackedWeight, dequantize_rows
+from compressor.tensor_files import release
+
+_PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
+_ROWS, _COLUMNS = 64, 1024
+_BITS = 16
+_TOLERANCE = 1e-3
+_LARGEST_TOLERANCE = 0.5
+_MARGIN = 5.0
+_ROUNDING = 2.0**-20
+_TRIALS = 4
+_PIECE_ELEMENTS = 1 << 22
+
+_DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
+
+
+def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
+    """Inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
+
+    A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder two of up to 16, one with
+    padding; a module its example inputs.  Of each output, seen as rows of its last dimension, at most 64 rows and 1,024
+    columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
+
+    ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
+    change by, in four trials, when its packed linears are off by 2^-20.  That is some sixteen roundings of a float32,
+    in place of those of all the operators: where activations are rounded to int8, sums that differ by so little fall
+    on two sides of a boundary now and then, and deep models amplify it.
+
+    Returns:
+        ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
+        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; a module's ``input_0``, ...; for each output
+        ``output_0`` float32 [rows, columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0``
+        int64 [rows], the likeliest token.
+    """
+    info: ModelInfo = graph.meta["model"]
+    if info.kind == "module":
+        inputs = {f"input_{i}": x.detach() for i, x in enumerate(graph.meta["inputs"][0])}
+        with torch.no_grad():
+            runs = [_Exact(graph).run(*inputs.values())]
+            runs += [_Exact(graph, noisy_from=0, seed=trial).run(*inputs.values()) for trial in range(_TRIALS)]
+    else:
+        inputs, runs = _text_runs(graph, info)
+    trials = [[run] if isinstance(run, Tensor) else list(run) for run in runs]
+    stored, effect = dict(inputs), 0.0
+    for number, (expected, *moved) in enumerate(zip(*trials, strict=True)):
+        tables = [output.reshape(-1, output.shape[-1] if output.dim() else 1) for output in (expected, *moved)]
+        kept = np.flatnonzero(inputs["mask"].numpy()) if info.kind == "encoder" else np.arange(len(tables[0]))
+        rows, columns = _some(kept, _ROWS), _some(np.arange(tables[0].shape[1]), _COLUMNS)
+        parts = [table[rows][:, columns].double() for table in tables]
+        effect = max([effect, *(_relative_error(part, parts[0]) for part in parts[1:])])
+        stored[f"output_{number}"] = _rounded(parts[0])
+        stored[f"rows_{number}"], stored[f"columns_{number}"] = rows, columns
+        if info.kind == "decoder":
+            stored[f"top_{number}"] = tables[0][rows].argmax(dim=1)
+    tolerance = min(_LARGEST_TOLERANCE, max(_TOLERANCE, _MARGIN * effect))
+    stored["tolerance"] = torch.tensor([float(f"{tolerance:.3g}")], dtype=torch.float64)
+    return stored
+
+
+def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Inputs; outputs as they are, and of each trial.  All are one batch, so that each weight is unpacked once."""
+    limit = info.max_positions or _PROMPT_TOKENS + _STEPS
+    prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.kind == "decoder" else 0)))
+    length = min(prompt + _STEPS, limit) if info.kind == "decoder" else prompt
+    ids = np.random.default_rng(0).integers(0, info.vocab_size, (_BATCH, length))
+    repeated, run = np.tile(ids, (1 + _TRIALS, 1)), _Exact(graph, noisy_from=_BATCH).run
+    if info.kind == "decoder":
+        inputs = {"prompt": torch.tensor([prompt])}
+        outputs = torch.as_tensor(GraphLogits(graph, run)(repeated))
+    else:
+        mask = np.ones(ids.shape, np.float32)
+        mask[1, -(-length // 2) :] = 0
+        inputs = {"mask": torch.as_tensor(mask)}
+        outputs = torch.as_tensor(graph_hidden(graph, run)(repeated, np.tile(mask, (1 + _TRIALS, 1))))
+    return {"ids": torch.as_tensor(ids), **inputs}, list(torch.split(outputs, _BATCH))
+
+
+class _Exact(Interpreter):
+    """Runs a graph in float64, whatever types its nodes ask for, with one piece of a weight in memory at a time.
+
+    Args:
+        noisy_from: batch entries from here on have every packed linear's output off by about 2^-20; None for none.
+        seed: of the noise.
+    """
+
+    def __init__(self, graph: GraphModule, noisy_from: int | None = None, seed: int = 0) -> None:
+        super().__init__(graph)
+        self._noisy_from = noisy_from
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def call_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _DENSE:
+            return self._dense(*args)
+        if target is _PACKED:
+            return self._packed(*args)
+        if target is not torch.ops.aten.embedding.default:  # a table is not worth widening for a few rows
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return tree_map(_widened, super().call_function(target, args, kwargs))
+
+    def _dense(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        pieces = torch.split(weight, max(1, _PIECE_ELEMENTS // weight.shape[1]))
+        y = torch.cat([x.double() @ piece.double().T for piece in pieces], dim=-1)
+        release([weight])
+        return y if bias is None else y + bias
+
+    def _packed(
+        self,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        format: str,
+        in_features: int,
+        out_features: int,
+    ) -> Tensor:
+        fmt = Format.parse(format)
+        packed = PackedWeight(codes, scales, zeros, fmt, (out_features, in_features))
+        x, scale = x.double(), None
+        if fmt.activation_bits == 8:
+            x, scale = quantize_activations(x)
+            x = x.double()
+        y = torch.cat([x @ piece.double().T for _, piece in dequantize_rows(packed)], dim=-1)
+        release(part for part in (codes, scales, zeros) if part is not None)
+        y = y if scale is None else y * scale
+        y = y if bias is None else y + bias
+        if self._noisy_from is not None:
+            noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
+            y[self._noisy_from :] *= 1 + _ROUNDING * noise
+        return y
+
+
+def _widened(value: Any) -> Any:
+    """Float tensors as float64, and float64 for float types."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _some(indices: NDArray[np.int64], count: int) -> Tensor:
+    """At most ``count`` of the indices, int64, in order; the same ones each time."""
+    if len(indices) > count:
+        indices = np.sort(np.random.default_rng(0).choice(indices, count, replace=False))
+    return torch.as_tensor(indices)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Float64 to float32 with 16 significant bits."""
+    mantissa, exponent = torch.frexp(values)  # 0.5 <= |mantissa| < 1
+    return torch.ldexp(torch.round(mantissa * 2.0**_BITS), exponent - _BITS).float()
+
+
+def _relative_error(got: Tensor, expected: Tensor) -> float:
+    size = float(expected.norm())
+    return float((got - expected).norm()) / size if size else 0.0

@@ -1,0 +1,150 @@
+"""Checks a Compressor bundle where it is to run: its kernels against stored outputs, its speed and its memory.
+
+Shipped in every bundle, beside compressor_runtime.py, whose only companions it needs.  From a shell:
+``python compressor_selfcheck.py`` prints one JSON object and ends with 0, or with 4 when the kernels compute something
+else than the model that they were made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # nothing is added to the bundle
+
+import compressor_runtime
+import numpy as np
+from compressor_runtime import Bundle, BundleError, DamagedBundleError, load, read_safetensors
+from numpy.typing import NDArray
+
+VECTORS = "vectors.safetensors"
+_DECODED_TOKENS = 8
+_LARGEST_GAP = 10.0  # in units of the tolerance and of the outputs' root mean square
+
+
+def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
+    """Run a bundle on its stored inputs.
+
+    A decoder takes its prompt at once and what follows token by token, all through one cache.
+
+    Returns:
+        Errors by name, and the largest that rounding explains.  ``output_0``: relative error (root mean square) of the
+        stored columns of the first output; ``top_0``, of decoders: by how much another token than the expected one is
+        the likeliest, as a fraction of ten times the logits' root mean square.  NaN is what is no number.
+    Raises:
+        DamagedBundleError: the stored vectors are missing, or do not suit this model.
+    """
+    with _vectors(bundle) as stored:
+        outputs, errors, tolerance = _run(bundle, stored), dict[str, float](), float(stored["tolerance"][0])
+        if not 0 < tolerance < 1 or f"output_{len(outputs)}" in stored:
+            raise ValueError(f"tolerance {tolerance}, {len(outputs)} outputs")
+        for number, output in enumerate(outputs):
+            table = np.asarray(output, np.float64).reshape(-1, np.shape(output)[-1] if np.ndim(output) else 1)
+            errors.update(_errors(table, stored, number))
+    return errors, tolerance
+
+
+@contextmanager
+def _vectors(bundle: Bundle) -> Iterator[dict[str, NDArray[Any]]]:
+    """The stored vectors, in a block whose errors mean that they do not suit the model."""
+    file = bundle.path / VECTORS
+    if VECTORS not in bundle.manifest["files"]:
+        raise DamagedBundleError(f"{bundle.path}: has no {VECTORS} to compare with; compress the model again")
+    try:
+        yield read_safetensors(file)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedBundleError(f"{file}: does not suit this model ({error}); compress the model again") from error
+
+
+def _run(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> list[Any]:
+    if bundle.kind == "decoder":
+        ids, prompt = stored["ids"], int(stored["prompt"][0])
+        session = bundle.session(batch=len(ids), capacity=prompt)  # must grow
+        parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
+        return [np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)]
+    if bundle.kind == "encoder":
+        return [bundle.encode(stored["ids"], stored["mask"])]
+    outputs = bundle.run(*_inputs(stored))
+    return outputs if isinstance(outputs, list) else [outputs]
+
+
+def _inputs(stored: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [stored[f"input_{i}"] for i in range(sum(name.startswith("input_") for name in stored))]
+
+
+def _errors(table: NDArray[np.float64], stored: Mapping[str, NDArray[Any]], number: int) -> dict[str, float]:
+    """Errors of one output, as a matrix of rows of its last dimension."""
+    expected = stored[f"output_{number}"].astype(np.float64)
+    rows, columns = stored[f"rows_{number}"], stored[f"columns_{number}"]
+    difference, size = float(np.linalg.norm(table[rows][:, columns] - expected)), float(np.linalg.norm(expected))
+    errors = {f"output_{number}": difference / size if size else difference}
+    if (top := stored.get(f"top_{number}")) is not None:
+        gaps = table[rows].max(axis=1) - table[rows, top]
+        scale = _LARGEST_GAP * size / np.sqrt(expected.size)
+        errors[f"top_{number}"] = float(gaps.max() / scale) if scale else float(gaps.max())
+    return errors
+
+
+def measure(bundle: Bundle) -> tuple[float, float | None]:
+    """Milliseconds of the very first call, and of a token after it (median; decoders only), for one sequence.
+
+    The first call of a decoder has the stored prompt, that of another model all stored inputs.
+    """
+    with _vectors(bundle) as stored:
+        begin = time.perf_counter()
+        if bundle.kind != "decoder":
+            _run(bundle, stored)
+            return 1e3 * (time.perf_counter() - begin), None
+        prompt = stored["ids"][:1, : int(stored["prompt"][0])]
+        count = min(_DECODED_TOKENS, bundle.limit - prompt.shape[1])
+        session = bundle.session(capacity=prompt.shape[1] + count)
+        logits = session.step(prompt)
+        ends = [time.perf_counter()]
+        for _ in range(count):
+            logits = session.step(logits[:, -1:].argmax(-1))
+            ends.append(time.perf_counter())
+    return 1e3 * (ends[0] - begin), 1e3 * float(np.median(np.diff(ends))) if count else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a bundle and print what was found; the process's exit code."""
+    parser = argparse.ArgumentParser(description="Check a Compressor bundle on this machine.")
+    here = Path(__file__).resolve().parent
+    parser.add_argument("bundle", nargs="?", type=Path, default=here, help="the bundle's folder (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
+    options = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    try:
+        bundle = load(options.bundle, threads=options.threads)
+        load_s = time.perf_counter() - begin
+        first_token_ms, decode_ms = measure(bundle)
+        errors, tolerance = compare(bundle)
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    passed = all(error <= tolerance for error in errors.values())
+    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+    found = {
+        "passed": passed,
+        "errors": {name: error if np.isfinite(error) else None for name, error in errors.items()},
+        "tolerance": tolerance,
+        "load_s": load_s,
+        "first_token_ms": first_token_ms,
+        "decode_ms": decode_ms,
+        "peak_rss_bytes": int(status.split()[0]) * 1024,
+        "threads": bundle.threads,
+        "runtime": compressor_runtime.__file__,
+    }
+    print(json.dumps(found, allow_nan=False))
+    return 0 if passed else DamagedBundleError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

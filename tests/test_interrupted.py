@@ -1,0 +1,117 @@
+"""Whole runs that are killed, find no room, or come again: the same bundle in the end, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+COMMAND = "from compressor.cli import main; main(prog_name='compress')"
+VOCABULARY = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Path:
+    """A model of two layers, a text, and a recipe that calibrates."""
+    require_tool("g++")
+    root = tmp_path_factory.mktemp("interrupted")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(root / "model" / "tokenizer.json"))
+    (root / "text.txt").write_text(" ".join(f"<{i * i % VOCABULARY}>" for i in range(2000)))
+    (root / "recipe.yaml").write_text(
+        "model: model\n"
+        "calibration: {text: text.txt, samples: 8, sequence_length: 32}\n"
+        "evaluation: {text: text.txt, tokens: 64}\n"
+        "passes:\n  - gptq: {scheme: W4A16_G32, ignore: [lm_head]}\n"
+        'tune: "off"\n'
+    )
+    return root
+
+
+def start(folder: Path, output: Path, cache: Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", COMMAND, "run", str(folder / "recipe.yaml"), "-o", str(output), "--json"]
+    environment = {**os.environ, "COMPRESS_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+    out, errors = child.communicate(timeout=300)
+    assert child.returncode == 0, errors
+    content: dict[str, Any] = json.loads(out)
+    return content
+
+
+def debris(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob(".*.partial")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, own_cache: Path) -> bytes:
+    """The manifest of a bundle that nothing happened to; it has the hashes of all files."""
+    content = finish(start(folder, folder / "undisturbed", own_cache))
+    assert [stage["reused"] for stage in content["passes"]] == [0, 0]
+    return (folder / "undisturbed" / "manifest.json").read_bytes()
+
+
+def test_a_killed_run_goes_on_to_the_same_bundle(folder: Path, undisturbed: bytes, tmp_path: Path) -> None:
+    output, cache = tmp_path / "out", tmp_path / "cache"
+    child = start(folder, output, cache, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list(cache.glob("results/*/entry.json")):  # the first block is done
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
+        time.sleep(0.002)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert not output.exists()
+    content = finish(start(folder, output, cache))
+    assert 1 <= content["passes"][1]["reused"] <= content["passes"][1]["blocks"] == 4
+    assert any("finished by an earlier run" in note for note in content["notes"])
+    assert (output / "manifest.json").read_bytes() == undisturbed
+    assert not debris(tmp_path)
+
+
+def test_a_run_again_takes_over_every_block(folder: Path, undisturbed: bytes, own_cache: Path, tmp_path: Path) -> None:
+    content = finish(start(folder, tmp_path / "out", own_cache))
+    assert content["passes"][1]["reused"] == content["passes"][1]["blocks"] == 4
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == undisturbed
+    assert not {"seconds", "gptq"} & set(content["predictions"]), "times are compared where all was done anew"
+
+
+@pytest.mark.parametrize("room_bytes", [20_000, 400_000])
+def test_a_disk_without_room_is_one_message_and_leaves_nothing(
+    folder: Path, undisturbed: bytes, tmp_path: Path, room_bytes: int
+) -> None:
+    """A limit on the size of files stands in for the disk: too little for a block, then for the bundle's libraries."""
+    output, cache = tmp_path / "out", tmp_path / "cache"
+    child = start(
+        folder, output, cache, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
+    )
+    out, errors = child.communicate(timeout=300)
+    assert child.returncode == 1 and out == ""
+    assert "Traceback" not in errors
+    assert [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert not output.exists() and not debris(tmp_path)
+    finish(start(folder, output, cache))
+    assert (output / "manifest.json").read_bytes() == undisturbed
