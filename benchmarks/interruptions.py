@@ -14,6 +14,7 @@ with one message, exit code 1 or 2 and nothing left behind, and the next run mus
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+FAULTS = (
+    "cache_full",
+    "output_full",
+    "cache_filled",
+    "output_filled",
+    "temporary_filled",
+    "cache_readonly",
+    "output_readonly",
+)
 SHARED = ("tuning.json", "machine.json", "fingerprints.json")
 
 
@@ -101,11 +111,14 @@ def mounted(folder: Path, options: str) -> None:
 
 
 def fault(work: Path, base: Path, recipe: str, name: str, expected: str) -> dict[str, Any]:
-    """``<what>_<fault>``: the folder of the cache, the output or temporary files is full, or read-only."""
+    """``<what>_<fault>``: the folder of the cache, the output or temporary files.
+
+    ``full`` and ``readonly`` are so from the start; ``filled`` runs full while the run is under way.
+    """
     what, kind = name.split("_")
     folder = fresh(work / name, base)
     place, output, cache = folder / "disk", folder / "out" / "bundle", folder / "cache"
-    mounted(place, "size=1m")
+    mounted(place, "size=64m" if kind == "filled" else "size=1m")
     env = environment(cache)
     if what == "cache":
         for file in cache.iterdir():
@@ -118,16 +131,26 @@ def fault(work: Path, base: Path, recipe: str, name: str, expected: str) -> dict
     if kind == "readonly":
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
     try:
-        first = subprocess.run(command(recipe, output), env=env, capture_output=True, text=True, check=False)
+        first = subprocess.Popen(
+            command(recipe, output), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if kind == "filled":
+            while first.poll() is None and not list(Path(env["COMPRESS_CACHE_DIR"]).glob("results/*/entry.json")):
+                time.sleep(0.01)  # the plan has found room
+            with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(1 << 14))
+        _, errors = first.communicate()
         row: dict[str, Any] = {
             "fault": name,
             "exit_code": first.returncode,
-            "message": re.sub(r"\s+", " ", first.stderr.strip().splitlines()[-1])[:300],
-            "traceback": "Traceback" in first.stderr,
+            "message": re.sub(r"\s+", " ", errors.strip().splitlines()[-1])[:300],
+            "traceback": "Traceback" in errors,
             "bundle_was_there": output.exists(),
             "debris": debris(folder),
         }
         subprocess.run(["mount", "-o", "remount,rw,size=2g", str(place)], check=True)
+        (place / "filler").unlink(missing_ok=True)
         second = subprocess.run(command(recipe, output), env=env, capture_output=True, text=True, check=False)
         row["next_exit_code"] = second.returncode
         row["next_same_hash"] = second.returncode == 0 and bundle_sha256(output) == expected
@@ -170,7 +193,7 @@ def main() -> int:
             ok &= row.get("same_hash", False) and not row["debris"]
             print(json.dumps(row), flush=True)
     if os.geteuid() == 0:
-        for name in ("cache_full", "output_full", "temporary_full", "cache_readonly", "output_readonly"):
+        for name in FAULTS:
             row = fault(work, base, options.recipe, name, expected)
             clean = not (row["traceback"] or row["bundle_was_there"] or row["debris"])
             ok &= row["exit_code"] in (1, 2, 5) and clean and row["next_same_hash"]

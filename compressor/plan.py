@@ -31,8 +31,6 @@ from compressor.sites_plan import SitePlan
 if TYPE_CHECKING:
     from torch import nn
 
-_GB = 1e9
-
 
 @dataclass(frozen=True)
 class PassPlan:
@@ -152,7 +150,7 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
         if needed(memory).needed_bytes <= available.bytes:
             break
     if spill:
-        notes.append(f"hidden states go to {cache_folder()}: {costs.spilled_bytes / _GB:.2f} GB do not fit in memory")
+        notes.append(f"hidden states go to {cache_folder()}: {_size(costs.spilled_bytes)} do not fit in memory")
     if not dense_speed and costs.times_dense:
         notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
     disk = _disk(place, costs, spill)
@@ -235,16 +233,19 @@ def _short(plan: Plan) -> list[str]:
         stage = needed(plan.memory)
         missing = plan.needed_bytes - plan.available.bytes
         short.append(
-            f"memory: the stage {stage.stage} needs {plan.needed_bytes / _GB:.2f} GB, {missing / _GB:.2f} GB more than "
-            f"there is ({plan.available.bytes / _GB:.2f} GB, by {plan.available.limit})"
+            f"memory: the stage {stage.stage} needs {_size(plan.needed_bytes)}, {_size(missing)} more than there is "
+            f"({_size(plan.available.bytes)}, by {plan.available.limit})"
         )
     for folder, (written, free) in plan.disk.items():
         if written > free:
             short.append(
-                f"disk: {folder} needs {written / _GB:.2f} GB, {(written - free) / _GB:.2f} GB more than is free "
-                f"({free / _GB:.2f} GB)"
+                f"disk: {folder} needs {_size(written)}, {_size(written - free)} more than is free ({_size(free)})"
             )
     return short
+
+
+def _size(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]:
