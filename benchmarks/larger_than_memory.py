@@ -119,18 +119,16 @@ def compress(model: Path, work: Path, method: str, limit_bytes: int) -> dict[str
         shutil.rmtree(folder, ignore_errors=True)
     command = [str(Path(sys.executable).with_name("compress")), "run", str(recipe), "-o", str(output), "--json"]
     group = ControlGroup(limit_bytes)
-    log = work / f"{method}_{model.name}.log"
+    log, result = (work / f"{method}_{model.name}.{ending}" for ending in ("log", "json"))
     begin, peak = time.perf_counter(), 0
-    with log.open("w") as stream:
+    with log.open("w") as stream, result.open("w") as out:
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stream, text=True, preexec_fn=group.enter,
+            command, stdout=out, stderr=stream, preexec_fn=group.enter,
             env={**os.environ, "COMPRESS_CACHE_DIR": str(cache)},
         )  # fmt: skip
         while child.poll() is None:
             peak = max(peak, peak_rss_bytes(child.pid))
             time.sleep(0.05)
-    assert child.stdout is not None
-    out = child.stdout.read()
     group.close()
     weights_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     row = {
@@ -146,7 +144,7 @@ def compress(model: Path, work: Path, method: str, limit_bytes: int) -> dict[str
     if child.returncode:
         row["message"] = log.read_text().strip().splitlines()[-1:]
     else:
-        content = json.loads(out)
+        content = json.loads(result.read_text())
         row |= {key: content[key] for key in ("weight_bytes", "dense_weight_bytes", "kernel_error", "notes")}
         row["passes"] = [(stage["name"], round(stage["seconds"], 1)) for stage in content["passes"]]
     shutil.rmtree(output, ignore_errors=True)

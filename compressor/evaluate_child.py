@@ -19,6 +19,7 @@ from compressor.errors import UsageError
 
 def main() -> int:
     """Serve the requests; the process's exit code."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
     from compressor_runtime import load
 
     path, threads = Path(sys.argv[1]), int(sys.argv[2])

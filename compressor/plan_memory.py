@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compressor.machine_probe import Machine
+from compressor.packing import PIECE_ELEMENTS
 from compressor.plan_streaming import Streaming
 
 MODEL_ERROR = 0.15
@@ -24,7 +25,7 @@ _COMPILE_BYTES = 70 << 20  # LLVM, and TVM's modules
 _LOWER_NODE_BYTES = 60_000
 _TUNING_BYTES = 48 << 20  # copies of a kernel's operands
 _NUMERICS_BYTES = 150 << 20  # what PyTorch's threads and numerical libraries hold once samples have run
-_KEPT = 0.7  # of what passes freed, what the allocator does not give back
+_KEPT = 0.1  # of what passes freed, what the allocator does not give back
 _KEPT_MOST_BYTES = 300 << 20  # large blocks are given back
 _BUNDLE_BYTES = 25 << 20  # a session of the run-time, beside its weights
 _DENSE_BYTES = 110 << 20  # the model's class and modules, and PyTorch's first forward call
@@ -113,15 +114,15 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
     base += _COMPILE_BYTES + _LOWER_NODE_BYTES * a.nodes
     operands = max(_TUNING_BYTES, a.largest_operand_bytes)
     stages.append(StageMemory("compile", base + operands))
-    stages.append(StageMemory("write", base, a.weight_bytes, _TUNING_BYTES))
-    packed = 4 * a.largest
-    stages.append(StageMemory("check", base + packed, 2 * a.weight_bytes, 2 * a.weight_bytes))
+    stages.append(StageMemory("write", base + 8 * min(a.largest, PIECE_ELEMENTS), a.largest, a.largest))
+    bundle = machine.bundle_bytes + _BUNDLE_BYTES + a.weight_bytes + a.child_activation_bytes
+    stages.append(StageMemory("check", base, 0, 0, bundle))
     if a.evaluation is not None:
         hidden = 0 if a.spill else a.evaluation.hidden_bytes
         held = base + hidden + max(a.evaluation.working_bytes, _SCORING_BYTES * a.logits)
-        mapped = a.weight_bytes + a.evaluation.weight_bytes
-        stages.append(StageMemory("evaluate", held, mapped, mapped))
-    children = machine.bundle_bytes + _BUNDLE_BYTES + a.weight_bytes + a.child_activation_bytes
+        mapped = a.evaluation.weight_bytes
+        stages.append(StageMemory("evaluate", held, mapped, mapped, bundle))
+    children = bundle
     if a.dense_speed:
         children += machine.dense_bytes + _DENSE_BYTES + a.dense_float_bytes + a.child_activation_bytes
     stages.append(StageMemory("time", base, 0, 0, children))

@@ -21,9 +21,12 @@ from compressor.plan_time import (
     Estimate,
     bundle_seconds,
     capture_work,
+    child_work,
     compile_seconds,
     estimate,
     linear_kernels,
+    plan_work,
+    proof_work,
     scoring_work,
     text_work,
     timing_seconds,
@@ -38,7 +41,9 @@ if TYPE_CHECKING:
     from compressor.plan import PassPlan
 
 _NEW_TOKENS = 64  # timed single steps
-_CHECKED_TOKENS = 64  # of two samples, in verify.check_kernels
+_CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in verify_vectors
+_CHECKED_RUNS, _CHECKED_TOKENS = 10, 18  # sequences that are computed for it, in float64
+_FLOAT64 = 2.0  # times as slow as float32
 _SPARE_TOKENS = 1 << 20  # read beyond the samples, see samples.load_samples
 _TOKEN_CHARACTERS = 3  # of text, a token
 # What a bundle has beside weights, run-time and tokenizer, fitted to bundles.
@@ -95,18 +100,20 @@ class Costs:
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
         seconds = {"start": machine.seconds["import_all"]}
-        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in ("capture", "text")}
+        begin = ("capture", "text", "plan", "independence")
+        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in begin}
         seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage.startswith("pass ")}
         seconds["compile"] = compile_seconds(final, machine, self.tune)
         seconds["write"] = machine.cost(self.work["write"])
         if not self.runs_here:
             return seconds
-        seconds["check"] = machine.cost(self.work["check"])
+        child = machine.seconds["import_bundle"] + machine.cost(self.work["check"])
+        seconds["check"] = child
         bounds = rooflines(final, machine)
         calls = sum(node.op == "call_function" for node in final.graph.nodes) // 3
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
-            seconds["evaluate"] = machine.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
+            seconds["evaluate"] = child + machine.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
         if info.kind == "decoder":
             prompt_tokens = bounds[0].tokens
             dense = [node_costs(graph, 1, prompt_tokens, rows=1), node_costs(graph, 1, 1, prompt_tokens, rows=1)]
@@ -164,8 +171,9 @@ def run_costs(
         scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
         work["evaluate"] = Counter(forward.work) + scoring
     bundle_bytes = _bundle_bytes(final, info)
-    work["write"] = write_work(bundle_bytes)
-    work["check"] = _checking(final, info)
+    work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
+    work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
+    work["check"] = child_work(bundle_bytes)
     kernels = linear_kernels(final)
     positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
     child = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
@@ -236,18 +244,20 @@ def _tokens(source: DataSource) -> int:
     return sum(path.stat().st_size for path in source.find_files()) // _TOKEN_CHARACTERS
 
 
-def _checking(final: GraphModule, info: ModelInfo) -> Work:
-    """Two runs of the compressed graph in PyTorch."""
+def _vectors(final: GraphModule, info: ModelInfo) -> Work:
+    """The outputs that the bundle is checked against: the compressed graph in PyTorch, in float64."""
     if info.kind == "module":
         costs: dict[Node, NodeCost] = node_costs(final, 1, 1)
     else:
-        costs = node_costs(final, 2, min(_CHECKED_TOKENS, info.max_positions or _CHECKED_TOKENS))
-    return {unit: 2 * amount for unit, amount in eager_work(costs.values()).items()}
+        length = min(_CHECKED_TOKENS, info.max_positions or _CHECKED_TOKENS)
+        costs = node_costs(final, _CHECKED_RUNS, length)
+    return {unit: _FLOAT64 * amount for unit, amount in eager_work(costs.values()).items()}
 
 
 def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
     """All files of the bundle: weights are counted, shipped files looked at, kernels and the manifest estimated."""
-    shipped = [resource("export") / "python" / name for name in ("compressor_runtime.py", "README-bundle.md")]
+    python = ("compressor_runtime.py", "compressor_selfcheck.py", "README-bundle.md")
+    shipped = [resource("export") / "python" / name for name in python]
     spec = importlib.util.find_spec("tvm")
     if spec is not None and spec.origin is not None:
         shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
@@ -256,4 +266,5 @@ def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
     files = sum(path.stat().st_size for path in shipped if path.is_file())
     library = _LIBRARY_BYTES + _KERNEL_BYTES * len(linear_kernels(final)) + _NODE_BYTES * len(final.graph.nodes)
     parameters = sum(1 for _ in final.parameters())
-    return weight_bytes(final) + files + library + _MANIFEST_BYTES + _SITE_BYTES * parameters
+    vectors = 4 * _CHECKED_ROWS * min(_CHECKED_COLUMNS, info.vocab_size) + 8 * _CHECKED_COLUMNS
+    return weight_bytes(final) + files + library + vectors + _MANIFEST_BYTES + _SITE_BYTES * parameters

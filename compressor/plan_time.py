@@ -37,6 +37,10 @@ _SLOWER_READ = 1.5  # against the probe's read bandwidth
 _CALL_S = 2e-6  # one kernel's call
 _EAGER_STEP = 2.5  # PyTorch's modules against the bare operators
 _REPEATS = 8  # of both models' timing, the first included
+_PAUSE_S = 0.25  # before each
+_CHILD_TURNS = 8e6  # a process that loads a bundle, beside its imports
+_PLAN_NODE_TURNS = 1.4e5  # planning, a node
+_PROOF_NODE_TURNS = 8e4  # batch independence, a node
 _SCORING_PASSES = 300  # of float64 logits of both models: exponentials and sums take as long as so much traffic
 
 
@@ -153,9 +157,24 @@ def scoring_work(tokens: int, vocabulary: int) -> Work:
     return {"stream_byte": 8 * _SCORING_PASSES * tokens * vocabulary}
 
 
+def plan_work(nodes: int) -> Work:
+    """Planning a run of a graph of so many nodes."""
+    return {"python": _PLAN_NODE_TURNS * nodes}
+
+
+def proof_work(nodes: int) -> Work:
+    """Asking whether the batch entries of a graph of so many nodes are independent."""
+    return {"python": _PROOF_NODE_TURNS * nodes}
+
+
 def write_work(bundle_bytes: int) -> Work:
     """Linking, writing and hashing a bundle."""
     return {"write_byte": bundle_bytes, "hash_byte": bundle_bytes, "python": _LINK_TURNS}
+
+
+def child_work(bundle_bytes: int) -> Work:
+    """Starting a process that loads a bundle, but for its imports."""
+    return {"hash_byte": bundle_bytes, "python": _CHILD_TURNS}
 
 
 def timing_seconds(
@@ -167,11 +186,11 @@ def timing_seconds(
         dense: costs of the dense model's prompt and step.
         bundle: seconds of the bundle's.
     """
-    seconds = machine.seconds["import_bundle"] + _REPEATS * (bundle[0] + steps * bundle[1])
+    seconds = machine.seconds["import_bundle"] + _REPEATS * (_PAUSE_S + bundle[0] + steps * bundle[1])
     if dense_speed:
         prompt, step = (_dense_seconds(costs.values(), machine) for costs in dense)
         loading = sum(cost.weights for cost in dense[1].values()) * 12 * machine.seconds["stream_byte"]
-        seconds += machine.seconds["import_dense"] + loading + _REPEATS * (prompt + steps * step)
+        seconds += machine.seconds["import_dense"] + loading + _REPEATS * (_PAUSE_S + prompt + steps * step)
     return seconds
 
 

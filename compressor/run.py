@@ -31,6 +31,7 @@ from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
 from compressor.independence import check_independence
 from compressor.lock import Lock
+from compressor.machine_probe import machine
 from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.plan import Plan, check_plan, compare_plan, plan_graph
 from compressor.recipe import Recipe
@@ -148,10 +149,12 @@ def run_recipe(
         dense = twin(graph)  # for comparison
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
-    plan = plan_graph(graph, recipe, destination)
-    check_plan(plan)
     with clock.stage("text"):
         samples, text = _texts(recipe, info)
+    machine()  # measured once and remembered; that is no part of what the plan predicts
+    with clock.stage("plan", shown=False):
+        plan = plan_graph(graph, recipe, destination)
+    check_plan(plan)
     if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
         lock.add_model(info.source, recipe.trust_remote_code)
     lock.add_texts(samples, text)
@@ -167,7 +170,8 @@ def run_recipe(
     )
     observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
     graph = Pipeline(recipe.passes, observers).run(graph, context)
-    independence = check_independence(graph)
+    with clock.stage("independence"):
+        independence = check_independence(graph)
     with clock.stage("compile"):
         library = compile_graph(
             graph, target, tune=recipe.tune, threads=threads, pinned=lock.schedules, dump=_dumper(dump)
