@@ -135,7 +135,8 @@ def fault(work: Path, base: Path, recipe: str, name: str, expected: str) -> dict
             command(recipe, output), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         if kind == "filled":
-            while first.poll() is None and not list(Path(env["COMPRESS_CACHE_DIR"]).glob("results/[0-9a-f]*/entry.json")):
+            blocks = Path(env["COMPRESS_CACHE_DIR"]) / "results"
+            while first.poll() is None and not list(blocks.glob("[0-9a-f]*/entry.json")):
                 time.sleep(0.01)  # the plan has found room
             with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as filler:
                 while True:

@@ -145,6 +145,7 @@ def test_repeated_and_functional_linears() -> None:
     dense = graph(x)
     for site in linear_sites(graph)[:2]:
         replace_linear(graph, site, packed)
+    graph.recompile()
     assert "layer.weight" not in dict(graph.named_parameters())
     torch.testing.assert_close(graph(x), dense, rtol=0.05, atol=0.02)
 
@@ -161,6 +162,7 @@ def test_replaced_linears_compute_with_the_packed_weights(name: str) -> None:
         total += packed.nbytes - dense.numel() * dense.element_size()
         dense.data = dequantize(packed)
         replace_linear(graph, site, packed)
+    graph.recompile()
     graph.graph.lint()
     assert weight_bytes(graph) == total
     assert [s.name for s in linear_sites(graph)] == ["lm_head"]
@@ -239,6 +241,7 @@ def test_a_twin_shares_parameters_and_keeps_its_own_nodes(name: str) -> None:
     scales, zeros = choose_grid(weight.float(), fmt)
     codes = round_to_grid(weight.float(), scales, zeros, fmt)
     replace_linear(graph, site, pack(codes, scales[:, None], None, fmt))
+    graph.recompile()
     assert not torch.equal(graph(*args)[0], expected)
     assert torch.equal(other(*args)[0], expected)
     assert other.code == before and site.weight_name in dict(other.named_parameters())
