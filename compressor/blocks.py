@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from torch.fx import GraphModule
+
 from compressor.formats import Format
 from compressor.graph import Site, replace_linear, set_parameter
 from compressor.packing import PARTS, PackedWeight
@@ -33,7 +35,7 @@ class Blocks:
         self._base = digest(ctx.state, name, options, decides)
         self._key = ""
 
-    def restore(self, graph: Any, sites: Sequence[Site]) -> bool:
+    def restore(self, graph: GraphModule, sites: Sequence[Site]) -> bool:
         """Put the packed weights of a finished block in place of the dense ones; whether there was one."""
         self._key = digest(self._base, [site.name for site in sites])
         if self.chained:
@@ -52,7 +54,7 @@ class Blocks:
         self.task.advance(len(sites))
         return True
 
-    def keep(self, graph: Any, sites: Sequence[Site]) -> None:
+    def keep(self, graph: GraphModule, sites: Sequence[Site]) -> None:
         """The block of the last :meth:`restore` is done: its packed weights move from memory into the cache."""
         if self.ctx.results is None:
             return

@@ -169,8 +169,8 @@ def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
 def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
     """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``.scales`` and ``.zeros``.
 
-    The module's code stays as it is until ``graph.recompile()``, which the pipeline calls after each pass: torch.fx keeps
-    the source of every version, and one a linear would take more memory than the weights.
+    The module's code stays as it is until the caller is done and calls ``graph.recompile()``: torch.fx keeps the source
+    of every version, and one for each linear would take more memory than the weights.
 
     The dense weight goes when nothing else uses it.  The site's node is gone afterwards.  Other sites can still be
     replaced, but the ``input`` of one that reads this node's output directly is stale: list the sites again.

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
 import statistics
 import subprocess
@@ -64,6 +65,11 @@ import torch, transformers.models.auto.modeling_auto
 mark("dense")
 import compressor.run
 mark("all")
+from compressor.machine_probe import compute
+torch.set_num_threads(int(sys.argv[1]))
+torch.manual_seed(0)
+torch.set_grad_enabled(False)
+print(compute())
 """
 
 
@@ -125,27 +131,32 @@ def machine(measure: bool = False) -> Machine:
 
 
 def probe() -> Machine:
-    """Measure this machine."""
+    """Measure this machine, in a process of its own: it takes memory, and random numbers.
+
+    Raises:
+        CompressorError: the process failed.
+    """
     import torch
 
     from compressor.codegen.tune import cpu_name
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        seconds, spreads = _compute()
-    imports = _imports()
-    seconds |= {f"import_{name}": taken for name, (taken, _) in imports.items()}
-    sizes = {f"{name}_bytes": size for name, (_, size) in imports.items()}
-    return Machine(cpu_name(), torch.get_num_threads(), seconds, statistics.median(spreads), **sizes)
-
-
-def _imports() -> dict[str, tuple[float, int]]:
-    """Seconds and resident bytes of a process after each of the three imports."""
-    done = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=False)
+    threads = torch.get_num_threads()
+    command = [sys.executable, "-c", _CHILD, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompressorError(f"the process that tries the imports failed: {done.stderr.strip().splitlines()[-1:]}")
-    rows = (line.split() for line in done.stdout.splitlines())
-    return {row[0]: (float(row[1]), int(row[2])) for row in rows}
+        raise CompressorError(f"measuring this machine failed: {done.stderr.strip().splitlines()[-1:]}")
+    *lines, computed = done.stdout.splitlines()
+    imports = {name: (float(taken), int(size)) for name, taken, size in (line.split() for line in lines)}
+    found = json.loads(computed)
+    seconds = found["seconds"] | {f"import_{name}": taken for name, (taken, _) in imports.items()}
+    sizes = {f"{name}_bytes": size for name, (_, size) in imports.items()}
+    return Machine(cpu_name(), threads, seconds, statistics.median(found["spreads"]), **sizes)
+
+
+def compute() -> str:
+    """What the process of the probe measures, as JSON: ``seconds`` of each unit, ``spreads`` of the measurements."""
+    seconds, spreads = _compute()
+    return json.dumps({"seconds": seconds, "spreads": spreads})
 
 
 def _compute() -> tuple[dict[str, float], list[float]]:

@@ -175,7 +175,7 @@ class Pipeline:
         for index, step in enumerate(self.passes, start=1):
             begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
             graph = step.run(graph, ctx)
-            graph.recompile()
+            graph.recompile()  # for passes that leave it to us
             seconds = time.perf_counter() - begin
             self._finish(index, pass_name(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:

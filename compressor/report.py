@@ -30,7 +30,7 @@ _UNFINISHED = "the run has not ended: it is under way, or it was killed"
 
 @dataclass(frozen=True)
 class Check:
-    """Something that a run makes sure of beside its gates.
+    """Something that is made sure of: by a run beside its gates, or of a bundle.
 
     Attributes:
         name: what is checked.
@@ -41,6 +41,10 @@ class Check:
     name: str
     passed: bool | None
     detail: str
+
+    def __str__(self) -> str:
+        result = {True: "passed", False: "FAILED", None: "not checked"}[self.passed]
+        return f"{self.name}: {result}: {self.detail}"
 
 
 def outcome_content(outcome: Outcome) -> dict[str, Any]:

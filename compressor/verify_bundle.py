@@ -17,6 +17,7 @@ from typing import Any
 
 from compressor.errors import CompressorError, VerificationError
 from compressor.formats import TILE_ROWS, Format
+from compressor.report import Check
 from compressor.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.verify_schema import Manifest, check_schema
 from compressor.verify_smoke import SmokeResult, smoke_test
@@ -25,19 +26,6 @@ UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")
 """Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
 
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Check:
-    """One property of a bundle; ``passed`` is None where it could not be checked here, and ``detail`` says why."""
-
-    name: str
-    passed: bool | None
-    detail: str
-
-    def __str__(self) -> str:
-        result = {True: "passed", False: "FAILED", None: "not checked"}[self.passed]
-        return f"{self.name}: {result}: {self.detail}"
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,7 @@ class Gptq:
                         notes=self._notes(info),
                     )
                     task.advance()
+        graph.recompile()
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:

@@ -94,6 +94,7 @@ class Rtn:
                     release([stored])
                     task.advance()
                 blocks.keep(graph, block)
+        graph.recompile()
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
