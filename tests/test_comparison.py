@@ -120,7 +120,7 @@ def test_a_child_that_is_killed_is_an_error_and_none_is_left(made: Path) -> None
         assert worker.repeat()["latency_ms"] > 0
         os.kill(worker._child._process.pid, signal.SIGKILL)
         for ask in (worker.repeat, worker.finish):
-            with pytest.raises(CompressorError, match="bench: the process ended with -9"):
+            with pytest.raises(CompressorError, match="bench: the process was ended by signal 9"):
                 ask()
     with Worker(made / "encoder_bundle", threads=1, prompt_tokens=4, new_tokens=1) as worker:
         process = worker._child._process
