@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from compressor.child import Child
@@ -12,8 +11,8 @@ from compressor.errors import UsageError
 from compressor.timing import Timing, collect, record
 
 
-class Worker:
-    """A process that has loaded one model and measures it on demand; to be used in a ``with`` statement.
+class Worker(Child):
+    """A process that has loaded one model and measures it on demand; ``loaded`` has ``load_s`` and ``threads``.
 
     Args:
         path: a bundle, or a Hugging Face folder, which runs in PyTorch eager float32.
@@ -28,24 +27,15 @@ class Worker:
         if prompt_tokens < 1 or new_tokens < 1:
             raise UsageError("bench: prompt tokens and new tokens must be at least 1")
         numbers = [str(n) for n in (prompt_tokens, new_tokens, threads or 0)]
-        self._child = Child("bench", "compressor.bench_child", [str(path.absolute()), *numbers])
-        self.loaded = self._child.loaded  # load_s, threads
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._child.__exit__(kind, error, trace)
+        super().__init__("bench", "compressor.bench_child", [str(path.absolute()), *numbers])
 
     def repeat(self) -> dict[str, float]:
         """The figures of one repeat, by their JSON names."""
-        return self._child.ask("repeat")
+        return self.ask("repeat")  # type: ignore[no-any-return]
 
     def finish(self) -> dict[str, Any]:
         """What is known when all repeats are done: peak memory, and the bytes that a bundle's decoder reads."""
-        return self._child.ask("finish")
+        return self.ask("finish")  # type: ignore[no-any-return]
 
 
 def bench(

@@ -8,19 +8,18 @@ ends when stdin does.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compressor.child import serve
 from compressor.errors import CompressorError, UsageError
 
 Step: TypeAlias = Callable[[Any], Any]
@@ -171,20 +170,15 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("numbers", type=int, nargs=3, help="prompt tokens, new tokens, threads (0: all)")
     options = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
     make = bundle_subject if (options.path / "manifest.json").exists() else dense_subject
-    try:
+
+    def work(requests: BinaryIO, send: Callable[..., None]) -> None:
         subject = make(options.path, *options.numbers)
-        print(json.dumps(subject.loaded), file=answers, flush=True)
-        for request in sys.stdin:
-            answer = {"repeat": subject.repeat, "finish": subject.finish}[request.strip()]()
-            print(json.dumps(answer), file=answers, flush=True)
-    except Exception as error:  # the parent shows one line, whatever it was
-        place = "" if hasattr(error, "exit_code") else f"{options.path}: "  # errors of ours say it themselves
-        print(f"error: {place}{error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 1))
-    return 0
+        send(subject.loaded)
+        for request in requests:
+            send({b"repeat": subject.repeat, b"finish": subject.finish}[request.strip()]())
+
+    return serve(options.path, work)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""A process that loads one model and answers requests: a line of text in, a line of JSON out, and bytes beside them."""
+"""A process that loads one model and answers requests: a line of text in, a line of JSON out, and bytes beside them.
+
+Both ends: :class:`Child` starts the process, and :func:`serve` is what runs in it, which may not know torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from compressor.errors import CompressorError, UsageError, VerificationError
 
 _ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
 _FAREWELL_S = 10.0
+_Self = TypeVar("_Self", bound="Child")
 
 
 class Child:
@@ -44,13 +50,13 @@ class Child:
             self._end(kill=True)
             raise
 
-    def __enter__(self) -> Child:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end(kill=kind is not None)
 
-    def ask(self, request: str, payload: bytes = b"") -> dict[str, Any]:
+    def ask(self, request: str, payload: bytes = b"") -> Any:
         """Send a line, and bytes after it; the answer."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the child has ended: the missing answer says why
@@ -66,13 +72,12 @@ class Child:
             self._fail()
         return data
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             self._fail()
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def _fail(self) -> None:
         code = self._process.wait()
@@ -97,3 +102,28 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._complaints.close()
+
+
+def serve(path: Path, work: Callable[[BinaryIO, Callable[..., None]], None]) -> int:
+    """Answer the process that started this one, and return the exit code; an error becomes one line of stderr.
+
+    Args:
+        path: of the model, for messages.
+        work: loads it and answers: (requests, send) -> None, where ``send(answer, payload=b"")`` gives a line of JSON
+            and bytes after it.
+    """
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+
+    def send(answer: Any, payload: bytes | memoryview = b"") -> None:
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.write(payload)
+        answers.flush()
+
+    try:
+        work(sys.stdin.buffer, send)
+    except Exception as error:  # the parent shows one line, whatever it was
+        place = "" if hasattr(error, "exit_code") else f"{path}: "  # errors of ours say it themselves
+        print(f"error: {place}{error}", file=sys.stderr)
+        return int(getattr(error, "exit_code", 1))
+    return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +75,22 @@ _BUNDLE = ("manifest.json",)
 _BUNDLE_OR_MODEL = ("manifest.json", "config.json")
 _json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 _threads_option = click.option("--threads", type=click.IntRange(1), help="Threads [default: the physical cores].")
+_RECIPE_OPTIONS = (
+    click.argument("recipe"),
+    click.option("--model", help="Hugging Face folder or id, in place of the recipe's."),
+    click.option("--target", help="Target, in place of the recipe's."),
+    click.option("-o", "--output", help="Folder of the bundle."),
+    click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
+    ),
+)
+
+
+def _recipe_options(command: F) -> F:
+    """A recipe, and what replaces parts of it: the arguments of :func:`compressor.recipe.load_recipe`."""
+    for option in reversed(_RECIPE_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,13 +104,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("recipe")
-@click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
-@click.option("--target", help="Target, in place of the recipe's.")
-@click.option("-o", "--output", help="Folder of the bundle.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
-)
+@_recipe_options
 @click.option("--dump", type=click.Path(path_type=Path), help="Write the graph after each pass and phase here.")
 @click.option("--locked", is_flag=True, help="Repeat the run of the lock; refuse when anything changed.")
 @click.option(
@@ -108,10 +118,6 @@ def main() -> None:
 @_reported
 def run(
     recipe: str,
-    model: str | None,
-    target: str | None,
-    output: str | None,
-    overrides: Sequence[str],
     dump: Path | None,
     locked: bool,
     lock: Path | None,
@@ -120,6 +126,7 @@ def run(
     report: Path | None,
     threads: int | None,
     as_json: bool,
+    **changes: Any,
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
     from compressor.lock import LOCK_NAME, check_place, read_lock, save_lock
@@ -128,8 +135,8 @@ def run(
     from compressor.terminal import progress, show_outcome
 
     failed: GateError | None = None
-    with recording(recipe, junit, report, output) as recorder:
-        loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
+    with recording(recipe, junit, report, changes["output"]) as recorder:
+        loaded = load_recipe(recipe, **changes)
         recorder.begin(loaded.output)
         former = read_lock(lock or Path(LOCK_NAME)) if locked else None
         if lock is not None and not locked:
@@ -150,32 +157,18 @@ def run(
 
 
 @main.command("plan")
-@click.argument("recipe")
-@click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
-@click.option("--target", help="Target, in place of the recipe's.")
-@click.option("-o", "--output", help="Folder of the bundle.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
-)
+@_recipe_options
 @click.option("--probe", is_flag=True, help="Measure this machine anew; else it is measured once and remembered.")
 @_json_option
 @_reported
-def plan_command(
-    recipe: str,
-    model: str | None,
-    target: str | None,
-    output: str | None,
-    overrides: Sequence[str],
-    probe: bool,
-    as_json: bool,
-) -> None:
+def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> None:
     """Tell what running RECIPE would do and cost, before any weight is read: bytes, memory, disk, time, speed bounds.
 
     Exit code 5 when memory or disk will not do.
     """
     from compressor.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides, model=model, target=target, output=output)
+    loaded = load_recipe(recipe, **changes)
     from compressor.plan import check_plan, make_plan
     from compressor.terminal_plan import show_plan
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
 """Figures of a manifest."""
 
 
-class BundleProcess:
-    """A bundle's own kernels, in a process without torch; to be used in a ``with`` statement.
+class BundleProcess(Child):
+    """A bundle's own kernels, in a process without torch.
 
     Args:
         threads: None takes the physical cores.
@@ -36,15 +35,7 @@ class BundleProcess:
 
     def __init__(self, bundle: Path, threads: int | None = None) -> None:
         arguments = [str(bundle.absolute()), str(threads or 0)]
-        self._child = Child(f"{bundle}: evaluation", "compressor.evaluate_child", arguments)
-
-    def __enter__(self) -> BundleProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._child.__exit__(kind, error, trace)
+        super().__init__(f"{bundle}: evaluation", "compressor.evaluate_child", arguments)
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """A decoder's logits [B, S, V] for ids [B, S], from an empty cache."""
@@ -55,10 +46,9 @@ class BundleProcess:
         return self._outputs(ids, mask)
 
     def _outputs(self, ids: NDArray[np.int64], mask: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        request = json.dumps({"shape": ids.shape, "mask": mask is not None})
         payload = ids.astype(np.int64).tobytes() + (b"" if mask is None else mask.astype(np.float32).tobytes())
-        shape = self._child.ask(request, payload)["shape"]
-        return np.frombuffer(bytearray(self._child.receive(int(np.prod(shape)) * 4)), np.float32).reshape(shape)
+        shape = self.ask(json.dumps(ids.shape), payload)
+        return np.frombuffer(bytearray(self.receive(int(np.prod(shape)) * 4)), np.float32).reshape(shape)
 
 
 def bundle_quality(

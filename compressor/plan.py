@@ -24,7 +24,7 @@ from compressor.pipeline import Context, pass_name
 from compressor.plan_memory import StageMemory, needed, peak
 from compressor.plan_roofline import Roofline, rooflines
 from compressor.plan_stages import Costs, run_costs
-from compressor.plan_time import Estimate
+from compressor.plan_time import Estimate, estimate
 from compressor.recipe import Recipe
 from compressor.sites_plan import SitePlan
 
@@ -154,6 +154,8 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
     if not dense_speed and costs.times_dense:
         notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
     disk = _disk(place, costs, spill)
+    bounds = rooflines(final, here)
+    seconds = costs.seconds(here, bounds, dense_speed=dense_speed)
     info: ModelInfo = graph.meta["model"]
     plan = Plan(
         model=info.name,
@@ -170,9 +172,9 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
         spill=spill,
         dense_speed=dense_speed and costs.times_dense,
         disk=disk,
-        stages=costs.stages(here, dense_speed=dense_speed),
-        seconds=costs.total(here, dense_speed=dense_speed),
-        rooflines=tuple(rooflines(final, here)),
+        stages={stage: estimate(value, here) for stage, value in seconds.items()},
+        seconds=estimate(sum(seconds.values()), here),
+        rooflines=tuple(bounds),
         notes=tuple(notes),
     )
     return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, here)) if _short(plan) else plan

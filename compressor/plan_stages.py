@@ -15,15 +15,13 @@ from compressor.graph import ModelInfo, weight_bytes
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.plan_memory import Amounts, StageMemory, memory_stages
-from compressor.plan_roofline import PROMPT_TOKENS, rooflines
+from compressor.plan_roofline import PROMPT_TOKENS, Roofline
 from compressor.plan_streaming import Streaming, plan_calibration, plan_forward
 from compressor.plan_time import (
-    Estimate,
     bundle_seconds,
     capture_work,
     child_work,
     compile_seconds,
-    estimate,
     linear_kernels,
     plan_work,
     proof_work,
@@ -95,21 +93,21 @@ class Costs:
         skipped = set() if self.runs_here else {"check", "evaluate", "time"}
         return [stage for stage in memory_stages(chosen, machine) if stage.stage not in skipped]
 
-    def seconds(self, machine: Machine, *, dense_speed: bool) -> dict[str, float]:
-        """The seconds of each stage."""
+    def seconds(self, machine: Machine, bounds: Sequence[Roofline], *, dense_speed: bool) -> dict[str, float]:
+        """The seconds of each stage, given the bounds on the bundle's speed."""
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
         seconds = {"start": machine.seconds["import_all"]}
         begin = ("capture", "text", "plan", "independence")
         seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in begin}
-        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage.startswith("pass ")}
+        passes = {stage: work for stage, work in self.work.items() if stage.startswith("pass ")}
+        seconds |= {stage.removeprefix("pass "): machine.cost(work) for stage, work in passes.items()}
         seconds["compile"] = compile_seconds(final, machine, self.tune)
         seconds["write"] = machine.cost(self.work["write"])
         if not self.runs_here:
             return seconds
         child = machine.seconds["import_bundle"] + machine.cost(self.work["check"])
         seconds["check"] = child
-        bounds = rooflines(final, machine)
         calls = sum(node.op == "call_function" for node in final.graph.nodes) // 3
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
@@ -121,15 +119,6 @@ class Costs:
             steps = min(_NEW_TOKENS, prompt_tokens)
             seconds["time"] = timing_seconds(machine, dense, bundle, steps, dense_speed and self.times_dense)
         return seconds
-
-    def stages(self, machine: Machine, *, dense_speed: bool) -> dict[str, Estimate]:
-        """The seconds of each stage, with intervals."""
-        seconds = self.seconds(machine, dense_speed=dense_speed)
-        return {stage.removeprefix("pass "): estimate(value, machine) for stage, value in seconds.items()}
-
-    def total(self, machine: Machine, *, dense_speed: bool) -> Estimate:
-        """The seconds of all stages."""
-        return estimate(sum(self.seconds(machine, dense_speed=dense_speed).values()), machine)
 
 
 def run_costs(

@@ -118,12 +118,12 @@ def test_a_bundle_that_does_not_load_is_an_error(made: Path, tmp_path: Path) -> 
 def test_a_child_that_is_killed_is_an_error_and_none_is_left(made: Path) -> None:
     with Worker(made / "encoder_bundle", threads=1, prompt_tokens=4, new_tokens=1) as worker:
         assert worker.repeat()["latency_ms"] > 0
-        os.kill(worker._child._process.pid, signal.SIGKILL)
+        os.kill(worker._process.pid, signal.SIGKILL)
         for ask in (worker.repeat, worker.finish):
             with pytest.raises(CompressorError, match="bench: the process was ended by signal 9"):
                 ask()
     with Worker(made / "encoder_bundle", threads=1, prompt_tokens=4, new_tokens=1) as worker:
-        process = worker._child._process
+        process = worker._process
     assert process.poll() == 0  # it ended by itself
 
 
