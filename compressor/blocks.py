@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compressor.formats import Format
+from compressor.formats import PARTS, Format
 from compressor.graph import Site, replace_linear, set_parameter
-from compressor.packing import PARTS, PackedWeight
+from compressor.packing import PackedWeight
 from compressor.pipeline import Context, SiteRecord, Task
 from compressor.results import digest
 from compressor.tensor_files import trim
@@ -45,10 +45,10 @@ class Blocks:
         if found is None or [record["site"] for record in found.records] != [site.name for site in sites]:
             return False
         for site, fields in zip(sites, found.records, strict=True):
-            codes, scales, zeros = (found.tensors.get(f"{site.name}.{part}") for part in PARTS)
+            codes, scales, zeros, tensor_scale = (found.tensors.get(f"{site.name}.{part}") for part in PARTS)
             assert codes is not None and scales is not None
             fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
-            replace_linear(graph, site, PackedWeight(codes, scales, zeros, fmt, shape))
+            replace_linear(graph, site, PackedWeight(codes, scales, zeros, fmt, shape, tensor_scale))
             self.ctx.records.append(SiteRecord(**fields))
         self.ctx.reused += 1
         self.task.advance(len(sites))

@@ -1,12 +1,15 @@
 """Number formats as data.
 
-A :class:`Format` says how the weights of a linear are stored and how its activations are fed: bits,
-symmetric or asymmetric grid, granularity of the scales, and float or int8 activations.  Names follow
-the field: ``W4A16_G128``, ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor).
+A :class:`Format` says how the weights of a linear are stored and how its activations are fed: what a code
+stands for, granularity and type of the scales, and float or int8 activations.  Names follow the field:
+``W4A16_G128``, ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor); ``FP6_E3M2_G128``,
+``FP8_E4M3``, ``NF4_G64`` (floats and tables, float activations); ``MXFP4``, ``MXFP6_E2M3``, ``MXFP8_E4M3`` (OCP
+Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32 scale a tensor).
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
-Codes are unsigned, ``value = (code - zero) * scale``.  A code of ``b`` bits is cut into planes of 8, 4, 2
+Codes are unsigned.  Of integers ``value = (code - zero) * scale``; of the others ``value = element(code) * scale``
+(:mod:`compressor.elements`), with NVFP4 times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2
 or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2).  A row is cut into chunks of as many
 columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a whole number of
 words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to
@@ -14,11 +17,13 @@ words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` 
 of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose
 words are interleaved::
 
-    codes   int32    [ceil(out / 16), chunks, words per chunk, 16]
-    scales  float16  [ceil(out / 16), groups, 16]
-    zeros   uint8    [ceil(out / 16), groups, 16]      asymmetric formats only
+    codes         int32    [ceil(out / 16), chunks, words per chunk, 16]
+    scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3
+    zeros         uint8    [ceil(out / 16), groups, 16]    asymmetric formats only
+    tensor_scale  float32  [1]                             NVFP4 only
 
-Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0.
+Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
+FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
 """
 
 from __future__ import annotations
@@ -27,21 +32,30 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Literal
 
+from compressor.elements import Element
 from compressor.errors import UsageError
 
 Strategy = Literal["tensor", "channel", "group"]
+ScaleType = Literal["F16", "E8M0", "E4M3"]
 
+PARTS = ("codes", "scales", "zeros", "tensor_scale")
+"""Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
 TILE_ROWS = 16
 LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
-_NAME = re.compile(
-    r"W(?P<bits>\d{1,3})A(?P<act>\d{1,3})(?P<asym>_ASYM)?(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?", re.ASCII
-)
+_GRANULARITY = r"(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?"
+_NAME = re.compile(rf"W(?P<bits>\d{{1,3}})A(?P<act>\d{{1,3}})(?P<asym>_ASYM)?{_GRANULARITY}", re.ASCII)
+_ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
+_MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
+_SHORT = {"FP4": "FP4_E2M1", "FP6": "FP6_E3M2", "FP8": "FP8_E4M3"}
+_BLOCKS: Mapping[ScaleType, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
+"""Columns a scale of the types that standards fix."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +65,13 @@ class Format:
     Attributes:
         bits: bits of a weight code, 2 to 8.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise one uint8 a scale is stored.
-        strategy: one float16 scale per ``tensor``, output ``channel`` or ``group`` of columns of a row.
+            Always so where codes are no integers.
+        strategy: one scale per ``tensor``, output ``channel`` or ``group`` of columns of a row.
             (The tensor's scale is stored once a row, so that one kernel serves all strategies.)
         group_size: columns a group; 0 unless the strategy is ``group``.  The last group may be shorter.
         activation_bits: 16 computes on float activations; 8 quantises them to int8, symmetric, dynamic, per token.
+        element: what a code stands for; None for integers.
+        scale_type: ``F16``, or what MX and NVFP4 prescribe.
     """
 
     bits: int
@@ -62,8 +79,17 @@ class Format:
     strategy: Strategy = "group"
     group_size: int = 0
     activation_bits: int = 16
+    element: Element | None = None
+    scale_type: ScaleType = "F16"
 
     def __post_init__(self) -> None:
+        if self.element is not None and (self.bits, self.symmetric, self.activation_bits) != (
+            self.element.bits, True, 16
+        ):  # fmt: skip
+            raise UsageError(f"format: {self.element.name} has {self.element.bits} bits, and float activations")
+        block = _BLOCKS.get(self.scale_type, self.group_size)
+        if self.group_size != block or (self.scale_type != "F16" and self.element is None):
+            raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
         if self.bits not in PLANES:
             raise UsageError(f"format: {self.bits} bits; integer formats have 2 to 8 bits")
         if self.activation_bits not in (8, 16):
@@ -84,8 +110,16 @@ class Format:
     @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
+        if self.element is None:
+            suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
+            return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}"
+        element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
+        if self.scale_type == "E4M3":
+            return "NVFP4"
+        if self.scale_type == "E8M0":
+            return "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
         suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
-        return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}"
+        return element + suffix[self.strategy]
 
     @classmethod
     def parse(cls, name: str) -> Format:
@@ -94,19 +128,32 @@ class Format:
         Raises:
             UsageError: the name is none; the nearest preset is named.
         """
-        match = _NAME.fullmatch(name.strip().upper())
-        if match is None:
-            near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
-            raise UsageError(
-                f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T]; nearest: {near[0]}"
-            )
-        bits = int(match["bits"])
-        strategy: Strategy
-        if match["group"] or (match["strategy"] is None and bits < 8):
-            strategy, group_size = "group", int(match["group"] or 128)
-        else:
-            strategy, group_size = ("tensor" if match["strategy"] == "T" else "channel"), 0
-        return cls(bits, match["asym"] is None, strategy, group_size, int(match["act"]))
+        given = name.strip().upper()
+        if (match := _NAME.fullmatch(given)) is not None:
+            bits = int(match["bits"])
+            return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), int(match["act"]))
+        e2m1 = Element.parse("E2M1")
+        if given == "NVFP4":
+            return cls(4, True, "group", _BLOCKS["E4M3"], 16, e2m1, "E4M3")
+        if given == "MXFP4":
+            return cls(4, True, "group", _BLOCKS["E8M0"], 16, e2m1, "E8M0")
+        head, _, tail = given.partition("_")
+        if head in _SHORT and not tail.startswith("E"):
+            given = _SHORT[head] + (f"_{tail}" if tail else "")
+        for pattern in (_ELEMENT_NAME, _MX_NAME):
+            match = pattern.fullmatch(given)
+            element = None if match is None else Element.parse(match["element"])
+            if match is None or element is None or (match["bits"] or "4") != str(element.bits):
+                continue
+            if pattern is _MX_NAME:
+                return cls(element.bits, True, "group", _BLOCKS["E8M0"], 16, element, "E8M0")
+            default = 128 if element.is_float else 64  # QLoRA's blocks
+            return cls(element.bits, True, *_granularity(match, element.bits, default), 16, element)
+        near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
+        raise UsageError(
+            f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
+            f"[_G<size>|_C|_T], NF4[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4; nearest: {near[0]}"
+        )
 
     @property
     def levels(self) -> int:
@@ -145,29 +192,55 @@ class Format:
         """Scales a row of ``in_features`` columns."""
         return -(-in_features // self.columns(in_features))
 
+    def parts(self, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type (as numpy calls it) and shape of each tensor that an [out, in] weight is stored as."""
+        tiles, groups = -(-out_features // TILE_ROWS), self.groups(in_features)
+        found: dict[str, tuple[str, tuple[int, ...]]] = {
+            "codes": ("int32", (tiles, self.chunks(in_features), self.chunk_words, TILE_ROWS)),
+            "scales": ("float16" if self.scale_type == "F16" else "uint8", (tiles, groups, TILE_ROWS)),
+        }
+        if not self.symmetric:
+            found["zeros"] = ("uint8", (tiles, groups, TILE_ROWS))
+        if self.scale_type == "E4M3":
+            found["tensor_scale"] = ("float32", (1,))
+        return found
+
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of codes, scales and zeros of an [out, in] weight, padding included."""
-        rows = -(-out_features // TILE_ROWS) * TILE_ROWS
-        scale_bytes = 2 if self.symmetric else 3
-        return rows * (self.chunks(in_features) * self.chunk_words * 4 + self.groups(in_features) * scale_bytes)
+        """Bytes of all parts of an [out, in] weight, padding included."""
+        return sum(_BYTES[kind] * prod(shape) for kind, shape in self.parts(out_features, in_features).values())
+
+
+_BYTES = {"int32": 4, "float32": 4, "float16": 2, "uint8": 1}
+
+
+def _granularity(match: re.Match[str], bits: int, group_size: int) -> tuple[Strategy, int]:
+    """Strategy and group size of a name; ``group_size`` is that of fewer than 8 bits where the name says nothing."""
+    if match["group"] or (match["strategy"] is None and bits < 8):
+        return "group", int(match["group"] or group_size)
+    return ("tensor" if match["strategy"] == "T" else "channel"), 0
 
 
 def _presets() -> dict[str, Format]:
-    presets = [
+    integers = [
         Format(bits, symmetric, "group", group_size, activation_bits)
         for bits in (2, 3, 4, 5, 6, 7, 8)
         for activation_bits in (16, 8)
         for symmetric in (True, False)
         for group_size in (32, 64, 128)
     ]
-    presets += [
+    integers += [
         Format(bits, symmetric, strategy, 0, activation_bits)
         for bits in (4, 8)
         for activation_bits in (16, 8)
         for symmetric in (True, False)
         for strategy in ("channel", "tensor")
     ]
-    return {fmt.name: fmt for fmt in presets}
+    names = [fmt.name for fmt in integers]
+    floats = ("FP8_E4M3", "FP8_E5M2", "FP6_E3M2", "FP6_E2M3", "FP4_E2M1", "FP4_E1M2", "FP4_E3M0")
+    names += [f"{name}{suffix}" for name in floats for suffix in ("_G32", "_G64", "_G128", "_C")]
+    names += ["NF4_G32", "NF4_G64", "NF4_G128", "NVFP4", "MXFP4"]
+    names += [f"MX{name}" for name in floats[:4]]
+    return {fmt.name: fmt for fmt in map(Format.parse, names)}
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(_presets())

@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.packing import PARTS, PackedWeight
+from compressor.formats import PARTS
+from compressor.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
@@ -167,7 +168,7 @@ def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
 
 
 def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
-    """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``.scales`` and ``.zeros``.
+    """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
 
     The module's code stays as it is until the caller is done and calls ``graph.recompile()``: torch.fx keeps the source
     of every version, and one for each linear would take more memory than the weights.

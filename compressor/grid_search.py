@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.formats import Format
-from compressor.packing import choose_grid, grid_values, round_to_grid
+from compressor.packing import choose_grid, grid_values, round_scales, round_to_grid
 
 _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
 
@@ -23,7 +23,8 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
         importance: [columns], such as the diagonal of the Hessian; all zeros count as all ones.
     Returns:
-        scales float16 [out] and zeros uint8 [out] (None when symmetric), never worse than min-max.
+        scales float32 [out] that the format can store and zeros uint8 [out] (None when symmetric), never worse than
+        min-max.
     Raises:
         CompressorError: as :func:`compressor.packing.choose_grid`.
     """
@@ -44,13 +45,19 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
 
 def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
     whole = weight.reshape(1, -1) if fmt.strategy == "tensor" else weight
+    if fmt.scale_type == "E8M0":
+        yield 2 * choose_grid(weight, fmt)[0], None  # what lies above the largest value is rounded rather than cut
+        return
     if fmt.symmetric:
         extreme = whole.gather(1, whole.abs().argmax(1, keepdim=True))[:, 0].expand(len(weight))
+        mirrored = fmt.element is not None and fmt.element.is_float  # then a negative scale gives the same grid
+        top = fmt.middle if fmt.element is None else fmt.element.largest
         for shrink in _SHRINKS:
-            scale = (extreme * (shrink / fmt.middle)).to(torch.float16)
-            scale = torch.where(scale == 0, 1.0, scale)
+            scale = round_scales((extreme.abs() if mirrored else extreme) * (shrink / top), fmt)
+            scale = torch.where(extreme == 0, 1.0, scale)
             yield scale, None
-            yield -scale, None
+            if not mirrored:
+                yield -scale, None
         return
     low, high = torch.aminmax(whole, dim=1, keepdim=True)
     for shrink in _SHRINKS[1:]:

@@ -104,17 +104,27 @@ def _format_text(name: str) -> str:
 
     fmt = Format.parse(name)
     span = {"tensor": "the whole weight", "channel": "each row", "group": f"every {fmt.group_size} columns of a row"}
+    scales = {"F16": "float16", "E8M0": "E8M0", "E4M3": "E4M3 and one float32 for the whole weight"}[fmt.scale_type]
     planes = " + ".join(f"{width}-bit" for width in fmt.planes)
     return "\n".join(
         [
             fmt.name,
-            f"  weights      {fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}",
-            f"  scales       float16, one for {span[fmt.strategy]}",
+            f"  weights      {_element_text(fmt)}",
+            f"  scales       {scales}, one for {span[fmt.strategy]}",
             f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
         ]
     )
+
+
+def _element_text(fmt: Any) -> str:
+    if fmt.element is None:
+        return f"{fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}"
+    values = sorted({value for value in fmt.element.values if value == value})
+    shown = ", ".join(f"{value:.4g}" for value in (values if len(values) <= 16 else (*values[:2], values[-1])))
+    kind = f"{fmt.bits}-bit floats" if fmt.element.is_float else "4-bit NormalFloat"
+    return f"{kind} {fmt.element.name}: {shown if len(values) <= 16 else f'{len(values)} values to {values[-1]:g}'}"
 
 
 def _bits_per_weight(fmt: Any) -> float:

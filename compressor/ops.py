@@ -45,6 +45,7 @@ def packed_linear(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    tensor_scale: Tensor | None,
     bias: Tensor | None,
     format: str,
     in_features: int,
@@ -54,11 +55,11 @@ def packed_linear(
 
     Args:
         x: float32 [..., in]; quantised to int8 per token first where the format says A8.
-        codes, scales, zeros: as in :class:`compressor.packing.PackedWeight`.
+        codes, scales, zeros, tensor_scale: as in :class:`compressor.packing.PackedWeight`.
         bias: float32 [out] or None.
     """
     fmt = Format.parse(format)
-    weight = dequantize(PackedWeight(codes, scales, zeros, fmt, (out_features, in_features)))
+    weight = dequantize(PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale))
     if fmt.activation_bits == 16:
         return linear(x, weight, bias)
     quantized, scale = quantize_activations(x)
@@ -72,6 +73,7 @@ def _(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    tensor_scale: Tensor | None,
     bias: Tensor | None,
     format: str,
     in_features: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,81 +10,144 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.elements import Element
 from compressor.errors import CompressorError
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats import PARTS, TILE_ROWS, Format
 
-PARTS = ("codes", "scales", "zeros")
-"""Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
-
-_LARGEST_SCALE = torch.finfo(torch.float16).max
 PIECE_ELEMENTS = 1 << 22
-_SMALLEST_SCALE = 2.0**-24  # the smallest float16 above zero
+_STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
+_SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2.0**-9, 448.0)}
+"""The smallest scale above zero, and the largest, by type; of E8M0 as far as float32 arithmetic is at ease."""
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in its stored form: codes, scales and zeros in the kernels' layout."""
+    """A weight in its stored form: its parts in the kernels' layout (:mod:`compressor.formats`)."""
 
     codes: Tensor  # int32 [tiles, chunks, words, 16]
-    scales: Tensor  # float16 [tiles, groups, 16]
+    scales: Tensor  # float16 or uint8 [tiles, groups, 16]
     zeros: Tensor | None  # uint8 [tiles, groups, 16]; None when symmetric
     format: Format
     shape: tuple[int, int]  # (out_features, in_features)
+    tensor_scale: Tensor | None = None  # float32 [1], of NVFP4
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name, those it has."""
+        return {part: value for part in PARTS if (value := getattr(self, part)) is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage, counted on the tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.zeros) if t is not None)
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+
+def round_scales(scales: Tensor, fmt: Format) -> Tensor:
+    """The nearest scales that the format can store, as float32; of E8M0, the power of two below.
+
+    Raises:
+        CompressorError: one is NaN, or too large to be stored.
+    """
+    smallest, largest = _SCALES[fmt.scale_type]
+    if not bool((scales.abs() <= largest * (1 + 1e-6)).all()):
+        raise CompressorError(
+            f"weights cannot be put on a {fmt.name} grid: they hold NaN, inf or values whose scale exceeds "
+            f"{largest:g}; check the checkpoint"
+        )
+    if fmt.scale_type == "E8M0":
+        return torch.ldexp(torch.ones_like(scales), torch.frexp(scales.clamp(min=smallest))[1] - 1)
+    size = scales.abs().clamp(smallest, largest).to(_STORED[fmt.scale_type]).float()
+    return torch.where(scales < 0, -size, size)
 
 
 def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     """Min-max grid of one group of columns.
 
-    The symmetric grid spreads ``2 ** bits - 1`` steps over [-absmax, absmax], as compressed-tensors does.
+    The symmetric integer grid spreads ``2 ** bits - 1`` steps over [-absmax, absmax], as compressed-tensors does.
+    Floats and tables put absmax on the largest value; with E8M0 scales, its exponent on the largest exponent (OCP
+    Microscaling Formats 1.0, section 6.3).
 
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
     Returns:
-        scales float16 [out] and zeros uint8 [out] (None when symmetric).  An all-zero group gets scale 1.
+        scales float32 [out] that the format can store, and zeros uint8 [out] (None when symmetric).  An all-zero
+        group gets scale 1.
     Raises:
-        CompressorError: the weight holds NaN or inf, or its range exceeds what a float16 scale reaches.
+        CompressorError: the weight holds NaN or inf, or its range exceeds what a scale reaches.
     """
     if fmt.strategy == "tensor":
         low, high = (v.expand(weight.shape[0]) for v in torch.aminmax(weight))
     else:
         low, high = torch.aminmax(weight, dim=1)
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    span = 2 * torch.maximum(-low, high) if fmt.symmetric else high - low
-    scale = span / (fmt.levels - 1)
-    if not bool(torch.isfinite(span).all()) or bool((scale > _LARGEST_SCALE).any()):
-        raise CompressorError(
-            f"weights cannot be put on a {fmt.name} grid: they hold NaN, inf or values whose scale exceeds "
-            f"float16 ({_LARGEST_SCALE:.0f}); check the checkpoint"
-        )
-    scale = torch.where(span == 0, 1.0, scale.clamp(min=_SMALLEST_SCALE))
-    scales = scale.to(torch.float16)
+    absmax = torch.maximum(-low, high)
+    if fmt.element is None:
+        span = 2 * absmax if fmt.symmetric else high - low
+        scale = span / (fmt.levels - 1)
+    elif fmt.scale_type == "E8M0":
+        scale = absmax / 2.0**fmt.element.largest_exponent
+    else:
+        scale = absmax / fmt.element.largest
+    scales = torch.where(absmax == 0, 1.0, round_scales(scale, fmt))
     if fmt.symmetric:
         return scales, None
-    zeros = torch.round(-low / scales.float()).clamp(0, fmt.levels - 1).to(torch.uint8)
-    return scales, zeros
+    return scales, torch.round(-low / scales).clamp(0, fmt.levels - 1).to(torch.uint8)
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
-    """Nearest codes (ties to even, saturating): float32 [out, n], scales [out] -> uint8 [out, n]."""
+    """Nearest codes (ties to even, saturating): float [out, n], scales [out] -> uint8 [out, n]."""
+    if fmt.element is not None:
+        codes, ends = _rounding(fmt.element)
+        return codes[torch.bucketize(weight.double() / scales.double()[:, None], ends)]
     zero = float(fmt.middle) if zeros is None else zeros.float()[:, None]
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
 
 
 def grid_values(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Values of codes: uint8 [out, n], scales [out] -> float32 [out, n]."""
-    zero = float(fmt.middle) if zeros is None else zeros.float()[:, None]
-    return (codes.float() - zero) * scales.float()[:, None]
+    zero = None if zeros is None else zeros.float()[:, None]
+    return _unscaled(codes, zero, fmt) * scales.float()[:, None]
 
 
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> PackedWeight:
-    """Pack codes uint8 [out, in], scales float16 [out, groups], zeros uint8 [out, groups] or None.
+def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
+    """What NVFP4 divides a weight by, so that its largest block scale is E4M3's largest; float32 [1], else None.
 
-    Exact: :func:`unpack` returns the same tensors.
+    Raises:
+        CompressorError: the weight holds NaN or inf.
+    """
+    if fmt.scale_type != "E4M3" or fmt.element is None:
+        return None
+    absmax = weight.abs().max().float()
+    if not bool(torch.isfinite(absmax)):
+        raise CompressorError(f"weights cannot be put on a {fmt.name} grid: they hold NaN or inf; check the checkpoint")
+    scale = absmax / (fmt.element.largest * _SCALES[fmt.scale_type][1])
+    return torch.where(scale > 0, scale, 1.0).reshape(1)
+
+
+@functools.cache
+def _rounding(element: Element) -> tuple[Tensor, Tensor]:
+    codes, ends = element.rounding
+    return torch.tensor(codes, dtype=torch.uint8), torch.tensor(ends, dtype=torch.float64)
+
+
+@functools.cache
+def _values(element: Element) -> Tensor:
+    return torch.tensor(element.values, dtype=torch.float32)
+
+
+def _unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
+    """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
+    if fmt.element is not None:
+        return _values(fmt.element)[codes.int()]
+    return codes.float() - (float(fmt.middle) if zeros is None else zeros)
+
+
+def pack(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, tensor_scale: Tensor | None = None
+) -> PackedWeight:
+    """Pack codes uint8 [out, in], scales that the format can store [out, groups], zeros uint8 [out, groups] or None.
+
+    Exact: :func:`unpack` returns the same values.
     """
     rows, columns = codes.shape
     if scales.shape != (rows, fmt.groups(columns)) or (zeros is None) != fmt.symmetric:
@@ -102,11 +166,13 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Pa
         words.append(octets.view(torch.int32).squeeze(-1))  # [tiles, 16, chunks, words of this plane]
         offset += width
     packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
-    return PackedWeight(packed, _tile(scales), None if zeros is None else _tile(zeros), fmt, (rows, columns))
+    stored = scales.to(_STORED[fmt.scale_type])
+    tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8))
+    return PackedWeight(packed, tiled, None if zeros is None else _tile(zeros), fmt, (rows, columns), tensor_scale)
 
 
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [out, in], scales float16 [out, groups] and zeros uint8 [out, groups] of a packed weight."""
+    """Codes uint8 [out, in], scales float32 [out, groups] and zeros uint8 [out, groups] of a packed weight."""
     fmt, (rows, columns) = packed.format, packed.shape
     tiles, chunks = packed.codes.shape[:2]
     words = packed.codes.permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
@@ -120,7 +186,9 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         codes |= (((octets >> shifts) & ((1 << width) - 1)) << offset).view_as(codes)
         offset, first = offset + width, first + count
     zeros = None if packed.zeros is None else _untile(packed.zeros, rows)
-    return codes[:rows, :columns], _untile(packed.scales, rows), zeros
+    scales = _untile(packed.scales, rows)
+    scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(_STORED[fmt.scale_type])
+    return codes[:rows, :columns], scales.float(), zeros
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
@@ -141,8 +209,10 @@ def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         zeros = None if packed.zeros is None else packed.zeros[part]
         piece = PackedWeight(packed.codes[part], packed.scales[part], zeros, fmt, (end - begin, columns))
         codes, scales, zeros = unpack(piece)
-        zero = float(fmt.middle) if zeros is None else _spread(zeros.float(), size, columns)
-        yield slice(begin, end), (codes.float() - zero) * _spread(scales.float(), size, columns)
+        if packed.tensor_scale is not None:
+            scales = scales * packed.tensor_scale
+        zero = None if zeros is None else _spread(zeros.float(), size, columns)
+        yield slice(begin, end), _unscaled(codes, zero, fmt) * _spread(scales, size, columns)
 
 
 def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:

@@ -132,7 +132,7 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
         weights = x.shape[-1] * y.shape[-1]
         flops, passes = 2.0 * x.numel() * y.shape[-1], 0
         if node.target is _PACKED:
-            fmt = str(args[5])
+            fmt = str(args[-3])
             working_bytes = 4 * weights + _UNPACKED_BYTES * min(weights, PIECE_ELEMENTS)
             if Format.parse(fmt).activation_bits == 8:
                 working_bytes, passes = working_bytes + 9 * x.numel(), 4 * _bytes(x) + 2 * _bytes(y)

@@ -98,8 +98,9 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.packed_linear.default:
-            fmt, columns, rows = Format.parse(args[5]), args[6], args[7]
-            name, tiles = packed_linear_name(rows, columns, fmt, args[4] is not None), -(-rows // TILE_ROWS)
+            *_, bias, format_name, columns, rows = args
+            fmt, tiles = Format.parse(format_name), -(-rows // TILE_ROWS)
+            name = packed_linear_name(rows, columns, fmt, bias is not None)
             counts = (len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, fmt)))
             stored, integer = fmt.packed_bytes(rows, columns), fmt.activation_bits == 8
         elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats import Format
 from compressor.graph import linear_sites, match_sites, replace_linear
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.sites import choose_sites, patterns, site_notes
@@ -113,14 +113,12 @@ def plan_sites(
 
 def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
     """A packed [rows, columns] weight without storage."""
-    tiles = -(-rows // TILE_ROWS)
-    grid = (tiles, fmt.groups(columns), TILE_ROWS)
+    parts = {
+        part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+        for part, (kind, shape) in fmt.parts(rows, columns).items()
+    }
     return PackedWeight(
-        torch.empty(tiles, fmt.chunks(columns), fmt.chunk_words, TILE_ROWS, dtype=torch.int32, device="meta"),
-        torch.empty(grid, dtype=torch.float16, device="meta"),
-        None if fmt.symmetric else torch.empty(grid, dtype=torch.uint8, device="meta"),
-        fmt,
-        (rows, columns),
+        parts["codes"], parts["scales"], parts.get("zeros"), fmt, (rows, columns), parts.get("tensor_scale")
     )
 
 

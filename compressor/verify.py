@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
+from compressor.formats import PARTS
 from compressor.pipeline import Context
 
 
@@ -20,11 +21,11 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
     except RuntimeError as error:
         raise VerificationError(f"after {name}: the graph is not well formed: {error}") from error
     for key, parameter in graph.named_parameters():
-        if key.endswith(".scales") and not bool(torch.isfinite(parameter).all()):
+        if key.endswith((".scales", ".tensor_scale")) and not bool(torch.isfinite(parameter).all()):
             raise VerificationError(f"after {name}: {key} holds NaN or inf")
     latest = {record.site: record for record in ctx.records}
     for record in latest.values():
-        parts = [f"{record.site}.{part}" for part in ("codes", "scales", "zeros")]
+        parts = [f"{record.site}.{part}" for part in PARTS]
         stored = sum(p.numel() * p.element_size() for key, p in graph.named_parameters() if key in parts)
         if stored != record.bytes_after:
             raise VerificationError(

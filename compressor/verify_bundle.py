@@ -11,12 +11,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError, VerificationError
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats import PARTS, TILE_ROWS, Format
 from compressor.report import Check
 from compressor.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.verify_schema import Manifest, check_schema
@@ -136,7 +135,7 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
     _equal("weight_bytes", manifest.weight_bytes, sum(sizes.values()), "weights.safetensors holds")
     latest = {site.site: site for site in manifest.sites}
     for site in latest.values():
-        parts = {part: stored[key] for part in ("codes", "scales", "zeros") if (key := f"{site.site}.{part}") in stored}
+        parts = {part: stored[key] for part in PARTS if (key := f"{site.site}.{part}") in stored}
         _equal(f"{site.site}: bytes_after", site.bytes_after, _packed_bytes(site.site, site.format, parts), "it takes")
     listed = sum(entry.bytes for entry in manifest.files.values())
     total = listed + (bundle / MANIFEST).stat().st_size
@@ -171,23 +170,21 @@ def _header(file: Path) -> dict[str, _Stored]:
     return {name: (entry["dtype"], entry["shape"], tuple(entry["data_offsets"])) for name, entry in header.items()}
 
 
+_TYPES = {"int32": "I32", "float32": "F32", "float16": "F16", "uint8": "U8"}
+
+
 def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     """Bytes by the format's arithmetic, after the stored parts have been held against its layout.
 
     The weight's own shape is not stored; rounded up to whole tiles and chunks it gives the same bytes.
     """
     fmt = Format.parse(name)
-    wanted = {"codes": "I32", "scales": "F16"} | ({} if fmt.symmetric else {"zeros": "U8"})
-    types = {part: dtype for part, (dtype, _, _) in parts.items()}
-    if types != wanted:
-        raise VerificationError(f"{site}: stored as {types}, {fmt.name} is {wanted}")
-    tiles, chunks = (*parts["codes"][1], 0, 0)[:2]
+    tiles, chunks = (*parts.get("codes", ("", [], (0, 0)))[1], 0, 0)[:2]
     rows, columns = tiles * TILE_ROWS, chunks * fmt.chunk_columns
-    per_group = [tiles, fmt.groups(columns) if columns else 0, TILE_ROWS]
-    shapes = {"codes": [tiles, chunks, fmt.chunk_words, TILE_ROWS], "scales": per_group, "zeros": per_group}
-    for part, (_, shape, _) in parts.items():
-        if shape != shapes[part] or not prod(shape):
-            raise VerificationError(f"{site}.{part}: has shape {shape}, {fmt.name} takes {shapes[part]}")
+    wanted = {part: (_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()}
+    found = {part: (kind, shape) for part, (kind, shape, _) in parts.items()}
+    if found != wanted or not rows * columns:
+        raise VerificationError(f"{site}: stored as {found}, {fmt.name} is {wanted}")
     expected = fmt.packed_bytes(rows, columns)
     _equal(
         f"{site}: packed_bytes of {fmt.name}",

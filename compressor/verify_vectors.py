@@ -135,19 +135,20 @@ class _Exact(Interpreter):
         codes: Tensor,
         scales: Tensor,
         zeros: Tensor | None,
+        tensor_scale: Tensor | None,
         bias: Tensor | None,
         format: str,
         in_features: int,
         out_features: int,
     ) -> Tensor:
         fmt = Format.parse(format)
-        packed = PackedWeight(codes, scales, zeros, fmt, (out_features, in_features))
+        packed = PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale)
         x, scale = x.double(), None
         if fmt.activation_bits == 8:
             x, scale = quantize_activations(x)
             x = x.double()
         y = torch.cat([x @ piece.double().T for _, piece in dequantize_rows(packed)], dim=-1)
-        release(part for part in (codes, scales, zeros) if part is not None)
+        release(packed.parts.values())
         y = y if scale is None else y * scale
         y = y if bias is None else y + bias
         if self._noisy_from is not None:

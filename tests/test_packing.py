@@ -9,11 +9,24 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import FORMATS, Format
-from compressor.packing import choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
+from compressor.packing import (
+    choose_grid,
+    dequantize,
+    grid_values,
+    pack,
+    round_scales,
+    round_to_grid,
+    tensor_scale,
+    unpack,
+)
+
+NOT_INTEGER = [name for name, fmt in FORMATS.items() if fmt.element is not None]
 
 
 @st.composite
 def formats(draw: st.DrawFn) -> Format:
+    if draw(st.booleans()):
+        return Format.parse(draw(st.sampled_from(NOT_INTEGER)))
     bits = draw(st.integers(2, 8))
     strategy = draw(st.sampled_from(["tensor", "channel", "group"]))
     size = 32 * draw(st.integers(1, 3)) if strategy == "group" else 0
@@ -25,9 +38,13 @@ def formats(draw: st.DrawFn) -> Format:
 def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
-    scales = torch.rand(rows, fmt.groups(columns), generator=rng).half()
+    if fmt.element is not None:  # no code that stands for NaN or infinity
+        usable = torch.tensor(fmt.element.rounding[0], dtype=torch.uint8)
+        codes = usable[codes.long() % len(usable)]
+    scales = round_scales(torch.rand(rows, fmt.groups(columns), generator=rng), fmt)
     zeros = None if fmt.symmetric else torch.randint(fmt.levels, scales.shape, generator=rng, dtype=torch.uint8)
-    packed = pack(codes, scales, zeros, fmt)
+    unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
+    packed = pack(codes, scales, zeros, fmt, unit)
     got_codes, got_scales, got_zeros = unpack(packed)
     assert torch.equal(got_codes, codes) and torch.equal(got_scales, scales)
     assert (got_zeros is None) if zeros is None else torch.equal(got_zeros, zeros)
@@ -36,7 +53,7 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
     for group in range(fmt.groups(columns)):
         part = slice(group * size, (group + 1) * size)
         zero = None if zeros is None else zeros[:, group]
-        expected = grid_values(codes[:, part], scales[:, group], zero, fmt)
+        expected = grid_values(codes[:, part], scales[:, group] * (1 if unit is None else unit), zero, fmt)
         assert torch.equal(dequantize(packed)[:, part], expected)
 
 
@@ -63,8 +80,15 @@ def test_layout_is_the_documented_one(bits: int) -> None:
 @given(formats(), st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 1e4), st.integers(0, 2**31))
 def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: int, size: float, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
+    unit = tensor_scale(weight, fmt)
+    weight = weight if unit is None else weight / unit
     scales, zeros = choose_grid(weight, fmt)
     values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+    if fmt.element is not None:
+        nearest = torch.tensor(sorted({v for v in fmt.element.values if v == v}), dtype=torch.float64)
+        distance = (weight.double()[..., None] / scales.double()[:, None, None] - nearest).abs().amin(-1)
+        assert torch.allclose(((values - weight).double().abs() / scales[:, None]), distance, rtol=1e-6, atol=1e-6)
+        return
     # Half a step, one float16 rounding of the scale over the whole range, and what the symmetric grid
     # lacks at its positive end (half a step).
     bound = scales.float()[:, None] * (1.0 + fmt.levels * 2.0**-11) + 2.0**-24 * fmt.levels
@@ -72,7 +96,7 @@ def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: 
 
 
 def test_grid_keeps_zero_and_survives_extremes() -> None:
-    for name in ("W4A16_G32", "W4A16_ASYM_G32", "W8A8", "W2A16_ASYM_G32"):
+    for name in ("W4A16_G32", "W4A16_ASYM_G32", "W8A8", "W2A16_ASYM_G32", *NOT_INTEGER):
         fmt = Format.parse(name)
         for weight in (torch.zeros(3, 8), torch.full((3, 8), 1e-30), torch.full((3, 8), -5.0)):
             scales, zeros = choose_grid(weight, fmt)
@@ -80,7 +104,7 @@ def test_grid_keeps_zero_and_survives_extremes() -> None:
             assert bool(torch.isfinite(values).all())
             zero = round_to_grid(torch.zeros(3, 1), scales, zeros, fmt)
             assert bool((grid_values(zero, scales, zeros, fmt) == 0).all())
-        for bad in (float("nan"), float("inf"), 1e9):
+        for bad in (float("nan"), float("inf"), 1e12 if fmt.scale_type == "F16" else 3e38):
             with pytest.raises(CompressorError, match="NaN, inf"):
                 choose_grid(torch.full((1, 8), bad), fmt)
 
@@ -90,6 +114,8 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
         assert fmt.name == name and Format.parse(name) == fmt
     assert Format.parse("w4a16") == Format.parse("W4A16_G128")
     assert Format.parse("W8A8").strategy == "channel"
-    for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32")]:
+    for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32"),
+        ("FP6_E4M3", "FP6_E"), ("FP4_E0M3", "FP4_E"), ("NF5", "NF4"), ("MXFP4_G64", "MXFP4"), ("FP8_E4M3_G3", "4"),
+    ]:  # fmt: skip
         with pytest.raises(UsageError, match=expected):
             Format.parse(name)

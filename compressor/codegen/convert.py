@@ -92,7 +92,7 @@ class Converter:
         return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
 
     def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
-        x, codes, scales, zeros, bias, format_name, columns, rows = importer.retrieve_args(node)
+        x, codes, scales, zeros, tensor_scale, bias, format_name, columns, rows = importer.retrieve_args(node)
         fmt, has_bias = Format.parse(format_name), bias is not None
         tiles = -(-rows // TILE_ROWS)
         self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
@@ -102,14 +102,9 @@ class Converter:
             return packed_linear.packed_linear(rows, columns, fmt, has_bias, self.isa, schedule)
 
         def operands(tokens: int) -> list[Any]:
-            groups = (tiles, fmt.groups(columns), TILE_ROWS)
-            code_shape = (tiles, fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
-            arrays = [
-                np.ones((1, tokens, columns), "float32"),
-                np.zeros(code_shape, "int32"),
-                np.ones(groups, "float16"),
-            ]
-            arrays += [] if fmt.symmetric else [np.zeros(groups, "uint8")]
+            arrays = [np.ones((1, tokens, columns), "float32")]
+            for part, (kind, shape) in fmt.parts(rows, columns).items():
+                arrays.append(np.zeros(shape, kind) if part in ("codes", "zeros") else np.ones(shape, kind))
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
@@ -121,7 +116,7 @@ class Converter:
             details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
             return build(schedule), details
 
-        weights = [codes, scales, *([] if zeros is None else [zeros]), *([bias] if has_bias else [])]
+        weights = [part for part in (codes, scales, zeros, tensor_scale, bias) if part is not None]
         return self._rowwise(importer, name, make, x, weights, rows)
 
     def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:

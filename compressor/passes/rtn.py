@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.formats import Format
-from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid
+from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
 from compressor.pipeline import Context
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
@@ -29,23 +29,23 @@ def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) 
     Args:
         weight: float [out, in].
         fmt: how it is stored.
-        choose: (weight float32 [out, columns of a group], which columns) -> scales float16 [out], zeros uint8 [out]
-            or None; left out, the min-max grid.
+        choose: (weight float32 [out, columns of a group], which columns) -> scales [out] that the format can store,
+            zeros uint8 [out] or None; left out, the min-max grid.  The weight is divided by the tensor's scale.
     Raises:
         CompressorError: the weight holds NaN or inf, or a range that no float16 scale reaches.
     """
     size = fmt.columns(weight.shape[1])
-    codes, scales, zeros = [], [], []
+    codes, scales, zeros, unit = [], [], [], tensor_scale(weight, fmt)
     for first in range(0, weight.shape[1], size):
         columns = slice(first, first + size)
-        group = weight[:, columns].float()
+        group = weight[:, columns].float() if unit is None else weight[:, columns].float() / unit
         scale, zero = choose(group, columns) if choose else choose_grid(group, fmt)
         codes.append(round_to_grid(group, scale, zero, fmt))
         scales.append(scale)
         if zero is not None:
             zeros.append(zero)
     stacked_zeros = torch.stack(zeros, dim=1) if zeros else None
-    return pack(torch.cat(codes, dim=1), torch.stack(scales, dim=1), stacked_zeros, fmt)
+    return pack(torch.cat(codes, dim=1), torch.stack(scales, dim=1), stacked_zeros, fmt, unit)
 
 
 def _weight_error(weight: Tensor, packed: PackedWeight) -> float:

@@ -16,7 +16,7 @@ import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import Format
-from compressor.packing import PackedWeight, pack
+from compressor.packing import PackedWeight, pack, round_scales
 
 OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
@@ -46,8 +46,12 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
     zeros = torch.randint(fmt.levels, (rows, groups), generator=rng, dtype=torch.uint8)
-    scales = (torch.rand(rows, groups, generator=rng) + 0.1).half()
-    return pack(codes, scales, None if fmt.symmetric else zeros, fmt)
+    if fmt.element is not None:
+        usable = torch.tensor(fmt.element.rounding[0], dtype=torch.uint8)
+        codes = usable[codes.long() % len(usable)]
+    scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
+    unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
+    return pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
 
 
 @pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
@@ -59,6 +63,21 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     strategy = pick.choice(["tensor", "channel", "group", "group"])
     size = pick.choice([32, 64]) if strategy == "group" else 0
     fmt = Format(bits, pick.random() < 0.5, strategy, size, activation_bits)  # type: ignore[arg-type]
+    check_packed_linear(fmt, isa, pick, rng)
+
+
+@pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", [
+    "FP8_E4M3", "FP8_E5M2_G64", "FP6_E3M2_G32", "FP6_E2M3", "FP4_E2M1_G32", "FP4_E1M2_C", "FP4_E3M0_T", "FP5_E2M2_C",
+    "FP7_E3M3_G32", "FP3_E1M1_G32", "NF4_G64", "NF4_C", "NVFP4", "MXFP4", "MXFP6_E3M2", "MXFP8_E5M2",
+])  # fmt: skip
+def test_packed_linear_of_floats_and_tables(name: str, isa: vector.Isa) -> None:
+    pick = random.Random(f"{name} {isa.name}")
+    check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
+
+
+def check_packed_linear(fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator) -> None:
+    """A ragged shape, a schedule and a bias by chance, for one token and several."""
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(5, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
@@ -68,8 +87,8 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
         x = torch.randn(batch, tokens, columns, generator=rng)
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
-        got = run(kernel, x, packed.codes, packed.scales, packed.zeros, bias, out=(batch, tokens, rows))
-        args = (packed.codes, packed.scales, packed.zeros, bias, fmt.name, columns, rows)
+        got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))
+        args = (packed.codes, packed.scales, packed.zeros, packed.tensor_scale, bias, fmt.name, columns, rows)
         assert relative_error(got, OPS.packed_linear(x, *args)) < TOLERANCE, (fmt.name, rows, columns, tokens)
 
 
@@ -90,7 +109,7 @@ def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> No
     for tokens in (1, 5, 16):
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(kernel, x, packed.codes, packed.scales, out=(1, tokens, rows))
-        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, name, columns, rows)
+        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, None, name, columns, rows)
         assert relative_error(got, expected) < TOLERANCE
 
 

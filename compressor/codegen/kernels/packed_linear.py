@@ -2,8 +2,9 @@
 
 Integer path (A8): activations are quantised to int8 per token, dot products run in int32 within a group of
 columns, and one float multiply-add a group applies the scale.  Float path (A16): codes become floats in
-registers.  A single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over
-blocks of ``gemm_tokens`` tokens that unpacks each code once a block.
+registers, integers by conversion, small floats by way of float16, tables by a permutation.  A single token takes
+a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that
+unpacks each code once a block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import Isa, code_quad, dot4, emit_tree_sum, splat
+from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, emit_tree_sum, scale_values
 from compressor.formats import TILE_ROWS, Format
 
 
@@ -50,13 +51,14 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format) -> list[Schedule]:
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """TIR for ``y = x @ dequantize(codes, scales, zeros).T + bias``.
+    """TIR for ``y = x @ dequantize(codes, scales, zeros, tensor_scale).T + bias``.
 
-    Parameters of the result: x float32 [d0, d1, in], codes, scales, zeros (asymmetric formats only), bias
-    (where there is one), y float32 [d0, d1, out].  Layout: :mod:`compressor.formats`.
+    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
+    (where there is one), y float32 [d0, d1, out].
     """
     body = _Body(out_features, in_features, fmt, isa)
     integer, symmetric, ragged = fmt.activation_bits == 8, fmt.symmetric, out_features % TILE_ROWS != 0
+    scale_kind, has_unit = fmt.parts(16, 16)["scales"][0], "tensor_scale" in fmt.parts(16, 16)
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
@@ -65,14 +67,21 @@ def packed_linear(
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
-        x_: T.handle, codes_: T.handle, scales_: T.handle, zeros_: T.handle, bias_: T.handle, y_: T.handle
+        x_: T.handle,
+        codes_: T.handle,
+        scales_: T.handle,
+        zeros_: T.handle,
+        unit_: T.handle,
+        bias_: T.handle,
+        y_: T.handle,
     ) -> None:
         d0 = T.int64()
         d1 = T.int64()
         x3 = T.match_buffer(x_, (d0, d1, columns), "float32")
         codes = T.match_buffer(codes_, (tiles, chunks, fmt.chunk_words, TILE_ROWS), "int32")
-        scales = T.match_buffer(scales_, (tiles, groups, TILE_ROWS), "float16")
+        scales = T.match_buffer(scales_, (tiles, groups, TILE_ROWS), scale_kind)
         zeros = T.meta_var(None if symmetric else T.match_buffer(zeros_, (tiles, groups, TILE_ROWS), "uint8"))
+        unit = T.meta_var(T.match_buffer(unit_, (1,), "float32") if has_unit else None)
         bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
         y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
         tokens = T.meta_var(d0 * d1)
@@ -81,7 +90,7 @@ def packed_linear(
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
-        factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale
+        factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale...
 
         @T.inline
         def peak(m, out):
@@ -114,7 +123,7 @@ def packed_linear(
 
         @T.inline
         def prepare_float(m):
-            factor[m] = T.float32(1)
+            factor[m] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
             for k in range(vectors):
                 a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
             for k in range(tail):
@@ -128,7 +137,7 @@ def packed_linear(
                 prepare_integer(m)
             else:
                 prepare_float(m)
-            for g in range(groups):
+            for g in range(groups if body.has_zeros else 0):
                 lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
                 lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
                 length = T.meta_var(T.min(group_columns, padded - g * group_columns))
@@ -177,8 +186,9 @@ def packed_linear(
                 for j in range((tokens + (step - 1)) // step):
                     block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
 
-    x, codes, scales, zeros, bias, y = kernel.params
-    params = [x, codes, scales, *([] if symmetric else [zeros]), *([bias] if has_bias else []), y]
+    x, codes, scales, zeros, unit, bias, y = kernel.params
+    optional = [(not symmetric, zeros), (has_unit, unit), (has_bias, bias)]
+    params = [x, codes, scales, *(param for there, param in optional if there), y]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
@@ -189,6 +199,7 @@ class _Body:
         self.fmt, self.isa, self.integer = fmt, isa, fmt.activation_bits == 8
         self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
         self.group_chunks = -(-fmt.columns(columns) // fmt.chunk_columns)
+        self.has_zeros = fmt.element is None  # codes of integers are unsigned: their zero point is subtracted
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -207,6 +218,9 @@ class _Body:
         """Accumulators begin at minus the zero point times the sum of the group's activations."""
         lanes, kind, const = self.isa.lanes, *(("int32", T.int32) if self.integer else ("float32", T.float32))
         for t, n, at in self.lanes(n_tokens, n_tiles):
+            if not self.has_zeros:
+                T.buffer_store(acc, T.broadcast(T.float32(0), lanes), [t, n, at])
+                continue
             minus_sum = const(0) - sums[m0 + t, g]
             if zeros is None:
                 value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
@@ -229,8 +243,7 @@ class _Body:
                 else:
                     value = acc[t, n, at]
                     for i in range(4):
-                        code = T.bitwise_and(T.shift_right(last, splat(8 * i, lanes)), splat(0xFF, lanes))
-                        value = value + T.Cast(f"float32x{lanes}", code) * T.broadcast(a[m0 + t, column + i], lanes)
+                        value = value + code_values(last, i, fmt, lanes) * T.broadcast(a[m0 + t, column + i], lanes)
                 T.buffer_store(acc, value, [t, n, at])
 
     def end_group(self, out: Any, acc: Any, scales: Any, first: Any, g: Any, n_tokens: int, n_tiles: int) -> None:
@@ -238,5 +251,5 @@ class _Body:
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
-            scale = T.Cast(f"float32x{lanes}", scales[first + n, g, at])
+            scale = scale_values(scales[first + n, g, at], self.fmt, lanes)
             T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])

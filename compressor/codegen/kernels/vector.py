@@ -5,6 +5,7 @@ Every function takes and returns TIR expressions over vectors of ``lanes`` 32-bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,63 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
         result = bits if result is None else T.bitwise_or(result, bits)
         offset, first = offset + width, first + fmt.chunk_columns * width // 32
     return result
+
+
+def code_values(codes: Any, byte: int, fmt: Format, lanes: int) -> Any:
+    """What the codes in one byte of each lane stand for, but for the constant factor that :func:`scale_values` has.
+
+    A float of few bits is, with its fields in the places of float16's, a float16 that is smaller by a power of two:
+    subnormals as well, which that conversion takes at full speed.
+    """
+    element = fmt.element
+    code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
+    if element is None:
+        return T.Cast(f"float32x{lanes}", T.bitwise_and(code, splat(0xFF, lanes)))
+    if not element.is_float:
+        return _lookup16(element.values, code, lanes)
+    sign = T.shift_left(T.bitwise_and(code, splat(1 << (fmt.bits - 1), lanes)), splat(16 - fmt.bits, lanes))
+    rest = T.shift_left(T.bitwise_and(code, splat((1 << (fmt.bits - 1)) - 1, lanes)), _half_shift(fmt, lanes))
+    half = T.Cast(f"uint16x{lanes}", T.bitwise_or(sign, rest))
+    return T.Cast(f"float32x{lanes}", T.reinterpret(half, dtype=f"float16x{lanes}"))
+
+
+def _half_shift(fmt: Format, lanes: int) -> Any:
+    assert fmt.element is not None
+    return splat(10 - fmt.element.mantissa_bits, lanes)
+
+
+def _lookup16(values: Sequence[float], index: Any, lanes: int) -> Any:
+    """``values[index % 16]``, by permutation of registers."""
+
+    def table(some: Sequence[float]) -> Any:
+        return T.Shuffle([T.float32(value) for value in some], list(range(len(some))))
+
+    if lanes == 16:
+        permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.permvar.sf.512")
+        return T.call_llvm_pure_intrin(permute, table(values), index, dtype="float32x16")
+    permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.permps")
+    low, high = (
+        T.call_llvm_pure_intrin(permute, table(part), index, dtype="float32x8") for part in (values[:8], values[8:])
+    )
+    is_low = T.EQ(T.bitwise_and(index, splat(8, lanes)), splat(0, lanes))
+    return T.Select(is_low, low, high)
+
+
+def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
+    """A loaded vector of stored scales as float32, times what :func:`code_values` leaves out."""
+    floats = f"float32x{lanes}"
+    if fmt.scale_type == "F16":
+        scale = T.Cast(floats, stored)
+    elif fmt.scale_type == "E8M0":  # float32's exponent field; byte 0, 2^-127, would be a subnormal
+        bits = T.shift_left(T.Cast(f"int32x{lanes}", stored), splat(23, lanes))
+        scale = T.reinterpret(bits, dtype=floats)
+    else:  # E4M3, never negative: float16's fields, 2^8 too small
+        bits = T.shift_left(T.Cast(f"uint16x{lanes}", stored), T.broadcast(T.uint16(7), lanes))
+        half = T.Cast(floats, T.reinterpret(bits, dtype=f"float16x{lanes}"))
+        scale = half * T.broadcast(T.float32(2.0**8), lanes)
+    if fmt.element is None or not fmt.element.is_float:
+        return scale
+    return scale * T.broadcast(T.float32(2.0 ** (15 - fmt.element.bias)), lanes)
 
 
 def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
