@@ -20,7 +20,7 @@ from compressor.samples import Samples, load_evaluation, load_samples
 from compressor.streaming import Stream
 from compressor.tensor_files import Spill
 
-__all__ = ["Hessian", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
+__all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
 
 
 class Statistic(Protocol):
@@ -58,6 +58,45 @@ class Hessian:
     def cross(self) -> Tensor | None:
         """2 / n * (X_dense - X)^T X, float32 [in, in]; None where the dense inputs were not asked for."""
         return None if self._cross is None else self._cross * (2 / max(1, self.tokens))
+
+
+class Inputs:
+    """Range, mean size and mean square of each channel, float64 [in], and some of the rows.
+
+    Attributes:
+        absmax, mean_abs, mean_square: over all tokens; zeros if none ever arrived.
+    """
+
+    _EACH = 64  # rows of a micro-batch that are kept
+
+    def __init__(self, in_features: int) -> None:
+        self.tokens = 0
+        self.absmax = torch.zeros(in_features, dtype=torch.float64)
+        self._sums = torch.zeros(2, in_features, dtype=torch.float64)
+        self._rows: list[Tensor] = []
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in rows, float32 [tokens, in_features]."""
+        size = x.abs().double()
+        self.absmax = torch.maximum(self.absmax, size.amax(0))
+        self._sums += torch.stack([size.sum(0), size.square().sum(0)])
+        self.tokens += len(x)
+        self._rows.append(x[:: max(1, len(x) // self._EACH)].clone())
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """Mean of |x|."""
+        return self._sums[0] / max(1, self.tokens)
+
+    @property
+    def mean_square(self) -> Tensor:
+        """Mean of x^2."""
+        return self._sums[1] / max(1, self.tokens)
+
+    @property
+    def rows(self) -> Tensor:
+        """Some of the rows, float32 [n, in]."""
+        return torch.cat(self._rows)
 
 
 S = TypeVar("S", bound=Statistic)

@@ -121,6 +121,7 @@ class Context:
         results: blocks that earlier runs finished, and where this one's are kept; None keeps all in memory.
         state: digest of everything that led to the graph as it is; with ``results`` only.
         spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
+        notes: what passes have to say beside their records, a line each.
         blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.
     """
 
@@ -133,6 +134,7 @@ class Context:
     results: Results | None = None
     state: str = ""
     spill: Spill | None = None
+    notes: list[str] = field(default_factory=list)
     blocks: int = 0
     reused: int = 0
 

@@ -18,6 +18,7 @@ from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.sites_plan import SitePlan, Work
 from compressor.streaming import ancestors
 
+_VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 _MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.stream
 
 
@@ -77,9 +78,10 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
             needed = ancestors([group[0].input for group in round_], set(segment.nodes))
             nodes = [node for node in segment.nodes if node in needed]
             run(nodes)
-            square = sum(group[0].in_features ** 2 for group in round_)
+            width = sum(group[0].in_features for group in round_)
+            square = sum(group[0].in_features ** 2 for group in round_) if gathering.squares else 0
             work["matmul_flop"] += twofold * 2 * tokens * square
-            work["stream_byte"] += 12 * (twofold - 1) * tokens * sum(group[0].in_features for group in round_)
+            work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * tokens * width
             statistics = 4 * twofold * square
             widest = max(4 * batch * length * group[0].in_features for group in round_)
             running = max(peak_bytes(nodes, current), peak_bytes(nodes, dense) + widest if twofold == 2 else 0)
@@ -88,8 +90,10 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                 plan = chosen[site.name]
                 for unit, amount in plan.work.items():
                     work[unit] += amount
-                quantising = max(quantising, 4 * twofold * site.in_features**2 + plan.working_bytes)
-                current[site.node] = _packed(dense[site.node], plan)
+                own = 4 * twofold * site.in_features**2 if gathering.squares else 0
+                quantising = max(quantising, own + plan.working_bytes)
+                if plan.format:
+                    current[site.node] = _packed(dense[site.node], plan)
             working = max(working, statistics + max(running + widest, quantising))
     return Streaming(dict(work), twofold * hidden, working, weights)
 

@@ -185,7 +185,7 @@ def run_recipe(
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
         metrics["batch_independent"] = independence.independent
         checks = []
-        notes = [*_reuse(context), *library.notes]
+        notes = [*_reuse(context), *context.notes, *library.notes]
         if not independence.independent:
             notes.append(f"batch entries are {independence}")
         kernel_error, speed = None, Speed({}, {})

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.formats import Format
-from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.sites import choose_sites, patterns, site_notes
 
@@ -22,6 +22,7 @@ Work = Mapping[str, float]
 
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
+_KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
 
 
@@ -31,10 +32,12 @@ class Gathering:
 
     Attributes:
         true_sequential, with_dense: see there.
+        squares: the statistic is a matrix, and not a few vectors.
     """
 
     true_sequential: bool
     with_dense: bool
+    squares: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,20 @@ def plan_sites(
     return plans
 
 
+def plan_dense_sites(
+    graph: GraphModule, sites: Sequence[Site], gathering: Gathering, tries: int, fmt: Format
+) -> list[SitePlan]:
+    """One plan a linear that stays dense while its inputs are scaled; ``tries`` scales are tried by rounding to fmt."""
+    plans = []
+    for site in sites:
+        weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
+        before = weight.numel() * weight.element_size()
+        note, work = "scaled, where something absorbs it", scaled_work(*shape, tries, fmt, chosen=False)
+        kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape), gathering)
+        plans.append(kept)
+    return plans
+
+
 def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
     """A packed [rows, columns] weight without storage."""
     parts = {
@@ -133,6 +150,25 @@ def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
     """Memory of rounding to nearest: the weight in float32, and its codes thrice and planes, or the error's pieces."""
     size, packed = rows * columns, fmt.packed_bytes(rows, columns)
     return packed + max(9 * size, 4 * size + (_ERROR_BYTES + 18) * min(size, PIECE_ELEMENTS))
+
+
+def scaled_work(rows: int, columns: int, tries: int, fmt: Format, *, chosen: bool = True) -> Work:
+    """Work of trying scales of a weight's columns; and, ``chosen``, of searching the grids it is then rounded on."""
+    size = rows * columns
+    grids = _CANDIDATES[fmt.symmetric] * size if chosen else 0
+    rounded = tries + chosen
+    return {
+        "rtn_element": rounded * size,
+        "dequantize_element": rounded * size,
+        "matmul_flop": tries * 4 * _KEPT_ROWS * size,
+        "stream_byte": 12 * size * tries + _ERROR_BYTES * size * chosen,
+        "grid_element": grids,
+    }
+
+
+def scaled_working_bytes(rows: int, columns: int) -> int:
+    """Memory of one such try: the weight four times in float32, and its codes."""
+    return 18 * rows * columns
 
 
 def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: bool) -> Work:

@@ -179,12 +179,14 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     The weight's own shape is not stored; rounded up to whole tiles and chunks it gives the same bytes.
     """
     fmt = Format.parse(name)
-    tiles, chunks = (*parts.get("codes", ("", [], (0, 0)))[1], 0, 0)[:2]
-    rows, columns = tiles * TILE_ROWS, chunks * fmt.chunk_columns
-    wanted = {part: (_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()}
     found = {part: (kind, shape) for part, (kind, shape, _) in parts.items()}
-    if found != wanted or not rows * columns:
-        raise VerificationError(f"{site}: stored as {found}, {fmt.name} is {wanted}")
+    tiles, chunks = (*found.get("codes", ("", []))[1], 0, 0)[:2]
+    rows, columns = tiles * TILE_ROWS, chunks * fmt.chunk_columns
+    wanted = {}
+    if rows * columns:
+        wanted = {part: (_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()}
+    if not wanted or found != wanted:
+        raise VerificationError(f"{site}: stored as {found}, {fmt.name} is {wanted or 'codes and scales'}")
     expected = fmt.packed_bytes(rows, columns)
     _equal(
         f"{site}: packed_bytes of {fmt.name}",

@@ -26,7 +26,7 @@ from compressor.comparison import Speed
 from compressor.evaluate import GraphLogits, measure_quality
 from compressor.formats import Format
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context
+from compressor.pipeline import Context, pass_name
 from compressor.recipe import Recipe, load_recipe
 from compressor.resources import resource
 from compressor.run import Outcome, run_recipe
@@ -62,9 +62,9 @@ def load_for_test(name: str) -> Recipe:
     calibrated = load_recipe(name).calibration is not None
     if calibrated:
         overrides.append("calibration.samples=4")
-    if name != FULL:
-        step = "gptq" if calibrated else "rtn"
-        overrides += [rf"passes.{step}.targets='re:model\.layers\.0\.self_attn'", f"passes.{step}.ignore=[]"]
+    for step in load_recipe(name).passes if name != FULL else ():
+        key = f"passes.{pass_name(step)}"
+        overrides += [rf"{key}.targets='re:model\.layers\.0\.self_attn'", f"{key}.ignore=[]"]
     return load_recipe(name, overrides)
 
 
@@ -104,7 +104,7 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     result = run(name)
     metrics, sites = result.outcome.metrics, result.outcome.sites
     assert len(sites) == (35 if name == FULL else 4)
-    (step,) = result.recipe.passes
+    *_, step = result.recipe.passes
     assert {site["format"] for site in sites} == {step.scheme} == set(result.manifest["formats"])
     assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
     assert -0.02 < metrics["perplexity_increase"] < 0.05
@@ -125,7 +125,7 @@ def test_perplexity_of_the_kernels_is_that_of_the_graph(name: str, run: Callable
 @pytest.mark.parametrize("name", RECIPES)
 def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str], Run]) -> None:
     result = run(name)
-    (step,) = result.recipe.passes
+    *_, step = result.recipe.passes
     fmt = Format.parse(step.scheme)
     dense = dict(capture(result.recipe.model_source()).named_parameters())
     packed = [site["site"] for site in result.outcome.sites]

@@ -205,9 +205,9 @@ def empty(part: str, arrays: dict[str, Any]) -> None:
         (lambda m: m.update(bundle_bytes=m["bundle_bytes"] // 2), "bundle_bytes is"),
         (lambda m: m.update(dense_weight_bytes=m["dense_weight_bytes"] * 2), "dense_weight_bytes is"),
         (lambda m: m.update(dense_weight_bytes=0), "dense_weight_bytes is"),
-        (lambda m: claim(m, "W3A16_C"), "has shape"),
+        (lambda m: claim(m, "W3A16_C"), "stored as"),
         (lambda m: claim(m, "W8A16_ASYM"), "stored as"),
-        (lambda m: claim(m, "W8A16_G32"), "has shape"),
+        (lambda m: claim(m, "W8A16_G32"), "stored as"),
         (lambda m: claim(m, "best"), "format 'best' is unknown"),
         (lambda m: m["sites"][0].update(site="elsewhere"), "elsewhere: stored as {}"),
         (lambda m: m["parameters"].append(m["parameters"][0]), "listed twice"),
@@ -226,7 +226,7 @@ def test_figures_that_are_wrong(copy: Path, not_executed: None, change: Edit, me
     ("change", "message"),
     [
         (lambda arrays: arrays.update(extra=np.zeros(16, np.float32)), "`parameters` differ: extra"),
-        (lambda arrays: empty("scales", arrays), "has shape"),
+        (lambda arrays: empty("scales", arrays), "stored as"),
         (
             lambda arrays: arrays.update({n: a.view(np.int16) for n, a in arrays.items() if n.endswith("scales")}),
             "stored as",

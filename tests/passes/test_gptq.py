@@ -11,11 +11,12 @@ from torch import Tensor
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.grid_search import search_grid
-from compressor.packing import choose_grid, dequantize, grid_values, round_to_grid, unpack
+from compressor.packing import choose_grid, dequantize, grid_values, round_to_grid, tensor_scale, unpack
 from compressor.passes.gptq import Observer, gptq_quantize, match_dense
 from compressor.passes.rtn import rtn_quantize
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W4A16_ASYM_G32", "W2A16_G64", "W8A8", "W4A16_C", "W4A16_ASYM_T", "W6A16_G16"]
+FORMATS += ["FP6_E3M2_G32", "FP4_E2M1_G32", "FP8_E4M3", "NF4_G32", "MXFP4", "NVFP4"]
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,10 @@ def sequential(
     weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, static: bool, damp: float, mse: bool
 ) -> Tensor:
     """The definition: columns one by one; what is left of H is inverted anew for every column (OBS, eq. 2)."""
-    W, H, Q = weight.double(), hessian.double(), torch.zeros_like(weight, dtype=torch.uint8)
+    unit = tensor_scale(weight, fmt)
+    W = weight.double() if unit is None else weight.double() / unit.double()
+    weight = weight if unit is None else weight / unit
+    H, Q = hessian.double(), torch.zeros_like(weight, dtype=torch.uint8)
     H = H + damp * H.diagonal().mean() * torch.eye(len(H), dtype=torch.float64)
     order = sorted(range(len(H)), key=lambda q: -float(hessian[q, q])) if actorder else list(range(len(H)))
     size, grids, W = fmt.columns(len(H)), {}, W.clone()

@@ -1,0 +1,183 @@
+"""What in front of a group of linears can take a scale of their input channels over, without any new operator.
+
+``x -> x / s`` together with ``W -> W diag(s)`` leaves every output as it is (Xiao et al. 2023, SmoothQuant, arXiv
+2211.10438, eq. 3).  The division is free where whatever makes ``x`` has a parameter for each of its channels.  That is
+read from the dataflow: a norm's weight, a linear's rows, either factor of a product, and through attention the rows of
+the values' linear, whose heads several heads of ``x`` may share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.graph import Site, linear_sites, set_parameter
+from compressor.pipeline import Context
+
+_OPS, _ATEN = torch.ops.compressor, torch.ops.aten
+_NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
+_ATTENTION = (_OPS.cached_attention.default, _OPS.masked_attention.default)
+_SHAPES = (_ATEN.view.default, _ATEN.reshape.default)
+
+
+@dataclass(frozen=True)
+class Absorber:
+    """Parameters whose first dimension is made of the channels that linears read.
+
+    Attributes:
+        parameters: names; each is divided by the scale.
+        heads: (key-value heads, heads that share each, head width) where channels pass through attention; else None.
+    """
+
+    parameters: tuple[str, ...]
+    heads: tuple[int, int, int] | None = None
+
+    def shared(self, scale: Tensor) -> Tensor:
+        """The scale with one value for all channels that come from one: the largest.  float [in] -> [in]."""
+        if self.heads is None:
+            return scale
+        kv_heads, repeat, width = self.heads
+        return scale.view(kv_heads, repeat, width).amax(1, keepdim=True).expand(-1, repeat, -1).reshape(-1)
+
+    def _own(self, scale: Tensor) -> Tensor:
+        if self.heads is None:
+            return scale
+        kv_heads, repeat, width = self.heads
+        return scale.view(kv_heads, repeat, width)[:, 0].reshape(-1)
+
+    def apply(self, graph: GraphModule, group: Sequence[Site], scale: Tensor) -> None:
+        """Divide what makes the group's input by ``scale``, float32 [in], and multiply the columns of its weights.
+
+        The parameters are float32 afterwards: scaling a shorter float would change the function.
+        """
+        own = self._own(scale)
+        for name in self.parameters:
+            value = graph.get_parameter(name).detach().float()
+            set_parameter(graph, name, value / own.view(-1, *[1] * (value.dim() - 1)))
+        for site in group:
+            set_parameter(graph, site.weight_name, graph.get_parameter(site.weight_name).detach().float() * scale)
+
+
+class Unabsorbable(Exception):
+    """Why there is none."""
+
+
+def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
+    """What can absorb a scale of a tensor that linears read, and all its readers, which are linears.
+
+    Raises:
+        Unabsorbable: there is none; says why.
+    """
+    readers = [site for site in linear_sites(graph) if site.input is x]
+    others = [user for user in x.users if user not in {site.node for site in readers}]
+    if others:
+        raise Unabsorbable(f"its input is also read by {_name(others[0])}")
+    if tied := [site for site in readers if site.tied]:
+        raise Unabsorbable(f"the weight of {tied[0].name} is tied")
+    return _absorb(graph, x), readers
+
+
+def scale_inputs(
+    graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[Absorber], Tensor]
+) -> Tensor | None:
+    """Scale the input channels of a group of sites that read the same tensor, where something absorbs that.
+
+    Args:
+        choose: the absorber -> scale float64 [in], positive.
+    Returns:
+        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted.
+    """
+    try:
+        absorber, readers = find_absorber(graph, group[0].input)
+    except Unabsorbable as reason:
+        ctx.notes.append(f"{pass_name}: {', '.join(site.name for site in group)}: inputs are not scaled: {reason}")
+        return None
+    # Ten bits: the last ones of a mean depend on the number of threads.
+    mantissa, exponent = torch.frexp(absorber.shared(choose(absorber)))
+    scale = torch.ldexp(torch.round(mantissa * 1024) / 1024, exponent).float()
+    absorber.apply(graph, readers, scale)
+    return scale
+
+
+def _absorb(graph: GraphModule, node: Node) -> Absorber:
+    args: Any = node.args
+    if node.op != "call_function":
+        raise Unabsorbable("its input is the model's")
+    if node.target in _NORMS:
+        weight, bias = (args[1], None) if node.target is _NORMS[0] else (*args[2:4], None, None)[:2]
+        return Absorber(_names(node, weight, bias))
+    if node.target is _OPS.dense_linear.default:
+        return Absorber(_names(node, args[1], args[2]))
+    picks_rows = node.target is _ATEN.index.Tensor and len(args[1]) < node.meta["val"].dim()
+    if node.target is _ATEN.relu.default or picks_rows:  # relu(x / s) = relu(x) / s for s > 0
+        return _absorb(graph, _only(args[0]))
+    if node.target is _ATEN.mul.Tensor:
+        reasons = []
+        for factor in args[:2]:
+            try:
+                if isinstance(factor, Node):
+                    return _absorb(graph, _only(factor))
+            except Unabsorbable as reason:
+                reasons.append(str(reason))
+        raise Unabsorbable(" and ".join(reasons) or "its input is a product without a linear or a norm")
+    if node.target in _SHAPES and isinstance(args[0], Node) and args[0].target in _ATTENTION:
+        return _through_attention(graph, _only(args[0]))
+    raise Unabsorbable(f"its input comes from {_name(node)}")
+
+
+def _through_attention(graph: GraphModule, attention: Node) -> Absorber:
+    """The linear behind the values: ``transpose(view(linear, [..., heads, width]), 1, 2)``."""
+    q, _, v = attention.args[:3]
+    steps: Sequence[tuple[Callable[[Node], bool], str]] = (
+        (lambda n: n.target is _ATEN.transpose.int and n.args[1:] == (1, 2), "transpose"),
+        (lambda n: n.target in _SHAPES, "view"),
+        (lambda n: n.target is _OPS.dense_linear.default, "linear"),
+    )
+    assert isinstance(q, Node) and isinstance(v, Node)
+    shape, query_shape, node = v.meta["val"].shape, q.meta["val"].shape, v
+    for fits, what in steps:
+        # The new values also leave the graph for the cache, as they are: that is the bundle's own, and scaled alike.
+        if not fits(node):
+            raise Unabsorbable(f"attention's values come from {_name(node)}, not from a {what}")
+        if what != "transpose":
+            _only(node)
+        node = node if what == "linear" else _node(node.args[0])
+    kv_heads, width = int(shape[1]), int(shape[3])
+    found = _absorb(graph, node)
+    return Absorber(found.parameters, (kv_heads, int(query_shape[1]) // kv_heads, width))
+
+
+def _node(value: Any) -> Node:
+    assert isinstance(value, Node)
+    return value
+
+
+def _only(node: Node) -> Node:
+    if len(node.users) > 1:
+        raise Unabsorbable(f"{_name(node)} in front of it has other readers")
+    return node
+
+
+def _names(node: Node, *values: Any) -> tuple[str, ...]:
+    names = []
+    for value in values:
+        if value is None:
+            continue
+        if not isinstance(value, Node) or value.op != "get_attr":
+            raise Unabsorbable(f"{_name(node)} in front of it computes its weight")
+        if len(value.users) > 1:
+            raise Unabsorbable(f"{value.target} in front of it is shared")
+        names.append(str(value.target))
+    if not names:
+        raise Unabsorbable(f"{_name(node)} in front of it has no weight")
+    return tuple(names)
+
+
+def _name(node: Node) -> str:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return f"{node.name} ({stack[-1][0]})" if stack and stack[-1][0] else node.name

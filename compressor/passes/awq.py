@@ -1,0 +1,127 @@
+"""AWQ: channels with large inputs get finer steps, by scaling them up before rounding (Lin et al. 2023, 2306.00978)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.absorbers import Absorber, scale_inputs
+from compressor.calibration import Inputs, stream
+from compressor.formats import Format
+from compressor.grid_search import search_grid
+from compressor.packing import PackedWeight
+from compressor.passes.rtn import rtn_quantize, weight_error
+from compressor.passes.smoothquant import output_error
+from compressor.pipeline import Context
+from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
+from compressor.sites_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
+from compressor.tensor_files import release
+
+_STRENGTHS = tuple(0.05 * step for step in range(20))
+
+
+def awq_scale(mean_abs: Tensor, strength: float) -> Tensor:
+    """s = mean|X| ^ strength (eq. 5), so that the largest and the least have the product 1.
+
+    Args:
+        mean_abs: of the inputs, float [in]; channels without input get the mean of the others.
+    Returns:
+        float64 [in].
+    """
+    size = mean_abs.double()
+    used = size > 0
+    if not bool(used.any()):
+        return torch.ones_like(size)
+    scale = torch.where(used, size, size[used].mean()).pow(strength)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def awq_quantize(weight: Tensor, mean_square: Tensor, fmt: Format) -> PackedWeight:
+    """Round to nearest on grids whose range is clipped as long as the outputs' error falls (section 3.2).
+
+    Args:
+        weight: float32 [out, in], scaled.
+        mean_square: of the inputs, divided by the same scale; float [in].
+    """
+    return rtn_quantize(weight, fmt, lambda group, columns: search_grid(group, mean_square[columns], fmt))
+
+
+@dataclass(frozen=True)
+class Awq:
+    """Scale input channels by the size of their inputs, then round the weights on clipped grids.
+
+    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
+    attention.  Where nothing can take it, weights are rounded unscaled and the run's report says why.
+
+    Attributes:
+        scheme: format name, such as ``W4A16_G128``.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+        group_size: columns a scale; 0 keeps the scheme's.
+    """
+
+    scheme: str
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        choose_format(self.scheme, self.group_size)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Scale all groups of linears, which leaves the function as it is, and then replace every matched linear."""
+        fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "awq", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("awq")
+        squares: dict[str, Tensor] = {}
+        with ctx.reporter.task("awq", 2 * len(sites)) as task:
+            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+                weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+                with naming(group[0]):
+                    scale = scale_inputs(
+                        graph,
+                        ctx,
+                        "awq",
+                        group,
+                        lambda absorber, w=weights, x=inputs: _best_scale(absorber, w, x, fmt),  # type: ignore[misc]
+                    )
+                for site in group:
+                    squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())
+                task.advance(len(group))
+            for block in by_segment(graph, choose_sites(graph, "awq", fmt, self.targets, self.ignore)):
+                for site in block:
+                    stored = graph.get_parameter(site.weight_name).detach()
+                    weight = stored.float()
+                    with naming(site):
+                        packed = awq_quantize(weight, squares[site.name], fmt)
+                    compress_site(graph, ctx, site, packed, "awq", error=weight_error(weight, packed))
+                    release([stored])
+                    task.advance()
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme, self.group_size)
+        return plan_sites(
+            graph,
+            "awq",
+            fmt,
+            self.targets,
+            self.ignore,
+            lambda rows, columns: scaled_work(rows, columns, len(_STRENGTHS), fmt),
+            scaled_working_bytes,
+            Gathering(true_sequential=False, with_dense=False, squares=False),
+        )
+
+
+def _best_scale(absorber: Absorber, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Tensor:
+    def lost(strength: float) -> float:
+        scale = absorber.shared(awq_scale(inputs.mean_abs, strength)).float()
+        return output_error(inputs.rows, weights, scale, fmt)
+
+    return awq_scale(inputs.mean_abs, min(_STRENGTHS, key=lost))

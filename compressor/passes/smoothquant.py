@@ -1,0 +1,116 @@
+"""SmoothQuant: part of the activations' range moves into the weights (Xiao et al. 2023, arXiv 2211.10438)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.absorbers import Absorber, scale_inputs
+from compressor.calibration import Inputs, stream
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.ops import quantize_activations
+from compressor.packing import dequantize
+from compressor.passes.rtn import rtn_quantize
+from compressor.pipeline import Context
+from compressor.sites import choose_format, choose_sites
+from compressor.sites_plan import Gathering, SitePlan, plan_dense_sites
+
+_STRENGTHS = tuple(0.1 * step for step in range(11))
+
+
+def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
+    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (eq. 4), over all linears that read X; 1 for channels without range.
+
+    Args:
+        absmax: of the inputs, float [in].
+        weights: float [out, in] each.
+    Returns:
+        float64 [in].
+    """
+    tops = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).double()
+    scale = absmax.double().pow(alpha) / tops.pow(1 - alpha)
+    return torch.where((absmax > 0) & (tops > 0), scale, 1.0)
+
+
+def output_error(x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Format) -> float:
+    """||X W^T - Q(X / s) Q(W s)^T||^2 over all weights, with activations as the format takes them.
+
+    Args:
+        x: rows, float32 [n, in].
+        scale: float32 [in].
+    """
+    smoothed, lost = x / scale, 0.0
+    if fmt.activation_bits == 8:
+        codes, step = quantize_activations(smoothed)
+        smoothed = codes.float() * step
+    for weight in weights:
+        difference = x @ weight.t() - smoothed @ dequantize(rtn_quantize(weight * scale, fmt)).t()
+        lost += float(difference.double().square().sum())
+    return lost
+
+
+@dataclass(frozen=True)
+class Smoothquant:
+    """Divide input channels of linears by a scale and multiply their weights' columns; a later pass quantises.
+
+    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
+    attention.  Where nothing can take it, the linears stay as they are and the run's report says why.
+
+    Attributes:
+        alpha: how much of the range moves into the weights, 0 to 1; ``search`` takes the best of eleven for each group
+            of linears, by the error of their outputs on calibration samples.
+        scheme: what the search quantises to; give the later pass the same.
+        targets: class names, module names or ``re:`` patterns of the linears to smooth.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    alpha: float | Literal["search"] = 0.5
+    scheme: str = "W8A8"
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        choose_format(self.scheme)
+        if self.alpha != "search" and not 0 <= self.alpha <= 1:
+            raise UsageError(f"smoothquant: alpha {self.alpha} is not between 0 and 1")
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Scale every group of linears that share an input; the function of the graph stays as it is."""
+        fmt = choose_format(self.scheme)
+        sites = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("smoothquant")
+        with ctx.reporter.task("smoothquant", len(sites)) as task:
+            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+                weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+                scale_inputs(
+                    graph,
+                    ctx,
+                    "smoothquant",
+                    group,
+                    lambda absorber, w=weights, x=inputs: self._scale(absorber, w, x, fmt),  # type: ignore[misc]
+                )
+                task.advance(len(group))
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme)
+        chosen = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
+        tries = len(_STRENGTHS) if self.alpha == "search" else 0
+        return plan_dense_sites(graph, chosen, Gathering(False, False, squares=False), tries, fmt)
+
+    def _scale(self, absorber: Absorber, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Tensor:
+        if self.alpha != "search":
+            return smooth_scale(inputs.absmax, weights, self.alpha)
+
+        def lost(alpha: float) -> float:
+            scale = absorber.shared(smooth_scale(inputs.absmax, weights, alpha)).float()
+            return output_error(inputs.rows, weights, scale, fmt)
+
+        return smooth_scale(inputs.absmax, weights, min(_STRENGTHS, key=lost))

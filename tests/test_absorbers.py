@@ -1,0 +1,120 @@
+"""Scales of input channels: the function stays, whatever stands in front of the linears; what cannot be is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from compressor.absorbers import Unabsorbable, find_absorber, scale_inputs
+from compressor.capture import capture
+from compressor.graph import group_by_input, linear_sites
+from compressor.pipeline import Context
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def tiny(config: transformers.PreTrainedConfig) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():  # biases and norms that are not zeros and ones
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def llama() -> GraphModule:
+    return capture(tiny(transformers.LlamaConfig(
+        **SIZES, intermediate_size=96, num_key_value_heads=2, max_position_embeddings=64
+    )))  # fmt: skip
+
+
+def opt() -> GraphModule:
+    return capture(tiny(transformers.OPTConfig(
+        **SIZES, ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=64
+    )))  # fmt: skip
+
+
+def gpt2() -> GraphModule:
+    return capture(tiny(transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=64)))
+
+
+def logits(graph: GraphModule) -> Tensor:
+    info = graph.meta["model"]
+    caches = [[torch.zeros(2, info.kv_heads, 1, info.head_dim)] * info.layers] * 2
+    ids = torch.arange(10).view(2, 5) % 97
+    with torch.no_grad():
+        result: Tensor = graph(ids, torch.arange(5), torch.arange(5), *caches)[0]
+    return result
+
+
+@pytest.mark.parametrize(("make", "absorbed"), [
+    # what is behind: attention's and the MLP's norm, the values through attention, a factor of the product, relu
+    (llama, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}),
+    (opt, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
+    (gpt2, {"c_attn", "c_fc"}),
+])  # fmt: skip
+def test_the_function_stays_whatever_absorbs(make: object, absorbed: set[str]) -> None:
+    graph: GraphModule = make()  # type: ignore[operator]
+    before, ctx, rng = logits(graph), Context(), torch.Generator().manual_seed(0)
+    scaled = set()
+    for group in group_by_input(linear_sites(graph)):
+        weight = graph.get_parameter(group[0].weight_name).detach().clone()
+        random = torch.exp2(4 * torch.rand(group[0].in_features, generator=rng, dtype=torch.float64) - 2)
+        scale = scale_inputs(graph, ctx, "test", group, lambda _, s=random: s)  # type: ignore[misc]
+        if scale is not None:
+            scaled |= {site.name.rpartition(".")[2] for site in group}
+            assert torch.equal(graph.get_parameter(group[0].weight_name), weight.float() * scale)
+    assert scaled == absorbed
+    after = logits(graph)
+    assert float((after - before).norm() / before.norm()) < 1e-5
+    named = " ".join(note.partition(": inputs are not scaled: ")[0] for note in ctx.notes)
+    everything = {site.name.rpartition(".")[2] for site in linear_sites(graph)}
+    assert all(name in named for name in everything - absorbed) and not any(f".{name}" in named for name in absorbed)
+
+
+def test_heads_that_share_values_share_a_scale() -> None:
+    graph = llama()
+    group = next(g for g in group_by_input(linear_sites(graph)) if g[0].name.endswith("o_proj"))
+    absorber, _ = find_absorber(graph, group[0].input)
+    assert absorber.heads == (2, 2, 16) and absorber.parameters == ("model.layers.0.self_attn.v_proj.weight",)
+    scale = torch.arange(1.0, 65.0)
+    shared = absorber.shared(scale).view(2, 2, 16)
+    assert torch.equal(shared[:, 0], shared[:, 1])
+    assert torch.equal(shared[:, 0], scale.view(2, 2, 16).amax(1))
+
+
+def test_reasons_name_what_is_in_the_way() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.third, self.fourth = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            z = torch.tanh(self.first(y)) + y
+            a = self.second(z)
+            return torch.as_tensor(self.third(torch.relu(a)) + self.fourth(torch.sigmoid(a)))
+
+    graph = capture(Branches().eval(), (torch.randn(2, 8),))
+    for name, reason in [
+        ("first", "also read by add"), ("second", "comes from add"), ("third", "other readers"),
+        ("fourth", "comes from sigmoid"),
+    ]:  # fmt: skip
+        site = next(s for s in linear_sites(graph) if s.name == name)
+        with pytest.raises(Unabsorbable, match=reason):
+            find_absorber(graph, site.input)
+
+
+def test_a_tied_weight_is_left_alone() -> None:
+    config = transformers.LlamaConfig(
+        **SIZES, intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=True
+    )
+    graph = capture(tiny(config))
+    head = linear_sites(graph)[-1]
+    with pytest.raises(Unabsorbable, match="is tied"):
+        find_absorber(graph, head.input)
