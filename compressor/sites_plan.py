@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
-from compressor.sites import choose_sites, patterns, site_notes
+from compressor.sites import patterns, site_notes
 
 Work = Mapping[str, float]
 """Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
@@ -69,48 +69,34 @@ class SitePlan:
 
 def plan_sites(
     graph: GraphModule,
-    pass_name: str,
-    fmt: Format,
-    targets: str | Sequence[str],
+    formats: Mapping[str, Format],
     ignore: str | Sequence[str],
-    work: Callable[[int, int], Work],
-    working_bytes: Callable[[int, int], int],
+    work: Callable[[int, int, Format], Work],
+    working_bytes: Callable[[int, int, Format], int],
     gathering: Gathering | None = None,
 ) -> list[SitePlan]:
-    """One plan a dense linear, in dataflow order; those that match are replaced by packed ones on the meta device.
+    """One plan a dense linear, in dataflow order; those with a format are replaced by packed ones on the meta device.
 
     Args:
-        work, working_bytes: (out_features, in_features) -> as in :class:`SitePlan`.
-    Raises:
-        UsageError: as :func:`compressor.sites.choose_sites`.
+        formats: by the names of the linears that the pass compresses.
+        ignore: of the pass, for the notes on the others.
+        work, working_bytes: (out_features, in_features, format) -> as in :class:`SitePlan`.
     """
-    chosen = {site.name for site in choose_sites(graph, pass_name, fmt, targets, ignore)}
     ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
     plans = []
     for site in linear_sites(graph):
-        weight, (rows, columns) = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
+        weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
-        if site.name not in chosen:
+        if site.name not in formats:
             why = "stays dense: ignored" if site.name in ignored else "stays dense: no target matches it"
-            plans.append(SitePlan(site.name, rows, columns, "", before, before, why))
+            plans.append(SitePlan(site.name, *shape, "", before, before, why))
             continue
-        packed = meta_packed(rows, columns, fmt)
-        notes = site_notes(site, packed, before)
+        fmt = formats[site.name]
+        packed = meta_packed(*shape, fmt)
+        notes = "; ".join(site_notes(site, packed, before))
         replace_linear(graph, site, packed)
-        plans.append(
-            SitePlan(
-                site.name,
-                rows,
-                columns,
-                fmt.name,
-                before,
-                packed.nbytes,
-                "; ".join(notes),
-                work(rows, columns),
-                working_bytes(rows, columns),
-                gathering,
-            )
-        )
+        amounts = (work(*shape, fmt), working_bytes(*shape, fmt))
+        plans.append(SitePlan(site.name, *shape, fmt.name, before, packed.nbytes, notes, *amounts, gathering))
     return plans
 
 
@@ -122,8 +108,8 @@ def plan_dense_sites(
     for site in sites:
         weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
-        note, work = "scaled, where something absorbs it", scaled_work(*shape, tries, fmt, chosen=False)
-        kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape), gathering)
+        note, work = "scaled, where something absorbs it", scaled_work(*shape, fmt, tries, chosen=False)
+        kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
         plans.append(kept)
     return plans
 
@@ -139,7 +125,7 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
     )
 
 
-def rtn_work(rows: int, columns: int) -> Work:
+def rtn_work(rows: int, columns: int, _fmt: Format) -> Work:
     """Work of rounding a weight to nearest and of its error."""
     size = rows * columns
     unit = "fresh_byte" if 8 * min(size, PIECE_ELEMENTS) >= _FRESH_BYTES else "stream_byte"
@@ -152,7 +138,7 @@ def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
     return packed + max(9 * size, 4 * size + (_ERROR_BYTES + 18) * min(size, PIECE_ELEMENTS))
 
 
-def scaled_work(rows: int, columns: int, tries: int, fmt: Format, *, chosen: bool = True) -> Work:
+def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: bool = True) -> Work:
     """Work of trying scales of a weight's columns; and, ``chosen``, of searching the grids it is then rounded on."""
     size = rows * columns
     grids = _CANDIDATES[fmt.symmetric] * size if chosen else 0
@@ -166,7 +152,7 @@ def scaled_work(rows: int, columns: int, tries: int, fmt: Format, *, chosen: boo
     }
 
 
-def scaled_working_bytes(rows: int, columns: int) -> int:
+def scaled_working_bytes(rows: int, columns: int, _fmt: Format) -> int:
     """Memory of one such try: the weight four times in float32, and its codes."""
     return 18 * rows * columns
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,13 +108,12 @@ class Awq:
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "awq", fmt, self.targets, self.ignore)
         return plan_sites(
             graph,
-            "awq",
-            fmt,
-            self.targets,
+            {site.name: fmt for site in sites},
             self.ignore,
-            lambda rows, columns: scaled_work(rows, columns, len(_STRENGTHS), fmt),
+            partial(scaled_work, tries=len(_STRENGTHS)),
             scaled_working_bytes,
             Gathering(true_sequential=False, with_dense=False, squares=False),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from compressor.blocks import Blocks
 from compressor.calibration import Hessian, stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
+from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
@@ -251,47 +253,57 @@ class Gptq:
         """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
-        options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
         samples = ctx.calibration("gptq")
         with ctx.reporter.task("gptq", len(sites)) as task:
             blocks = Blocks(ctx, "gptq", self, task, decides=samples.sha256, chained=True)
-            for group, statistic in stream(
-                graph, samples.ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options
-            ):
-                hessian, cross = statistic.value, statistic.cross
-                for site in group:
-                    weight = graph.get_parameter(site.weight_name).detach().float()
-                    with naming(site):
-                        packed, info = self._quantize(weight, hessian, cross, fmt)
-                    compress_site(
-                        graph,
-                        ctx,
-                        site,
-                        packed,
-                        "gptq",
-                        error=info.error,
-                        error_of="output",
-                        rtn_error=info.rtn_error,
-                        notes=self._notes(info),
-                    )
-                    task.advance()
+            self.quantize_sites(graph, ctx, "gptq", {site.name: fmt for site in sites}, blocks)
         graph.recompile()
         return graph
+
+    def quantize_sites(
+        self, graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], blocks: Blocks
+    ) -> None:
+        """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
+        sites = [site for site in linear_sites(graph) if site.name in formats]
+        options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
+        ids = ctx.calibration(pass_name).ids
+        for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
+            hessian, cross = statistic.value, statistic.cross
+            for site in group:
+                weight = graph.get_parameter(site.weight_name).detach().float()
+                with naming(site):
+                    packed, info = self._quantize(weight, hessian, cross, formats[site.name])
+                compress_site(
+                    graph,
+                    ctx,
+                    site,
+                    packed,
+                    pass_name,
+                    error=info.error,
+                    error_of="output",
+                    rtn_error=info.rtn_error,
+                    notes=self._notes(info),
+                )
+                blocks.task.advance()
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
+        return self.plan_formats(graph, {site.name: fmt for site in sites}, self.ignore)
+
+    def plan_formats(
+        self, graph: GraphModule, formats: Mapping[str, Format], ignore: str | Sequence[str]
+    ) -> list[SitePlan]:
+        """What :meth:`quantize_sites` will do."""
+        mse, matched = self.observer == "mse", self.match_dense
         return plan_sites(
             graph,
-            "gptq",
-            fmt,
-            self.targets,
-            self.ignore,
-            lambda rows, columns: gptq_work(
-                rows, columns, fmt, mse=self.observer == "mse", match_dense=self.match_dense
-            ),
-            lambda rows, columns: gptq_working_bytes(rows, columns, fmt, match_dense=self.match_dense),
-            Gathering(self.true_sequential, self.match_dense),
+            formats,
+            ignore,
+            partial(gptq_work, mse=mse, match_dense=matched),
+            partial(gptq_working_bytes, match_dense=matched),
+            Gathering(self.true_sequential, matched),
         )
 
     def _quantize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -100,5 +99,5 @@ class Rtn:
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
-        working_bytes = partial(rtn_working_bytes, fmt=fmt)
-        return plan_sites(graph, "rtn", fmt, self.targets, self.ignore, rtn_work, working_bytes)
+        sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
+        return plan_sites(graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes)

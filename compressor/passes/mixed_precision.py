@@ -1,0 +1,187 @@
+"""Mixed precision: each linear gets the format that a budget of bits buys the least loss with, then GPTQ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.blocks import Blocks
+from compressor.calibration import Inputs, stream
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.graph import Site, linear_sites, replace_linear, segments, twin
+from compressor.packing import PackedWeight, dequantize
+from compressor.passes.awq import awq_quantize
+from compressor.passes.gptq import Gptq
+from compressor.pipeline import Context
+from compressor.search import choose_within
+from compressor.sites import choose_sites, naming
+from compressor.sites_plan import SitePlan, scaled_work
+from compressor.streaming import Stream
+
+_TOKENS = 2048  # that sensitivities are measured on
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Measure once how much each linear's rounding changes the model's predictions, choose formats, quantise by GPTQ.
+
+    Every linear is rounded to the smallest scheme, alone, and the divergence of the model's predictions is taken; its
+    divergence in the other schemes follows from the errors of its own outputs, whose square it grows with.  The sum
+    over all linears is minimised under the budget, exactly, by an integer programme.
+
+    Attributes:
+        bits: the budget: stored bits a weight, scales and padding included, on average over the matched linears.
+        schemes: what there is to choose from; names of formats.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+    """
+
+    bits: float
+    schemes: tuple[str, ...] = ("W2A16_G64", "W3A16_G128", "W4A16_G128", "W6A16_G128", "W8A16")
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        formats = [Format.parse(scheme) for scheme in self.schemes]
+        if len(set(formats)) < 2 or len(set(formats)) < len(formats):
+            raise UsageError(f"mixed_precision: schemes {', '.join(self.schemes)}: give at least two different ones")
+        if not 1 <= self.bits <= 16:
+            raise UsageError(f"mixed_precision: bits {self.bits:g} is not between 1 and 16")
+
+    @property
+    def formats(self) -> list[Format]:
+        """The schemes, the smallest first."""
+        return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace every matched linear; a note tells the bits, and how many linears got which format."""
+        name, formats = "mixed_precision", self.formats
+        sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
+        samples = ctx.calibration(name)
+        with ctx.reporter.task("sensitivity", len(sites)) as task:
+            costs = {}
+            for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
+                costs[site] = cost
+                task.advance()
+        chosen = self._choose(sites, [costs[site.name] for site in sites])
+        ctx.notes.append(_summary(sites, chosen))
+        steps = Gptq(scheme=self.schemes[0])
+        plain = {site: fmt.name for site, fmt in chosen.items()}
+        with ctx.reporter.task(name, len(sites)) as task:
+            blocks = Blocks(ctx, name, self, task, decides=[samples.sha256, plain], chained=True)
+            steps.quantize_sites(graph, ctx, name, chosen, blocks)
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do if all linears are equally sensitive, on a graph without weights."""
+        sites = choose_sites(graph, "mixed_precision", self.formats[-1], self.targets, self.ignore)
+        costs = [[site.out_features * 4.0**-fmt.bits for fmt in self.formats] for site in sites]
+        weights = sum(site.out_features * site.in_features for site in linear_sites(graph))
+        plans = Gptq(scheme=self.schemes[0]).plan_formats(graph, self._choose(sites, costs), self.ignore)
+        return [_with_sensitivity(plan, weights, self.formats) for plan in plans]
+
+    def _choose(self, sites: Sequence[Site], costs: Sequence[Sequence[float]]) -> dict[str, Format]:
+        formats = self.formats
+        sizes = [[fmt.packed_bytes(site.out_features, site.in_features) for fmt in formats] for site in sites]
+        budget = self.bits / 8 * sum(site.out_features * site.in_features for site in sites)
+        try:
+            picked = choose_within(costs, sizes, budget)
+        except UsageError as error:
+            raise UsageError(f"mixed_precision: bits {self.bits:g}: {error} bytes; add a smaller scheme") from error
+        return {site.name: formats[index] for site, index in zip(sites, picked, strict=True)}
+
+
+def sensitivities(
+    graph: GraphModule, ctx: Context, ids: Tensor, sites: Sequence[Site], formats: Sequence[Format]
+) -> Iterator[tuple[str, list[float]]]:
+    """(site, what rounding it alone to each format costs), in dataflow order.
+
+    The cost is the divergence of the last outputs: of a decoder KL(dense || rounded) a token, in nats; of an encoder
+    the squared error of the hidden states relative to their size.  Measured for the first format; for the others in
+    proportion to the squared error of the linear's outputs on inputs of the measured sizes.
+
+    Args:
+        ids: int64 [samples, sequence]; the first 2,048 tokens serve.
+        formats: the smallest first.
+    """
+    few = ids[: max(1, _TOKENS // ids.shape[1])]
+    run, dense, names = Stream(graph, [few], ctx.spill), _outputs(graph, few), {site.name for site in sites}
+    squares = {
+        site.name: inputs.mean_square
+        for group, inputs in stream(graph, few, sites, Inputs, true_sequential=False)
+        for site in group
+    }
+    cut = segments(graph)
+    for index, segment in enumerate(cut):
+        for site in segment.sites:
+            if site.name not in names:
+                continue
+            weight = graph.get_parameter(site.weight_name).detach().float()
+            with naming(site):
+                rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
+            errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
+            worst = _divergence(graph, dense, _outputs_with(graph, site.name, rounded[0], run, index))
+            scale = worst / errors[0] if errors[0] > 0 else 0.0
+            yield site.name, [float(f"{scale * error:.4g}") for error in errors]
+        if segment.exit is not None:
+            run.advance(segment)
+
+
+def _outputs(graph: GraphModule, ids: Tensor) -> Tensor:
+    """What the last segment gives, from the beginning."""
+    stream_ = Stream(graph, [ids])
+    return _finish(stream_, 0)
+
+
+def _finish(stream_: Stream, first: int) -> Tensor:
+    """Run a stream's only batch from a segment to the end."""
+    *before, last = segments(stream_.graph)[first:]
+    for segment in before:
+        stream_.advance(segment)
+    output = stream_.graph.graph.output_node().args[0][0]  # type: ignore[index]
+    return stream_.values(last, 0, [output])[0]  # type: ignore[list-item]
+
+
+def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Stream, first: int) -> Tensor:
+    """The outputs with one linear replaced, from the hidden states in front of its segment on."""
+    changed = twin(graph)
+    replace_linear(changed, next(site for site in linear_sites(changed) if site.name == name), packed)
+    changed.recompile()
+    probe = Stream(changed, run.batches)
+    probe.hidden = [None if hidden is None else hidden.clone() for hidden in run.hidden]
+    return _finish(probe, first)
+
+
+def _divergence(graph: GraphModule, dense: Tensor, rounded: Tensor) -> float:
+    if graph.meta["model"].kind == "decoder":
+        p, q = (torch.log_softmax(x.double(), dim=-1) for x in (dense, rounded))
+        return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
+    return float((rounded - dense).double().square().sum() / dense.double().square().sum().clamp(min=1e-30))
+
+
+def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -> SitePlan:
+    """The plan of a linear's GPTQ, with what measuring its sensitivity takes: on average half the model's products."""
+    if not plan.format:
+        return plan
+    work = Counter(plan.work)
+    for fmt in formats:
+        work.update(scaled_work(plan.out_features, plan.in_features, fmt, 0))
+    work.update({"matmul_flop": _TOKENS * weights})
+    return replace(plan, work=work)
+
+
+def _summary(sites: Sequence[Site], chosen: dict[str, Format]) -> str:
+    stored = sum(chosen[site.name].packed_bytes(site.out_features, site.in_features) for site in sites)
+    bits = 8 * stored / sum(site.out_features * site.in_features for site in sites)
+    counts: dict[str, int] = {}
+    for fmt in sorted(chosen.values(), key=lambda fmt: fmt.packed_bytes(4096, 4096)):
+        counts[fmt.name] = counts.get(fmt.name, 0) + 1
+    parts = ", ".join(f"{count} in {name}" for name, count in counts.items())
+    return f"mixed_precision: {bits:.3f} bits a weight: {parts}"

@@ -1,0 +1,56 @@
+"""Choices under a budget, as a mixed-integer programme."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from compressor.errors import ToolchainError, UsageError
+
+_LARGEST_COST = 1e4  # the solver's tolerances are absolute
+
+
+def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float) -> list[int]:
+    """One alternative of each item, so that the costs' sum is the least that the sizes' sum allows.
+
+    A multiple-choice knapsack, solved exactly (HiGHS, through :func:`scipy.optimize.milp`).
+
+    Args:
+        costs, sizes: of each item's alternatives; costs are not negative.
+        budget: the most that the chosen sizes may sum to.
+    Returns:
+        the index of the alternative chosen for each item.
+    Raises:
+        UsageError: the smallest alternatives together exceed the budget.
+        ToolchainError: the extra ``search`` is not installed, or the solver failed.
+    """
+    try:
+        import numpy as np
+        from scipy import sparse
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise ToolchainError(
+            f"choosing under a budget needs scipy: pip install 'compressor[search]' ({error})"
+        ) from error
+    least = sum(min(alternatives) for alternatives in sizes)
+    if least > budget:
+        raise UsageError(f"the budget, {budget:,.0f}, is less than the smallest choice takes, {least:,.0f}")
+    flat = np.array([cost for alternatives in costs for cost in alternatives], np.float64)
+    flat *= _LARGEST_COST / flat.max() if flat.max() > 0 else 0.0
+    counts = [len(alternatives) for alternatives in costs]
+    one_each = sparse.csr_array(
+        (np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))),
+        shape=(len(counts), len(flat)),
+    )
+    weights = np.array([[size for alternatives in sizes for size in alternatives]], np.float64) / max(1.0, budget)
+    found = milp(
+        flat,
+        integrality=np.ones(len(flat)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights, -np.inf, 1.0)],
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
+    ends = np.cumsum([0, *counts])
+    return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]

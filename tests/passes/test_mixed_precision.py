@@ -1,0 +1,103 @@
+"""Mixed precision: sensitivities against running the whole model, the budget, and GPTQ in several formats at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.calibration import load_samples
+from compressor.capture import capture
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.passes.awq import awq_quantize
+from compressor.passes.mixed_precision import MixedPrecision, sensitivities
+from compressor.pipeline import Context, Pipeline
+from compressor.recipe import load_text_spec
+from compressor.resources import resource
+from compressor.samples import Samples
+
+MODEL = resource("models") / "reference"
+TARGETS = r"re:model\.layers\.[03]\."
+BITS = 3.3
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 64})
+    return load_samples(spec, MODEL, 2048)
+
+
+def logits(graph: GraphModule, ids: Tensor) -> Tensor:
+    info, length = graph.meta["model"], torch.arange(ids.shape[1])
+    caches = [[torch.zeros(len(ids), info.kv_heads, 1, info.head_dim)] * info.layers] * 2
+    with torch.no_grad():
+        result: Tensor = graph(ids, length, length, *caches)[0]
+    return result
+
+
+def test_a_sensitivity_is_the_divergence_of_the_whole_model(samples: Samples) -> None:
+    graph, formats = capture(MODEL), [Format.parse("W2A16_G64"), Format.parse("W4A16_G128")]
+    sites = match_sites(linear_sites(graph), TARGETS)[0]
+    found = dict(sensitivities(graph, Context(), samples.ids, sites, formats))
+    assert list(found) == [site.name for site in sites]
+    dense = torch.log_softmax(logits(graph, samples.ids).double(), -1)
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.3.self_attn.k_proj"):
+        other = capture(MODEL)
+        site = next(site for site in linear_sites(other) if site.name == name)
+        seen: list[Tensor] = []
+
+        def read(node: torch.fx.Node, value: Tensor, site=site, seen=seen) -> None:  # type: ignore[no-untyped-def]
+            if node is site.input:
+                seen.append(value)
+
+        class Reader(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node, read=read) -> object:  # type: ignore[no-untyped-def]
+                value = super().run_node(n)
+                read(n, value)
+                return value
+
+        info, length = other.meta["model"], torch.arange(64)
+        empty = torch.zeros(4, info.kv_heads, 1, info.head_dim)
+        with torch.no_grad():
+            Reader(other).run(samples.ids, length, length, *[empty] * (2 * info.layers), enable_io_processing=False)
+        squares = seen[0].double().square().mean((0, 1))
+        weight = other.get_parameter(site.weight_name).detach().float()
+        replace_linear(other, site, awq_quantize(weight, squares, formats[0]))
+        other.recompile()
+        rounded = torch.log_softmax(logits(other, samples.ids).double(), -1)
+        expected = float((dense.exp() * (dense - rounded)).sum(-1).mean())
+        assert found[name][0] == pytest.approx(expected, rel=1e-3)
+        assert 0 < found[name][1] < found[name][0] / 5
+
+
+def test_the_budget_is_kept_and_used(samples: Samples) -> None:
+    graph, ctx = capture(MODEL), Context(samples=samples)
+    weights = sum(site.out_features * site.in_features for site in match_sites(linear_sites(graph), TARGETS)[0])
+    step = MixedPrecision(bits=BITS, targets=TARGETS)
+    planned = step.plan(capture(MODEL, weights=False), Context())
+    dense = logits(graph, samples.ids)
+    graph = Pipeline([step]).run(graph, ctx)
+    stored = sum(record.bytes_after for record in ctx.records)
+    assert 0.97 * BITS < 8 * stored / weights <= BITS
+    formats = {record.format for record in ctx.records}
+    assert (
+        len(ctx.records) == 14
+        and len(formats) > 1
+        and {record.pass_name for record in ctx.records} == {"mixed_precision"}
+    )
+    (note,) = ctx.notes
+    assert "bits a weight" in note and all(name in note for name in formats)
+    assert float((logits(graph, samples.ids) - dense).norm() / dense.norm()) < 0.2
+    assert sum(plan.bytes_after for plan in planned if plan.format) == pytest.approx(stored, rel=0.03)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(UsageError, match="two different"):
+        MixedPrecision(bits=4, schemes=("W4A16_G128", "W4A16"))
+    with pytest.raises(UsageError, match="bits 99"):
+        MixedPrecision(bits=99)
+    with pytest.raises(UsageError, match=r"bits 1\.5: .*add a smaller scheme"):
+        MixedPrecision(bits=1.5).plan(capture(MODEL, weights=False), Context())
