@@ -40,9 +40,11 @@ class Hessian:
         self.tokens = 0
         self._sum = torch.zeros(in_features, in_features, dtype=torch.float32)
         self._cross: Tensor | None = None
+        self._scale = 1.0  # of both, as they are now
 
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in rows, float32 [tokens, in_features]."""
+        self._rescale(1.0)
         self._sum.addmm_(x.t(), x)
         self.tokens += len(x)
         if dense is not x:
@@ -51,13 +53,23 @@ class Hessian:
 
     @property
     def value(self) -> Tensor:
-        """The Hessian; all zeros if no token ever arrived."""
-        return self._sum * (2 / max(1, self.tokens))
+        """The Hessian, until more rows arrive; all zeros if no token ever did."""
+        self._rescale(2 / max(1, self.tokens))
+        return self._sum
 
     @property
     def cross(self) -> Tensor | None:
         """2 / n * (X_dense - X)^T X, float32 [in, in]; None where the dense inputs were not asked for."""
-        return None if self._cross is None else self._cross * (2 / max(1, self.tokens))
+        self._rescale(2 / max(1, self.tokens))
+        return self._cross
+
+    def _rescale(self, scale: float) -> None:
+        """In place: a second copy of the largest statistics would not fit where they just do."""
+        if scale != self._scale:
+            for matrix in (self._sum, self._cross):
+                if matrix is not None:
+                    matrix.mul_(scale / self._scale)
+            self._scale = scale
 
 
 class Inputs:

@@ -90,8 +90,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                 plan = chosen[site.name]
                 for unit, amount in plan.work.items():
                     work[unit] += amount
-                own = 4 * twofold * site.in_features**2 if gathering.squares else 0
-                quantising = max(quantising, own + plan.working_bytes)
+                quantising = max(quantising, plan.working_bytes)
                 if plan.format:
                     current[site.node] = _packed(dense[site.node], plan)
             working = max(working, statistics + max(running + widest, quantising))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from torch.fx import GraphModule
 
 from compressor.codegen.lower import Library
 from compressor.codegen.targets import Target
+from compressor.errors import CompressorError
 from compressor.export import BundleParts, fill_bundle
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
 from compressor.recipe import Recipe
 from compressor.verify_vectors import make_vectors
+
+_LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
 
 
 def assemble(
@@ -29,9 +33,14 @@ def assemble(
     dense_weight_bytes: int,
     lock: str | None = None,
 ) -> None:
-    """Link the library and write all files of a bundle, with the text of its lock, into the empty ``folder``."""
+    """Link the library and write all files of a bundle, with the text of its lock, into the empty ``folder``.
+
+    Raises:
+        CompressorError: there is no room, in the temporary folder or in ``folder``.
+    """
     info: ModelInfo = graph.meta["model"]
     with tempfile.TemporaryDirectory() as scratch:
+        _check_room(Path(scratch))
         shared = Path(scratch) / "model.so"
         library.save(shared, target)
         parts = BundleParts(
@@ -50,6 +59,16 @@ def assemble(
             lock=lock,
         )
         fill_bundle(folder, parts)
+
+
+def _check_room(scratch: Path) -> None:
+    """LLVM ends the process, without a word of where, when it cannot write its objects."""
+    free = shutil.disk_usage(scratch).free
+    if free < _LINKING_BYTES:
+        raise CompressorError(
+            f"{scratch.parent}: the folder for temporary files has {free / 1e6:.1f} MB left, and linking needs "
+            f"{_LINKING_BYTES / 1e6:.0f} MB; free some space, or set TMPDIR to a folder that has more"
+        )
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:

@@ -177,11 +177,9 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: b
     }
 
 
-def gptq_working_bytes(rows: int, columns: int, fmt: Format, *, match_dense: bool) -> int:
-    """Memory of GPTQ in float64: the weight, its transpose and a product; the Hessian, its factor and two more.
+def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Memory of GPTQ in float64: the weight, its transpose and a product; the Hessian, its factor and three more.
 
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """
-    weights = (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns)
-    squares = (8 * 5 + (8 * 2 if match_dense else 0)) * columns**2
-    return weights + squares
+    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 8 * 5 * columns**2

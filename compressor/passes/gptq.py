@@ -87,11 +87,11 @@ def gptq_quantize(
             "gptq: actorder needs static_groups: with grids chosen on the way, the columns of one group would lie "
             "apart and the stored weight would need an index; set static_groups, or actorder to false"
         )
-    W, H = weight.double(), hessian.double()
-    if not bool(torch.isfinite(H).all()):
+    if not bool(torch.isfinite(hessian).all()):
         raise CompressorError("gptq: the Hessian holds NaN or inf: the site's inputs overflow on these samples")
-    dead = torch.diagonal(H) <= 0
-    H = H.masked_fill(dead[:, None] | dead, 0.0)
+    dead = torch.diagonal(hessian) <= 0
+    W, H = weight.double(), hessian.to(torch.float64, copy=True)
+    H[dead], H[:, dead] = 0.0, 0.0
     rtn = rtn_quantize(weight, fmt)
     rtn_loss = _loss(W, rtn, H)
     norm = float(total((W @ H) * W))
@@ -139,12 +139,13 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
     Returns:
         float32 [out, in].
     """
-    H, C, W = hessian.double(), cross.double(), weight.double()
-    level = _MATCH_DAMPENING * float(torch.diagonal(H).mean())
-    R = inverse_cholesky(H + level * torch.eye(len(H), dtype=H.dtype))
-    if R is None or not bool(torch.isfinite(C).all()):
+    W, H = weight.double(), hessian.to(torch.float64, copy=True)
+    H.diagonal().add_(_MATCH_DAMPENING * float(torch.diagonal(H).mean()))
+    R = inverse_cholesky(H)
+    if R is None or not bool(torch.isfinite(cross).all()):
         return weight  # dead or overflowed inputs, which gptq_quantize speaks about
-    return (W + W @ C @ R.t() @ R).float()
+    del H  # of its size there should be as few as possible at once
+    return (W + W @ cross.double() @ R.t() @ R).float()
 
 
 def _loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
@@ -159,8 +160,11 @@ def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: f
     and one triangular inverse instead of the paper's Cholesky, inverse, Cholesky.
     """
     diagonal = torch.diagonal(H).masked_fill(dead, mean) + damp * mean
-    backwards = H.clone().diagonal_scatter(diagonal)[order][:, order].flip(0, 1)
+    places = order.flip(0)
+    backwards = H[places][:, places]
+    backwards.diagonal().copy_(diagonal[places])
     inverse = inverse_cholesky(backwards)
+    del backwards
     if inverse is None:
         raise CompressorError("the Hessian is not positive definite")
     R = inverse.flip(0, 1).contiguous()
@@ -302,7 +306,7 @@ class Gptq:
             formats,
             ignore,
             partial(gptq_work, mse=mse, match_dense=matched),
-            partial(gptq_working_bytes, match_dense=matched),
+            gptq_working_bytes,
             Gathering(self.true_sequential, matched),
         )
 
