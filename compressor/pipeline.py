@@ -181,7 +181,7 @@ class Pipeline:
             seconds = time.perf_counter() - begin
             self._finish(index, pass_name(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
-                ctx.state = _next_state(ctx.state, step, graph)
+                ctx.state = _next_state(ctx, step, graph)
         return graph
 
     def _finish(
@@ -194,14 +194,15 @@ class Pipeline:
             observe(index, name, graph, ctx)
 
 
-def _next_state(state: str, step: Pass, graph: GraphModule) -> str:
-    """The digest after a pass: of what it was asked to do, or, where its code is not ours, of what it left."""
+def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:
+    """The digest after a pass: of what it was asked to do on which samples, or, if it is not ours, of what it left."""
     from compressor.fingerprint import tensors_sha256
     from compressor.results import digest
 
     package, _, name = type(step).__module__.rpartition(".")
     if package == _GROUP:
-        return digest(state, name, dataclasses.asdict(step))  # type: ignore[call-overload]
+        learnt_from = None if ctx.samples is None else ctx.samples.sha256
+        return digest(ctx.state, name, dataclasses.asdict(step), learnt_from)  # type: ignore[call-overload]
     held = [*graph.named_parameters(), *graph.named_buffers()]
     return digest(str(graph.graph), tensors_sha256(held))
 

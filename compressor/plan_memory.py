@@ -39,9 +39,9 @@ class StageMemory:
     Attributes:
         stage: its name.
         held_bytes: of this process, without mapped files.
-        mapped_bytes: pages of mapped files.
+        mapped_bytes: pages of mapped files, of this process and those it starts.
         least_mapped_bytes: those of them that are in use at once.
-        child_bytes: of processes that it starts.
+        child_bytes: of processes that it starts, without mapped files.
     """
 
     stage: str
@@ -115,17 +115,19 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
     operands = max(_TUNING_BYTES, a.largest_operand_bytes)
     stages.append(StageMemory("compile", base + operands))
     stages.append(StageMemory("write", base + 8 * min(a.largest, PIECE_ELEMENTS), a.largest, a.largest))
-    bundle = machine.bundle_bytes + _BUNDLE_BYTES + a.weight_bytes + a.child_activation_bytes
-    stages.append(StageMemory("check", base, 0, 0, bundle))
+    # The process that runs the bundle maps its weights; one linear's at a time are in use.
+    bundle = machine.bundle_bytes + _BUNDLE_BYTES + a.child_activation_bytes
+    weights, least = a.weight_bytes, min(a.weight_bytes, a.largest_operand_bytes)
+    stages.append(StageMemory("check", base, weights, least, bundle))
     if a.evaluation is not None:
         hidden = 0 if a.spill else a.evaluation.hidden_bytes
         held = base + hidden + max(a.evaluation.working_bytes, _SCORING_BYTES * a.logits)
         mapped = a.evaluation.weight_bytes
-        stages.append(StageMemory("evaluate", held, mapped, mapped, bundle))
+        stages.append(StageMemory("evaluate", held, weights + mapped, least + mapped, bundle))
     children = bundle
     if a.dense_speed:
         children += machine.dense_bytes + _DENSE_BYTES + a.dense_float_bytes + a.child_activation_bytes
-    stages.append(StageMemory("time", base, 0, 0, children))
+    stages.append(StageMemory("time", base, weights, least, children))
     return stages
 
 
