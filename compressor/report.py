@@ -61,7 +61,7 @@ def outcome_content(outcome: Outcome) -> dict[str, Any]:
         "predictions": {
             name: {"predicted": predicted, "measured": measured} for name, predicted, measured, _ in outcome.predictions
         },
-        "notes": list(outcome.notes),
+        "notes": [*outcome.remarks, *outcome.notes],
     }
     return {name: finite(value) for name, value in content.items()}
 

@@ -59,7 +59,8 @@ class Outcome:
         sites: what each pass did to each linear.
         stages: time, weight bytes and blocks of each pass, and how many blocks came from the cache.
         kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
-        notes: what the user should know.
+        notes: warnings.
+        remarks: what passes have to say beside their records, and what came from the cache.
         checks: what else was made sure of.
         predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
     """
@@ -73,6 +74,7 @@ class Outcome:
     notes: Sequence[str]
     checks: Sequence[Check] = ()
     predictions: Sequence[tuple[str, float, float, float]] = ()
+    remarks: Sequence[str] = ()
 
 
 def compress(
@@ -185,7 +187,7 @@ def run_recipe(
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
         metrics["batch_independent"] = independence.independent
         checks = []
-        notes = [*_reuse(context), *context.notes, *library.notes]
+        notes = [*library.notes]
         if not independence.independent:
             notes.append(f"batch entries are {independence}")
         kernel_error, speed = None, Speed({}, {})
@@ -222,6 +224,7 @@ def run_recipe(
             notes,
             checks,
             _predictions(plan, metrics, clock, context),
+            [*_reuse(context), *context.notes],
         )
         measurements = {**metrics, "kernel_error": kernel_error, "gates": [gate.content() for gate in gates]}
         write_measurements(partial, finite(measurements))

@@ -107,6 +107,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     for site in outcome.sites:
         if site["note"]:
             console.print(f"note: {site['site']}: {site['note']}", highlight=False, markup=False)
+    for remark in outcome.remarks:
+        console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
         console.print(f"warning: {note}", highlight=False, markup=False)
     from compressor.terminal_plan import show_comparison
