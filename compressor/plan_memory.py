@@ -126,6 +126,7 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
         stages.append(StageMemory("evaluate", held, weights + mapped, least + mapped, bundle))
     children = bundle
     if a.dense_speed:
+        weights += a.dense_weight_bytes  # the checkpoint's pages, beside what it is turned into
         children += machine.dense_bytes + _DENSE_BYTES + a.dense_float_bytes + a.child_activation_bytes
     stages.append(StageMemory("time", base, weights, least, children))
     return stages
