@@ -131,25 +131,18 @@ def _absorb(graph: GraphModule, node: Node) -> Absorber:
 
 
 def _through_attention(graph: GraphModule, attention: Node) -> Absorber:
-    """The linear behind the values: ``transpose(view(linear, [..., heads, width]), 1, 2)``."""
-    q, _, v = attention.args[:3]
-    steps: Sequence[tuple[Callable[[Node], bool], str]] = (
-        (lambda n: n.target is _ATEN.transpose.int and n.args[1:] == (1, 2), "transpose"),
-        (lambda n: n.target in _SHAPES, "view"),
-        (lambda n: n.target is _OPS.dense_linear.default, "linear"),
-    )
-    assert isinstance(q, Node) and isinstance(v, Node)
-    shape, query_shape, node = v.meta["val"].shape, q.meta["val"].shape, v
-    for fits, what in steps:
-        # The new values also leave the graph for the cache, as they are: that is the bundle's own, and scaled alike.
-        if not fits(node):
-            raise Unabsorbable(f"attention's values come from {_name(node)}, not from a {what}")
-        if what != "transpose":
-            _only(node)
-        node = node if what == "linear" else _node(node.args[0])
-    kv_heads, width = int(shape[1]), int(shape[3])
-    found = _absorb(graph, node)
-    return Absorber(found.parameters, (kv_heads, int(query_shape[1]) // kv_heads, width))
+    """The linear behind the values: ``transpose(view(linear, [..., heads, width]), 1, 2)``.
+
+    The values also leave the graph for the cache: that is the bundle's own, and scaled alike.
+    """
+    q, values = _node(attention.args[0]), _node(attention.args[2])
+    view = _node(values.args[0]) if values.target is _ATEN.transpose.int and values.args[1:] == (1, 2) else values
+    linear = _node(_only(view).args[0]) if view.target in _SHAPES else view
+    if linear.target is not _OPS.dense_linear.default:
+        raise Unabsorbable(f"attention's values come from {_name(linear)}")
+    parameters = _absorb(graph, _only(linear)).parameters
+    heads, (_, kv_heads, _, width) = q.meta["val"].shape[1], values.meta["val"].shape
+    return Absorber(parameters, (int(kv_heads), int(heads) // int(kv_heads), int(width)))
 
 
 def _node(value: Any) -> Node:
