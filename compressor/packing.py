@@ -43,13 +43,14 @@ class PackedWeight:
 
 
 def round_scales(scales: Tensor, fmt: Format) -> Tensor:
-    """The nearest scales that the format can store, as float32; of E8M0, the power of two below.
+    """The nearest scales that the format can store, as float32; of E8M0, the power of two below.  E4M3 saturates.
 
     Raises:
         CompressorError: one is NaN, or too large to be stored.
     """
     smallest, largest = _SCALES[fmt.scale_type]
-    if not bool((scales.abs() <= largest * (1 + 1e-6)).all()):
+    saturates = fmt.scale_type == "E4M3"  # the tensor's scale has brought them into range, but for what GPTQ adds
+    if not bool((scales.abs() <= (torch.finfo(torch.float32).max if saturates else largest)).all()):
         raise CompressorError(
             f"weights cannot be put on a {fmt.name} grid: they hold NaN, inf or values whose scale exceeds "
             f"{largest:g}; check the checkpoint"
@@ -98,7 +99,7 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: For
     """Nearest codes (ties to even, saturating): float [out, n], scales [out] -> uint8 [out, n]."""
     if fmt.element is not None:
         codes, ends = _rounding(fmt.element)
-        return codes[torch.bucketize(weight.double() / scales.double()[:, None], ends)]
+        return codes[torch.bucketize((weight.double() / scales.double()[:, None]).contiguous(), ends)]
     zero = float(fmt.middle) if zeros is None else zeros.float()[:, None]
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
 

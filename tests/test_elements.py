@@ -78,6 +78,7 @@ def test_scales_are_those_of_ml_dtypes() -> None:
     mx, nv = Format.parse("MXFP4"), Format.parse("NVFP4")
     assert np.array_equal(round_scales(wanted, nv).numpy(), wanted.numpy().astype(ml_dtypes.float8_e4m3fn).clip(
         np.float32(2.0**-9), None).astype(np.float32))  # fmt: skip
+    assert float(round_scales(torch.tensor([1e4]), nv)) == 448
     exponents = np.floor(np.log2(wanted.double().numpy()))
     assert np.array_equal(round_scales(wanted, mx).numpy(), np.exp2(exponents).astype(np.float32))
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)) * 100
