@@ -29,7 +29,7 @@ class Repeats:
     count: int
 
 
-SPACE = [Repeats(40), Repeats(1), Repeats(10), Repeats(2)]
+SPACE = [Repeats(40), Repeats(1), Repeats(10), Repeats(20)]
 
 
 def kernel(schedule: Repeats) -> tvm.tirx.PrimFunc:
