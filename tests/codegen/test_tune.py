@@ -128,8 +128,8 @@ def test_every_choice_is_on_disk_before_the_next(database: Database) -> None:
 def test_a_pinned_schedule_is_taken_without_timing(mode: str, database: Database) -> None:
     build = Counted()
     run = tuner(mode, database)
-    run.pinned = {"k": {"count": 2}}
-    assert run.choose("k", SPACE, build, operands, SOURCE) == Repeats(2)
+    run.pinned = {"k": {"count": 20}}
+    assert run.choose("k", SPACE, build, operands, SOURCE) == Repeats(20)
     assert build.built == [] and database.entries == {} and run.chosen == run.pinned
 
 
