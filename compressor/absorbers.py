@@ -79,7 +79,7 @@ def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
         raise Unabsorbable(f"its input is also read by {_name(others[0])}")
     if tied := [site for site in readers if site.tied]:
         raise Unabsorbable(f"the weight of {tied[0].name} is tied")
-    return _absorb(graph, x), readers
+    return _absorb(x), readers
 
 
 def scale_inputs(
@@ -104,7 +104,7 @@ def scale_inputs(
     return scale
 
 
-def _absorb(graph: GraphModule, node: Node) -> Absorber:
+def _absorb(node: Node) -> Absorber:
     args: Any = node.args
     if node.op != "call_function":
         raise Unabsorbable("its input is the model's")
@@ -115,22 +115,22 @@ def _absorb(graph: GraphModule, node: Node) -> Absorber:
         return Absorber(_names(node, args[1], args[2]))
     picks_rows = node.target is _ATEN.index.Tensor and len(args[1]) < node.meta["val"].dim()
     if node.target is _ATEN.relu.default or picks_rows:  # relu(x / s) = relu(x) / s for s > 0
-        return _absorb(graph, _only(args[0]))
+        return _absorb(_only(args[0]))
     if node.target is _ATEN.mul.Tensor:
         reasons = []
         for factor in args[:2]:
             try:
                 if isinstance(factor, Node):
-                    return _absorb(graph, _only(factor))
+                    return _absorb(_only(factor))
             except Unabsorbable as reason:
                 reasons.append(str(reason))
         raise Unabsorbable(" and ".join(reasons) or "its input is a product without a linear or a norm")
     if node.target in _SHAPES and isinstance(args[0], Node) and args[0].target in _ATTENTION:
-        return _through_attention(graph, _only(args[0]))
+        return _through_attention(_only(args[0]))
     raise Unabsorbable(f"its input comes from {_name(node)}")
 
 
-def _through_attention(graph: GraphModule, attention: Node) -> Absorber:
+def _through_attention(attention: Node) -> Absorber:
     """The linear behind the values: ``transpose(view(linear, [..., heads, width]), 1, 2)``.
 
     The values also leave the graph for the cache: that is the bundle's own, and scaled alike.
@@ -140,7 +140,7 @@ def _through_attention(graph: GraphModule, attention: Node) -> Absorber:
     linear = _node(_only(view).args[0]) if view.target in _SHAPES else view
     if linear.target is not _OPS.dense_linear.default:
         raise Unabsorbable(f"attention's values come from {_name(linear)}")
-    parameters = _absorb(graph, _only(linear)).parameters
+    parameters = _absorb(_only(linear)).parameters
     heads, (_, kv_heads, _, width) = q.meta["val"].shape[1], values.meta["val"].shape
     return Absorber(parameters, (int(kv_heads), int(heads) // int(kv_heads), int(width)))
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo
 from compressor.pipeline import Reporter, Silent
-from compressor.streaming import stream_logits
+from compressor.streaming import Stream, stream_outputs
 from compressor.tensor_files import Spill
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -185,7 +185,7 @@ class GraphLogits:
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
         """Logits of many batches, with one segment's weights in memory at a time."""
-        return stream_logits(self.graph, [torch.as_tensor(ids) for ids in fed], reporter, self.spill)
+        return stream_outputs(Stream(self.graph, [torch.as_tensor(ids) for ids in fed], self.spill), reporter)
 
 
 def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> Hidden:

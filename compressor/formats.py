@@ -53,7 +53,7 @@ _GRANULARITY = r"(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?"
 _NAME = re.compile(rf"W(?P<bits>\d{{1,3}})A(?P<act>\d{{1,3}})(?P<asym>_ASYM)?{_GRANULARITY}", re.ASCII)
 _ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
 _MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
-_SHORT = {"FP4": "FP4_E2M1", "FP6": "FP6_E3M2", "FP8": "FP8_E4M3"}
+_SHORT = {"FP4": "FP4_E2M1", "FP6": "FP6_E3M2", "FP8": "FP8_E4M3", "MXFP4": "MXFP4_E2M1"}
 _BLOCKS: Mapping[ScaleType, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
 """Columns a scale of the types that standards fix."""
 
@@ -110,15 +110,14 @@ class Format:
     @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
+        suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
         if self.element is None:
-            suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
             return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}"
         element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
         if self.scale_type == "E4M3":
             return "NVFP4"
         if self.scale_type == "E8M0":
             return "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
-        suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
         return element + suffix[self.strategy]
 
     @classmethod
@@ -132,11 +131,8 @@ class Format:
         if (match := _NAME.fullmatch(given)) is not None:
             bits = int(match["bits"])
             return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), int(match["act"]))
-        e2m1 = Element.parse("E2M1")
         if given == "NVFP4":
-            return cls(4, True, "group", _BLOCKS["E4M3"], 16, e2m1, "E4M3")
-        if given == "MXFP4":
-            return cls(4, True, "group", _BLOCKS["E8M0"], 16, e2m1, "E8M0")
+            return cls(4, True, "group", _BLOCKS["E4M3"], 16, Element.parse("E2M1"), "E4M3")
         head, _, tail = given.partition("_")
         if head in _SHORT and not tail.startswith("E"):
             given = _SHORT[head] + (f"_{tail}" if tail else "")

@@ -122,9 +122,10 @@ def _element_text(fmt: Any) -> str:
     if fmt.element is None:
         return f"{fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}"
     values = sorted({value for value in fmt.element.values if value == value})
-    shown = ", ".join(f"{value:.4g}" for value in (values if len(values) <= 16 else (*values[:2], values[-1])))
+    few = len(values) <= 16
+    shown = ", ".join(f"{value:.4g}" for value in values) if few else f"{len(values)} values to {values[-1]:g}"
     kind = f"{fmt.bits}-bit floats" if fmt.element.is_float else "4-bit NormalFloat"
-    return f"{kind} {fmt.element.name}: {shown if len(values) <= 16 else f'{len(values)} values to {values[-1]:g}'}"
+    return f"{kind} {fmt.element.name}: {shown}"
 
 
 def _bits_per_weight(fmt: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,11 @@ class PackedWeight:
     format: Format
     shape: tuple[int, int]  # (out_features, in_features)
     tensor_scale: Tensor | None = None  # float32 [1], of NVFP4
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], fmt: Format, shape: tuple[int, int]) -> PackedWeight:
+        """The inverse of :attr:`parts`."""
+        return cls(parts["codes"], parts["scales"], parts.get("zeros"), fmt, shape, parts.get("tensor_scale"))
 
     @property
     def parts(self) -> dict[str, Tensor]:

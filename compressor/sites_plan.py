@@ -120,9 +120,7 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
         part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
         for part, (kind, shape) in fmt.parts(rows, columns).items()
     }
-    return PackedWeight(
-        parts["codes"], parts["scales"], parts.get("zeros"), fmt, (rows, columns), parts.get("tensor_scale")
-    )
+    return PackedWeight.from_parts(parts, fmt, (rows, columns))
 
 
 def rtn_work(rows: int, columns: int, _fmt: Format) -> Work:

@@ -102,22 +102,23 @@ class Stream:
         return self.shared[shape]
 
 
-def stream_logits(
-    graph: GraphModule, batches: Sequence[Tensor], reporter: Reporter, spill: Spill | None = None
-) -> Iterator[Tensor]:
-    """A captured decoder's logits of all tokens, float32 [batch, sequence, vocabulary], one batch after another.
+def stream_outputs(stream: Stream, reporter: Reporter, first: int = 0) -> Iterator[Tensor]:
+    """What a captured model gives, one batch after another: a decoder's logits of all tokens, float32 [batch, sequence,
+    vocabulary], or an encoder's hidden states.
 
     Nothing runs before the first is asked for; by then all batches have come as far as the last segment.
+
+    Args:
+        stream: whose hidden states are those in front of the segment ``first``.
     """
-    stream = Stream(graph, batches, spill)
-    *before, last = segments(graph)
+    *before, last = segments(stream.graph)[first:]
     with reporter.task("dense model", len(before)) as task:
         for segment in before:
             stream.advance(segment)
             task.advance()
-    logits = graph.graph.output_node().args[0][0]  # type: ignore[index]
-    for i in range(len(batches)):
-        yield stream.values(last, i, [logits])[0]  # type: ignore[list-item]
+    output = stream.graph.graph.output_node().args[0][0]  # type: ignore[index]
+    for i in range(len(stream.batches)):
+        yield stream.values(last, i, [output])[0]  # type: ignore[list-item]
     stream.release(last)
 
 

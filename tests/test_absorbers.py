@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -11,8 +12,6 @@ from compressor.absorbers import Unabsorbable, find_absorber, scale_inputs
 from compressor.capture import capture
 from compressor.graph import group_by_input, linear_sites
 from compressor.pipeline import Context
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber, scale_inputs
+from compressor.absorbers import scale_inputs
 from compressor.calibration import Inputs, stream
 from compressor.formats import Format
 from compressor.grid_search import search_grid
 from compressor.packing import PackedWeight
-from compressor.passes.rtn import rtn_quantize, weight_error
-from compressor.passes.smoothquant import output_error
+from compressor.passes.rtn import round_sites, rtn_quantize
+from compressor.passes.smoothquant import search_scale
 from compressor.pipeline import Context
-from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
+from compressor.sites import choose_format, choose_sites, naming
 from compressor.sites_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
-from compressor.tensor_files import release
 
 _STRENGTHS = tuple(0.05 * step for step in range(20))
 
@@ -83,25 +81,13 @@ class Awq:
             for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
                 weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
                 with naming(group[0]):
-                    scale = scale_inputs(
-                        graph,
-                        ctx,
-                        "awq",
-                        group,
-                        lambda absorber, w=weights, x=inputs: _best_scale(absorber, w, x, fmt),  # type: ignore[misc]
-                    )
+                    scaling = partial(awq_scale, inputs.mean_abs)
+                    best = partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, scaling)
+                    scale = scale_inputs(graph, ctx, "awq", group, best)
                 for site in group:
                     squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())
                 task.advance(len(group))
-            for block in by_segment(graph, choose_sites(graph, "awq", fmt, self.targets, self.ignore)):
-                for site in block:
-                    stored = graph.get_parameter(site.weight_name).detach()
-                    weight = stored.float()
-                    with naming(site):
-                        packed = awq_quantize(weight, squares[site.name], fmt)
-                    compress_site(graph, ctx, site, packed, "awq", error=weight_error(weight, packed))
-                    release([stored])
-                    task.advance()
+            round_sites(graph, ctx, "awq", sites, task, lambda site, w: awq_quantize(w, squares[site.name], fmt))
         graph.recompile()
         return graph
 
@@ -117,11 +103,3 @@ class Awq:
             scaled_working_bytes,
             Gathering(true_sequential=False, with_dense=False, squares=False),
         )
-
-
-def _best_scale(absorber: Absorber, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Tensor:
-    def lost(strength: float) -> float:
-        scale = absorber.shared(awq_scale(inputs.mean_abs, strength)).float()
-        return output_error(inputs.rows, weights, scale, fmt)
-
-    return awq_scale(inputs.mean_abs, min(_STRENGTHS, key=lost))

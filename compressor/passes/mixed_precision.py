@@ -18,11 +18,11 @@ from compressor.graph import Site, linear_sites, replace_linear, segments, twin
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
-from compressor.pipeline import Context
+from compressor.pipeline import Context, Silent
 from compressor.search import choose_within
 from compressor.sites import choose_sites, naming
 from compressor.sites_plan import SitePlan, scaled_work
-from compressor.streaming import Stream
+from compressor.streaming import Stream, stream_outputs
 
 _TOKENS = 2048  # that sensitivities are measured on
 
@@ -112,7 +112,8 @@ def sensitivities(
         formats: the smallest first.
     """
     few = ids[: max(1, _TOKENS // ids.shape[1])]
-    run, dense, names = Stream(graph, [few], ctx.spill), _outputs(graph, few), {site.name for site in sites}
+    (dense,) = stream_outputs(Stream(graph, [few]), Silent())
+    run, names = Stream(graph, [few], ctx.spill), {site.name for site in sites}
     squares = {
         site.name: inputs.mean_square
         for group, inputs in stream(graph, few, sites, Inputs, true_sequential=False)
@@ -134,21 +135,6 @@ def sensitivities(
             run.advance(segment)
 
 
-def _outputs(graph: GraphModule, ids: Tensor) -> Tensor:
-    """What the last segment gives, from the beginning."""
-    stream_ = Stream(graph, [ids])
-    return _finish(stream_, 0)
-
-
-def _finish(stream_: Stream, first: int) -> Tensor:
-    """Run a stream's only batch from a segment to the end."""
-    *before, last = segments(stream_.graph)[first:]
-    for segment in before:
-        stream_.advance(segment)
-    output = stream_.graph.graph.output_node().args[0][0]  # type: ignore[index]
-    return stream_.values(last, 0, [output])[0]  # type: ignore[list-item]
-
-
 def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Stream, first: int) -> Tensor:
     """The outputs with one linear replaced, from the hidden states in front of its segment on."""
     changed = twin(graph)
@@ -156,7 +142,8 @@ def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Stre
     changed.recompile()
     probe = Stream(changed, run.batches)
     probe.hidden = [None if hidden is None else hidden.clone() for hidden in run.hidden]
-    return _finish(probe, first)
+    (outputs,) = stream_outputs(probe, Silent(), first)
+    return outputs
 
 
 def _divergence(graph: GraphModule, dense: Tensor, rounded: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.formats import Format
+from compressor.graph import Site
 from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
-from compressor.pipeline import Context
+from compressor.pipeline import Context, Task
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
 from compressor.steady import total
@@ -47,13 +48,36 @@ def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) 
     return pack(torch.cat(codes, dim=1), torch.stack(scales, dim=1), stacked_zeros, fmt, unit)
 
 
-def weight_error(weight: Tensor, packed: PackedWeight) -> float:
+def _weight_error(weight: Tensor, packed: PackedWeight) -> float:
     """||W - Q||^2 / ||W||^2, in float64."""
     loss = norm = 0.0
     for rows, values in dequantize_rows(packed):
         dense = weight[rows].double()
         loss, norm = loss + float(total((dense - values).square())), norm + float(total(dense.square()))
     return loss / norm if norm > 0 else 0.0
+
+
+def round_sites(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    sites: Sequence[Site],
+    task: Task,
+    quantize: Callable[[Site, Tensor], PackedWeight],
+) -> None:
+    """Replace linears one after another, each recorded with the error of its weight.
+
+    Args:
+        quantize: (site, weight float32 [out, in]) -> what it is stored as.
+    """
+    for site in sites:
+        stored = graph.get_parameter(site.weight_name).detach()
+        weight = stored.float()
+        with naming(site):
+            packed = quantize(site, weight)
+        compress_site(graph, ctx, site, packed, pass_name, error=_weight_error(weight, packed))
+        release([stored])
+        task.advance()
 
 
 @dataclass(frozen=True)
@@ -84,14 +108,7 @@ class Rtn:
             for block in by_segment(graph, sites):
                 if blocks.restore(graph, block):
                     continue
-                for site in block:
-                    stored = graph.get_parameter(site.weight_name).detach()
-                    weight = stored.float()
-                    with naming(site):
-                        packed = rtn_quantize(weight, fmt)
-                    compress_site(graph, ctx, site, packed, "rtn", error=weight_error(weight, packed))
-                    release([stored])
-                    task.advance()
+                round_sites(graph, ctx, "rtn", block, task, lambda _, weight: rtn_quantize(weight, fmt))
                 blocks.keep(graph, block)
         graph.recompile()
         return graph

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -55,6 +56,23 @@ def output_error(x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Forma
     return lost
 
 
+def search_scale(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    fmt: Format,
+    strengths: Sequence[float],
+    scale_of: Callable[[float], Tensor],
+    absorber: Absorber,
+) -> Tensor:
+    """The scale, float64 [in], of the strength whose :func:`output_error` is least once the absorber has shared it.
+
+    Args:
+        x, weights, fmt: as for :func:`output_error`.
+        scale_of: strength -> scale float64 [in].
+    """
+    return scale_of(min(strengths, key=lambda s: output_error(x, weights, absorber.shared(scale_of(s)).float(), fmt)))
+
+
 @dataclass(frozen=True)
 class Smoothquant:
     """Divide input channels of linears by a scale and multiply their weights' columns; a later pass quantises.
@@ -88,13 +106,7 @@ class Smoothquant:
         with ctx.reporter.task("smoothquant", len(sites)) as task:
             for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
                 weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-                scale_inputs(
-                    graph,
-                    ctx,
-                    "smoothquant",
-                    group,
-                    lambda absorber, w=weights, x=inputs: self._scale(absorber, w, x, fmt),  # type: ignore[misc]
-                )
+                scale_inputs(graph, ctx, "smoothquant", group, self._choose(weights, inputs, fmt))
                 task.advance(len(group))
         return graph
 
@@ -105,12 +117,8 @@ class Smoothquant:
         tries = len(_STRENGTHS) if self.alpha == "search" else 0
         return plan_dense_sites(graph, chosen, Gathering(False, False, squares=False), tries, fmt)
 
-    def _scale(self, absorber: Absorber, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Tensor:
-        if self.alpha != "search":
-            return smooth_scale(inputs.absmax, weights, self.alpha)
-
-        def lost(alpha: float) -> float:
-            scale = absorber.shared(smooth_scale(inputs.absmax, weights, alpha)).float()
-            return output_error(inputs.rows, weights, scale, fmt)
-
-        return smooth_scale(inputs.absmax, weights, min(_STRENGTHS, key=lost))
+    def _choose(self, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Callable[[Absorber], Tensor]:
+        scale_of, alpha = partial(smooth_scale, inputs.absmax, weights), self.alpha
+        if alpha == "search":
+            return partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, scale_of)
+        return lambda _absorber: scale_of(alpha)

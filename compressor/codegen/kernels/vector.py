@@ -76,14 +76,11 @@ def code_values(codes: Any, byte: int, fmt: Format, lanes: int) -> Any:
     if not element.is_float:
         return _lookup16(element.values, code, lanes)
     sign = T.shift_left(T.bitwise_and(code, splat(1 << (fmt.bits - 1), lanes)), splat(16 - fmt.bits, lanes))
-    rest = T.shift_left(T.bitwise_and(code, splat((1 << (fmt.bits - 1)) - 1, lanes)), _half_shift(fmt, lanes))
+    rest = T.shift_left(
+        T.bitwise_and(code, splat((1 << (fmt.bits - 1)) - 1, lanes)), splat(10 - element.mantissa_bits, lanes)
+    )
     half = T.Cast(f"uint16x{lanes}", T.bitwise_or(sign, rest))
     return T.Cast(f"float32x{lanes}", T.reinterpret(half, dtype=f"float16x{lanes}"))
-
-
-def _half_shift(fmt: Format, lanes: int) -> Any:
-    assert fmt.element is not None
-    return splat(10 - fmt.element.mantissa_bits, lanes)
 
 
 def _lookup16(values: Sequence[float], index: Any, lanes: int) -> Any:
