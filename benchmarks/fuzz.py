@@ -94,9 +94,8 @@ def make_bundle(folder: Path) -> None:
 
     random_numbers = torch.Generator().manual_seed(0)
     packed = rtn_quantize(torch.randn(20, 64, generator=random_numbers), Format.parse("W4A16_ASYM_G32"))
-    assert packed.zeros is not None
     graph = torch.nn.Module()
-    tensors = {"codes": packed.codes, "scales": packed.scales, "zeros": packed.zeros, "table": torch.ones(40, 8).half()}
+    tensors = {**packed.parts, "table": torch.ones(40, 8).half()}
     for name, tensor in {**tensors, "bias": torch.ones(5).double()}.items():
         graph.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     library = folder.with_name("library")

@@ -45,9 +45,9 @@ class Blocks:
         if found is None or [record["site"] for record in found.records] != [site.name for site in sites]:
             return False
         for site, fields in zip(sites, found.records, strict=True):
-            parts = {part: found.tensors[key] for part in PARTS if (key := f"{site.name}.{part}") in found.tensors}
             fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
-            replace_linear(graph, site, PackedWeight.from_parts(parts, fmt, shape))
+            parts = {part: found.tensors[f"{site.name}.{part}"] for part in fmt.parts(*shape)}
+            replace_linear(graph, site, PackedWeight(parts, fmt, shape))
             self.ctx.records.append(SiteRecord(**fields))
         self.ctx.reused += 1
         self.task.advance(len(sites))

@@ -44,6 +44,8 @@ ScaleType = Literal["F16", "E8M0", "E4M3"]
 
 PARTS = ("codes", "scales", "zeros", "tensor_scale")
 """Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
+TILED = ("codes", "scales", "zeros")
+"""Those whose first dimension is tiles of rows."""
 TILE_ROWS = 16
 LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(

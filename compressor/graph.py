@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.formats import PARTS
 from compressor.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
@@ -184,15 +183,11 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     old = site.node
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
-        stored: list[Node | None] = []
-        for part in PARTS:
-            value = getattr(packed, part)
-            if value is None:
-                stored.append(None)
-                continue
+        stored = []
+        for part, value in packed.parts.items():
             set_parameter(graph, f"{site.name}.{part}", value)
             stored.append(graph.graph.get_attr(f"{site.name}.{part}"))
-        args = (old.args[0], *stored, bias, packed.format.name, site.in_features, site.out_features)
+        args = (old.args[0], stored, bias, packed.format.name, site.in_features, site.out_features)
         new = graph.graph.call_function(_PACKED, args)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)

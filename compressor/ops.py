@@ -6,6 +6,8 @@ Importing this module registers the operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
@@ -42,10 +44,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 @custom_op("compressor::packed_linear", mutates_args=())
 def packed_linear(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    tensor_scale: Tensor | None,
+    parts: Sequence[Tensor],
     bias: Tensor | None,
     format: str,
     in_features: int,
@@ -55,11 +54,11 @@ def packed_linear(
 
     Args:
         x: float32 [..., in]; quantised to int8 per token first where the format says A8.
-        codes, scales, zeros, tensor_scale: as in :class:`compressor.packing.PackedWeight`.
+        parts: of the weight, as in :class:`compressor.packing.PackedWeight`.
         bias: float32 [out] or None.
     """
     fmt = Format.parse(format)
-    weight = dequantize(PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale))
+    weight = dequantize(PackedWeight.of(parts, fmt, (out_features, in_features)))
     if fmt.activation_bits == 16:
         return linear(x, weight, bias)
     quantized, scale = quantize_activations(x)
@@ -70,10 +69,7 @@ def packed_linear(
 @packed_linear.register_fake
 def _(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    tensor_scale: Tensor | None,
+    parts: Sequence[Tensor],
     bias: Tensor | None,
     format: str,
     in_features: int,

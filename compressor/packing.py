@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.elements import Element
 from compressor.errors import CompressorError
-from compressor.formats import PARTS, TILE_ROWS, Format
+from compressor.formats import TILE_ROWS, TILED, Format
 
 PIECE_ELEMENTS = 1 << 22
 _STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
@@ -22,24 +24,21 @@ _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in its stored form: its parts in the kernels' layout (:mod:`compressor.formats`)."""
+    """A weight in its stored form.
 
-    codes: Tensor  # int32 [tiles, chunks, words, 16]
-    scales: Tensor  # float16 or uint8 [tiles, groups, 16]
-    zeros: Tensor | None  # uint8 [tiles, groups, 16]; None when symmetric
+    Attributes:
+        parts: its tensors by name, in the order, types and shapes of :meth:`compressor.formats.Format.parts`.
+        shape: (out_features, in_features).
+    """
+
+    parts: Mapping[str, Tensor]
     format: Format
-    shape: tuple[int, int]  # (out_features, in_features)
-    tensor_scale: Tensor | None = None  # float32 [1], of NVFP4
+    shape: tuple[int, int]
 
     @classmethod
-    def from_parts(cls, parts: Mapping[str, Tensor], fmt: Format, shape: tuple[int, int]) -> PackedWeight:
-        """The inverse of :attr:`parts`."""
-        return cls(parts["codes"], parts["scales"], parts.get("zeros"), fmt, shape, parts.get("tensor_scale"))
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """Its tensors by name, those it has."""
-        return {part: value for part in PARTS if (value := getattr(self, part)) is not None}
+    def of(cls, tensors: Sequence[Tensor], fmt: Format, shape: tuple[int, int]) -> PackedWeight:
+        """From the parts in order, as :func:`compressor.ops.packed_linear` takes them."""
+        return cls(dict(zip(fmt.parts(*shape), tensors, strict=True)), fmt, shape)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +102,7 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Nearest codes (ties to even, saturating): float [out, n], scales [out] -> uint8 [out, n]."""
     if fmt.element is not None:
-        codes, ends = _rounding(fmt.element)
+        codes, ends = map(torch.from_numpy, _rounding(fmt.element))
         return codes[torch.bucketize((weight.double() / scales.double()[:, None]).contiguous(), ends)]
     zero = float(fmt.middle) if zeros is None else zeros.float()[:, None]
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
@@ -131,20 +130,21 @@ def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
 
 
 @functools.cache
-def _rounding(element: Element) -> tuple[Tensor, Tensor]:
+def _rounding(element: Element) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     codes, ends = element.rounding
-    return torch.tensor(codes, dtype=torch.uint8), torch.tensor(ends, dtype=torch.float64)
+    return np.array(codes, np.uint8), np.array(ends)
 
 
 @functools.cache
-def _values(element: Element) -> Tensor:
-    return torch.tensor(element.values, dtype=torch.float32)
+def _values(element: Element) -> NDArray[np.float32]:
+    """Not as a tensor: one that is made while a graph is traced is fake, and would be kept."""
+    return np.array(element.values, np.float32)
 
 
 def _unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
-        return _values(fmt.element)[codes.int()]
+        return torch.from_numpy(_values(fmt.element))[codes.int()]
     return codes.float() - (float(fmt.middle) if zeros is None else zeros)
 
 
@@ -174,14 +174,16 @@ def pack(
     packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
     stored = scales.to(_STORED[fmt.scale_type])
     tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8))
-    return PackedWeight(packed, tiled, None if zeros is None else _tile(zeros), fmt, (rows, columns), tensor_scale)
+    found = {"codes": packed, "scales": tiled, "zeros": None if zeros is None else _tile(zeros)}
+    found["tensor_scale"] = tensor_scale
+    return PackedWeight({name: part for name, part in found.items() if part is not None}, fmt, (rows, columns))
 
 
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [out, in], scales float32 [out, groups] and zeros uint8 [out, groups] of a packed weight."""
     fmt, (rows, columns) = packed.format, packed.shape
-    tiles, chunks = packed.codes.shape[:2]
-    words = packed.codes.permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
+    tiles, chunks = packed.parts["codes"].shape[:2]
+    words = packed.parts["codes"].permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
     codes = torch.zeros(tiles * TILE_ROWS, chunks * fmt.chunk_columns, dtype=torch.uint8)
     offset = first = 0
     for width in fmt.planes:
@@ -191,8 +193,8 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
         codes |= (((octets >> shifts) & ((1 << width) - 1)) << offset).view_as(codes)
         offset, first = offset + width, first + count
-    zeros = None if packed.zeros is None else _untile(packed.zeros, rows)
-    scales = _untile(packed.scales, rows)
+    zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], rows)
+    scales = _untile(packed.parts["scales"], rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(_STORED[fmt.scale_type])
     return codes[:rows, :columns], scales.float(), zeros
 
@@ -209,14 +211,13 @@ def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """:func:`dequantize` piece by piece, for weights of which one copy is enough: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
     size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
-    for first in range(0, len(packed.codes), tiles):
+    tiled = {name: part for name, part in packed.parts.items() if name in TILED}
+    for first in range(0, len(packed.parts["codes"]), tiles):
         begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
-        part = slice(first, first + tiles)
-        zeros = None if packed.zeros is None else packed.zeros[part]
-        piece = PackedWeight(packed.codes[part], packed.scales[part], zeros, fmt, (end - begin, columns))
-        codes, scales, zeros = unpack(piece)
-        if packed.tensor_scale is not None:
-            scales = scales * packed.tensor_scale
+        piece = {name: part[first : first + tiles] for name, part in tiled.items()}
+        codes, scales, zeros = unpack(PackedWeight(piece, fmt, (end - begin, columns)))
+        if "tensor_scale" in packed.parts:
+            scales = scales * packed.parts["tensor_scale"]
         zero = None if zeros is None else _spread(zeros.float(), size, columns)
         yield slice(begin, end), _unscaled(codes, zero, fmt) * _spread(scales, size, columns)
 

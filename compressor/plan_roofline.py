@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch.fx import GraphModule, Node
 
@@ -100,7 +100,7 @@ def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
     leaves: dict[str, list[str]] = {}
     for node in nodes:
         if costs[node].kind in ("linear", "embedding"):
-            weight: Any = node.args[1 if costs[node].kind == "linear" else 0]
+            weight = next(source for source in node.all_input_nodes if source.op == "get_attr")
             module = re.sub(r"\.(weight|codes)$", "", str(weight.target))
             parent, _, leaf = re.sub(r"\b\d+\b", "*", module).rpartition(".")
             leaves.setdefault(parent, []).append(leaf)

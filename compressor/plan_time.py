@@ -98,7 +98,7 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.packed_linear.default:
-            *_, bias, format_name, columns, rows = args
+            _, _, bias, format_name, columns, rows = args
             fmt, tiles = Format.parse(format_name), -(-rows // TILE_ROWS)
             name = packed_linear_name(rows, columns, fmt, bias is not None)
             counts = (len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, fmt)))

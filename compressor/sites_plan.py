@@ -120,7 +120,7 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
         part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
         for part, (kind, shape) in fmt.parts(rows, columns).items()
     }
-    return PackedWeight.from_parts(parts, fmt, (rows, columns))
+    return PackedWeight(parts, fmt, (rows, columns))
 
 
 def rtn_work(rows: int, columns: int, _fmt: Format) -> Work:

@@ -10,6 +10,7 @@ the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,23 +133,20 @@ class _Exact(Interpreter):
     def _packed(
         self,
         x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        tensor_scale: Tensor | None,
+        parts: Sequence[Tensor],
         bias: Tensor | None,
         format: str,
         in_features: int,
         out_features: int,
     ) -> Tensor:
         fmt = Format.parse(format)
-        packed = PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale)
+        packed = PackedWeight.of(parts, fmt, (out_features, in_features))
         x, scale = x.double(), None
         if fmt.activation_bits == 8:
             x, scale = quantize_activations(x)
             x = x.double()
         y = torch.cat([x @ piece.double().T for _, piece in dequantize_rows(packed)], dim=-1)
-        release(packed.parts.values())
+        release(parts)
         y = y if scale is None else y * scale
         y = y if bias is None else y + bias
         if self._noisy_from is not None:

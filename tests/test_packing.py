@@ -63,7 +63,7 @@ def test_layout_is_the_documented_one(bits: int) -> None:
     fmt = Format(bits, True, "channel", 0)
     rows, columns = 20, 70
     codes = torch.randint(fmt.levels, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
-    packed = pack(codes, torch.ones(rows, 1).half(), None, fmt).codes
+    packed = pack(codes, torch.ones(rows, 1).half(), None, fmt).parts["codes"]
     for row, column in [(0, 0), (3, 5), (15, 31), (16, 32), (19, 69), (7, 47)]:
         chunk, inside = divmod(column, fmt.chunk_columns)
         value = offset = first = 0

@@ -49,7 +49,7 @@ def test_a_module_s_outputs_are_those_of_the_module_in_float64() -> None:
     graph = Rtn("W8A16", targets="first").run(capture(module, (x,)), Context())
     stored = make_vectors(graph)
     parts = [graph.get_parameter(f"first.{part}") for part in ("codes", "scales")]
-    weight = dequantize(PackedWeight(*parts, None, Format.parse("W8A16"), (3000, 40)))
+    weight = dequantize(PackedWeight.of(parts, Format.parse("W8A16"), (3000, 40)))
     exact = module.double()
     exact.first.weight = nn.Parameter(weight.double(), requires_grad=False)
     hidden, sums = exact(x.double())

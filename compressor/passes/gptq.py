@@ -199,7 +199,8 @@ def _sweep(
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     _, scales, zeros = unpack(start)
     scales, zeros = scales.clone(), None if zeros is None else zeros.clone()  # unpack may return views
-    Wt = W.t()[order].contiguous() if start.tensor_scale is None else W.t()[order] / start.tensor_scale.double()
+    unit = start.parts.get("tensor_scale")
+    Wt = W.t()[order].contiguous() if unit is None else W.t()[order] / unit.double()
     for first, last in blocks:
         Err = torch.empty(last - first, out_features, dtype=W.dtype)
         for i in range(first, last):
@@ -216,7 +217,7 @@ def _sweep(
             Err[i - first] = error
             codes[order[i]] = code[:, 0]
         Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
-    return pack(codes.t().contiguous(), scales, zeros, fmt, start.tensor_scale)
+    return pack(codes.t().contiguous(), scales, zeros, fmt, unit)
 
 
 @dataclass(frozen=True)

@@ -81,14 +81,14 @@ def check_packed_linear(fmt: Format, isa: vector.Isa, pick: random.Random, rng: 
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(5, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
-    tiles = packed.codes.shape[0]
+    tiles = packed.parts["codes"].shape[0]
     schedule = pick.choice(packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt))
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
     for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
         x = torch.randn(batch, tokens, columns, generator=rng)
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
         got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))
-        args = (packed.codes, packed.scales, packed.zeros, packed.tensor_scale, bias, fmt.name, columns, rows)
+        args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
         assert relative_error(got, OPS.packed_linear(x, *args)) < TOLERANCE, (fmt.name, rows, columns, tokens)
 
 
@@ -108,8 +108,8 @@ def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> No
     )
     for tokens in (1, 5, 16):
         x = torch.randn(1, tokens, columns, generator=rng)
-        got = run(kernel, x, packed.codes, packed.scales, out=(1, tokens, rows))
-        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, None, name, columns, rows)
+        got = run(kernel, x, *packed.parts.values(), out=(1, tokens, rows))
+        expected = OPS.packed_linear(x, list(packed.parts.values()), None, name, columns, rows)
         assert relative_error(got, expected) < TOLERANCE
 
 
@@ -123,7 +123,7 @@ def test_integer_sums_do_not_saturate() -> None:
             schedule = packed_linear.gemv_space(1)[0]
             kernel = build(packed_linear.packed_linear(16, 64, fmt, False, isa, schedule), isa)
             x = torch.ones(1, 1, 64)
-            got = run(kernel, x, packed.codes, packed.scales, packed.zeros, out=(1, 1, 16))
+            got = run(kernel, x, *packed.parts.values(), out=(1, 1, 16))
             assert relative_error(got, torch.full((1, 1, 16), 64.0 * (fmt.levels - 1))) < TOLERANCE
 
 
