@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from compressor.blocks import Blocks
+from compressor.errors import CompressorError
 from compressor.graph import Site, group_by_input, segments
 from compressor.samples import Samples, load_evaluation, load_samples
 from compressor.streaming import Stream
@@ -147,6 +148,7 @@ def stream(
         spill: where hidden states lie; None keeps them in memory.
     Raises:
         UsageError: the model does not read tokens, or the samples are longer than its positions.
+        CompressorError: inputs of a site hold NaN or inf.
     """
     batches = torch.split(ids, max(1, micro_batch_tokens // ids.shape[1]))
     run = Stream(graph, batches, spill)
@@ -179,7 +181,12 @@ def stream(
                 dense_rows = rows
                 if dense:
                     dense_rows = [_rows(x) for x in dense.values(dense_segments[index], i, dense_inputs)]
-                for statistic, x, y in zip(statistics, rows, dense_rows, strict=True):
+                for group, statistic, x, y in zip(groups, statistics, rows, dense_rows, strict=True):
+                    if not bool(torch.isfinite(x).all()):
+                        raise CompressorError(
+                            f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the "
+                            "checkpoint in front of it, and the samples"
+                        )
                     statistic.add(x, y)
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it

@@ -4,15 +4,18 @@ A :class:`Format` says how the weights of a linear are stored and how its activa
 stands for, granularity and type of the scales, and float or int8 activations.  Names follow the field:
 ``W4A16_G128``, ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor); ``FP6_E3M2_G128``,
 ``FP8_E4M3``, ``NF4_G64`` (floats and tables, float activations); ``MXFP4``, ``MXFP6_E2M3``, ``MXFP8_E4M3`` (OCP
-Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32 scale a tensor).
+Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32 scale a tensor);
+``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``_S0.45`` at the end: 0.45% of the
+weights are stored as float16 beside the codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629);
+``_F8``: eight input columns are (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
-Codes are unsigned.  Of integers ``value = (code - zero) * scale``; of the others ``value = element(code) * scale``
-(:mod:`compressor.elements`), with NVFP4 times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2
-or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2).  A row is cut into chunks of as many
-columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a whole number of
-words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to
+Codes are unsigned.  Of integers ``value = (code - zero) * scale``; of codebooks ``value = codebook[code]``; of the
+others ``value = element(code) * scale`` (:mod:`compressor.elements`), with NVFP4 times the tensor's scale.  A code of
+``b`` bits is cut into planes of 8, 4, 2 or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2).  A row is
+cut into chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a
+whole number of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to
 ``p * j + p - 1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand
 of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose
 words are interleaved::
@@ -21,6 +24,16 @@ words are interleaved::
     scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3
     zeros         uint8    [ceil(out / 16), groups, 16]    asymmetric formats only
     tensor_scale  float32  [1]                             NVFP4 only
+    codebook      float16  [ceil(out / 16), groups, 2 ** b, 16]  in place of scales; values rise with the code
+
+What is stored as floats is added to what the codes stand for.  Single weights are in CSR over the rows of all tiles,
+and their number is the percentage of rows and columns filled up to tiles and chunks, rounded; columns are whole::
+
+    outlier_starts   int32    [16 * ceil(out / 16) + 1]
+    outlier_columns  int16    [outliers]    int32 from 32,768 columns on
+    outlier_values   float16  [outliers]
+    float_columns    int32    [columns]
+    float_values     float16  [ceil(out / 16), columns, 16]
 
 Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
 FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
@@ -31,7 +44,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -42,10 +55,13 @@ from compressor.errors import UsageError
 Strategy = Literal["tensor", "channel", "group"]
 ScaleType = Literal["F16", "E8M0", "E4M3"]
 
-PARTS = ("codes", "scales", "zeros", "tensor_scale")
+PARTS = (
+    "codes", "scales", "zeros", "tensor_scale", "codebook", "outlier_starts", "outlier_columns", "outlier_values",
+    "float_columns", "float_values",
+)  # fmt: skip
 """Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
-TILED = ("codes", "scales", "zeros")
-"""Those whose first dimension is tiles of rows."""
+TILED = ("codes", "scales", "zeros", "codebook")
+"""Those of the codes whose first dimension is tiles of rows."""
 TILE_ROWS = 16
 LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
@@ -54,6 +70,8 @@ PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
 _GRANULARITY = r"(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?"
 _NAME = re.compile(rf"W(?P<bits>\d{{1,3}})A(?P<act>\d{{1,3}})(?P<asym>_ASYM)?{_GRANULARITY}", re.ASCII)
 _ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
+_CODEBOOK_NAME = re.compile(rf"LUT(?P<bits>\d){_GRANULARITY}", re.ASCII)
+_FLOATS_NAME = re.compile(r"(.+?)(?:_S(?P<outliers>\d{1,2}(?:\.\d{1,3})?))?(?:_F(?P<columns>\d{1,5}))?", re.ASCII)
 _MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
 _SHORT = {"FP4": "FP4_E2M1", "FP6": "FP6_E3M2", "FP8": "FP8_E4M3", "MXFP4": "MXFP4_E2M1"}
 _BLOCKS: Mapping[ScaleType, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
@@ -74,6 +92,9 @@ class Format:
         activation_bits: 16 computes on float activations; 8 quantises them to int8, symmetric, dynamic, per token.
         element: what a code stands for; None for integers.
         scale_type: ``F16``, or what MX and NVFP4 prescribe.
+        codebook: each row or group has values of its own, float16, in place of a scale.
+        outlier_percent: of the weights that are stored as float16.
+        float_columns: input columns that are stored as float16.
     """
 
     bits: int
@@ -83,8 +104,21 @@ class Format:
     activation_bits: int = 16
     element: Element | None = None
     scale_type: ScaleType = "F16"
+    codebook: bool = False
+    outlier_percent: float = 0.0
+    float_columns: int = 0
 
     def __post_init__(self) -> None:
+        if self.codebook and not (
+            2 <= self.bits <= 4 and self.element is None and self.symmetric and self.activation_bits == 16
+        ):
+            raise UsageError("format: codebooks have 2 to 4 bits, and float activations")
+        if self.codebook and self.strategy == "tensor":
+            raise UsageError("format: codebooks are of channels or groups")
+        if not 0 <= self.outlier_percent <= 10:
+            raise UsageError(f"format: {self.outlier_percent:g}% of outliers; at most 10 pay")
+        if self.float_columns and (self.element is not None or self.codebook):
+            raise UsageError("format: columns in float16 stand beside integers")
         if self.element is not None and (self.bits, self.symmetric, self.activation_bits) != (
             self.element.bits, True, 16
         ):  # fmt: skip
@@ -112,15 +146,20 @@ class Format:
     @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
+        floats = f"_S{self.outlier_percent:g}" if self.outlier_percent else ""
+        floats += f"_F{self.float_columns}" if self.float_columns else ""
+        if self.codebook:
+            return f"LUT{self.bits}{f'_G{self.group_size}' if self.group_size else ''}{floats}"
         suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
+        suffix_floats = suffix[self.strategy] + floats
         if self.element is None:
-            return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}"
+            return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix_floats}"
         element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
         if self.scale_type == "E4M3":
-            return "NVFP4"
+            return f"NVFP4{floats}"
         if self.scale_type == "E8M0":
-            return "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
-        return element + suffix[self.strategy]
+            return ("MXFP4" if element == "FP4_E2M1" else f"MX{element}") + floats
+        return element + suffix_floats
 
     @classmethod
     def parse(cls, name: str) -> Format:
@@ -129,10 +168,28 @@ class Format:
         Raises:
             UsageError: the name is none; the nearest preset is named.
         """
-        given = name.strip().upper()
+        match = _FLOATS_NAME.fullmatch(name.strip().upper())
+        codes = None if match is None else cls._parse_codes(match[1])
+        if match is not None and codes is not None:
+            return replace(
+                codes, outlier_percent=float(match["outliers"] or 0), float_columns=int(match["columns"] or 0)
+            )
+        near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
+        raise UsageError(
+            f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
+            f"[_G<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, "
+            f"and then [_S<percent>][_F<columns>]; nearest: {near[0]}"
+        )
+
+    @classmethod
+    def _parse_codes(cls, given: str) -> Format | None:
+        """The format of a name without what is stored as floats; None if it is none."""
         if (match := _NAME.fullmatch(given)) is not None:
             bits = int(match["bits"])
             return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), int(match["act"]))
+        if (match := _CODEBOOK_NAME.fullmatch(given)) is not None:
+            strategy, size = _granularity(match, 8, 0)  # a row has one codebook unless a group size is given
+            return cls(int(match["bits"]), True, strategy, size, codebook=True)
         if given == "NVFP4":
             return cls(4, True, "group", _BLOCKS["E4M3"], 16, Element.parse("E2M1"), "E4M3")
         head, _, tail = given.partition("_")
@@ -147,11 +204,17 @@ class Format:
                 return cls(element.bits, True, "group", _BLOCKS["E8M0"], 16, element, "E8M0")
             default = 128 if element.is_float else 64  # QLoRA's blocks
             return cls(element.bits, True, *_granularity(match, element.bits, default), 16, element)
-        near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
-        raise UsageError(
-            f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
-            f"[_G<size>|_C|_T], NF4[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4; nearest: {near[0]}"
-        )
+        return None
+
+    @property
+    def coded(self) -> Format:
+        """The same without what is stored as floats."""
+        return replace(self, outlier_percent=0.0, float_columns=0)
+
+    def outliers(self, out_features: int, in_features: int) -> int:
+        """Single weights of an [out, in] weight that are stored as float16."""
+        rows = -(-out_features // TILE_ROWS) * TILE_ROWS
+        return round(self.outlier_percent / 100 * rows * self.chunks(in_features) * self.chunk_columns)
 
     @property
     def levels(self) -> int:
@@ -195,12 +258,22 @@ class Format:
         tiles, groups = -(-out_features // TILE_ROWS), self.groups(in_features)
         found: dict[str, tuple[str, tuple[int, ...]]] = {
             "codes": ("int32", (tiles, self.chunks(in_features), self.chunk_words, TILE_ROWS)),
-            "scales": ("float16" if self.scale_type == "F16" else "uint8", (tiles, groups, TILE_ROWS)),
         }
+        if not self.codebook:
+            found["scales"] = ("float16" if self.scale_type == "F16" else "uint8", (tiles, groups, TILE_ROWS))
         if not self.symmetric:
             found["zeros"] = ("uint8", (tiles, groups, TILE_ROWS))
         if self.scale_type == "E4M3":
             found["tensor_scale"] = ("float32", (1,))
+        if self.codebook:
+            found["codebook"] = ("float16", (tiles, groups, self.levels, TILE_ROWS))
+        if count := self.outliers(out_features, in_features):
+            found["outlier_starts"] = ("int32", (tiles * TILE_ROWS + 1,))
+            found["outlier_columns"] = ("int16" if in_features < 1 << 15 else "int32", (count,))
+            found["outlier_values"] = ("float16", (count,))
+        if self.float_columns:
+            found["float_columns"] = ("int32", (self.float_columns,))
+            found["float_values"] = ("float16", (tiles, self.float_columns, TILE_ROWS))
         return found
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
@@ -208,7 +281,7 @@ class Format:
         return sum(_BYTES[kind] * prod(shape) for kind, shape in self.parts(out_features, in_features).values())
 
 
-_BYTES = {"int32": 4, "float32": 4, "float16": 2, "uint8": 1}
+_BYTES = {"int32": 4, "float32": 4, "float16": 2, "int16": 2, "uint8": 1}
 
 
 def _granularity(match: re.Match[str], bits: int, group_size: int) -> tuple[Strategy, int]:
@@ -238,6 +311,7 @@ def _presets() -> dict[str, Format]:
     names += [f"{name}{suffix}" for name in floats for suffix in ("_G32", "_G64", "_G128", "_C")]
     names += ["NF4_G32", "NF4_G64", "NF4_G128", "NVFP4", "MXFP4"]
     names += [f"MX{name}" for name in floats[:4]]
+    names += [f"LUT{bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "_G128", "_S0.45")]
     return {fmt.name: fmt for fmt in map(Format.parse, names)}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from compressor.codebooks import cluster
 from compressor.formats import Format
 from compressor.packing import choose_grid, grid_values, round_scales, round_to_grid
 
@@ -31,6 +32,8 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
     importance = importance.float() if bool(importance.any()) else torch.ones_like(importance, dtype=torch.float32)
     importance = importance / importance.mean()
     importance = importance.clamp(min=1e-3)  # an input that these samples hardly excite may matter elsewhere
+    if fmt.codebook:
+        return cluster(weight, importance.expand_as(weight), fmt.levels, choose_grid(weight, fmt)[0]), None
     scales, zeros = choose_grid(weight, fmt)
     least = _error(weight, importance, scales, zeros, fmt)
     for scale, zero in _candidates(weight, fmt):

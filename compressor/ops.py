@@ -1,12 +1,13 @@
 """Our torch custom operators (namespace ``compressor``): schema, fake kernel and eager reference.
 
-The eager reference defines what each operator means; every generated kernel is tested against it.
-Importing this module registers the operators.
+The eager reference defines what each operator means, its gradients included; every generated kernel is tested against
+it.  Importing this module registers the operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,38 @@ from torch.library import custom_op
 from torch.nn.functional import linear
 
 from compressor.formats import Format
-from compressor.packing import PackedWeight, dequantize
+from compressor.packing import PackedWeight, coded_rows, dequantize_rows, float_part
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
-@custom_op("compressor::dense_linear", mutates_args=())
+def _operator(name: str) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
+    """Register a function as an operator whose gradients are the function's own, by running it again."""
+
+    def register(function: Callable[..., Tensor]) -> CustomOpDef:
+        operator = custom_op(f"compressor::{name}", mutates_args=())(function)
+
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.inputs = inputs
+
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+            wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed is True]
+            inputs = list(ctx.inputs)
+            with torch.enable_grad():
+                for i in wanted:
+                    inputs[i] = inputs[i].detach().requires_grad_()
+                found = torch.autograd.grad(function(*inputs), [inputs[i] for i in wanted], gradient)
+            by_place = dict(zip(wanted, found, strict=True))
+            return tuple([None] * len(x) if isinstance(x, list) else by_place.get(i) for i, x in enumerate(inputs))
+
+        operator.register_autograd(backward, setup_context=keep)
+        return operator
+
+    return register
+
+
+@_operator("dense_linear")
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` in float32, whatever float type the weight is stored in.
 
@@ -41,7 +70,28 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x * inverse).to(torch.int8), absmax / 127.0
 
 
-@custom_op("compressor::packed_linear", mutates_args=())
+def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
+    """``x @ W.T`` as the format computes it, in the float type of x, with one piece of W in memory at a time.
+
+    Where activations are quantised, what the weight stores as floats is multiplied by them as they were; input columns
+    that it stores whole take no part in the quantisation.
+
+    Args:
+        x: float [..., in].
+    """
+    fmt = packed.format
+    if fmt.activation_bits == 16:
+        return torch.cat([x @ values.to(x.dtype).T for _, values in dequantize_rows(packed)], dim=-1)
+    columns = packed.parts.get("float_columns")
+    codes, scale = quantize_activations(x if columns is None else x.index_fill(-1, columns.long(), 0.0))
+    pieces = []
+    for rows, values in coded_rows(packed):
+        y, floats = (codes.to(x.dtype) @ values.to(x.dtype).T) * scale, float_part(packed, rows)
+        pieces.append(y if floats is None else y + x @ floats.to(x.dtype).T)
+    return torch.cat(pieces, dim=-1)
+
+
+@_operator("packed_linear")
 def packed_linear(
     x: Tensor,
     parts: Sequence[Tensor],
@@ -57,12 +107,7 @@ def packed_linear(
         parts: of the weight, as in :class:`compressor.packing.PackedWeight`.
         bias: float32 [out] or None.
     """
-    fmt = Format.parse(format)
-    weight = dequantize(PackedWeight.of(parts, fmt, (out_features, in_features)))
-    if fmt.activation_bits == 16:
-        return linear(x, weight, bias)
-    quantized, scale = quantize_activations(x)
-    y = linear(quantized.float(), weight) * scale
+    y = packed_product(x, PackedWeight.of(parts, Format.parse(format), (out_features, in_features)))
     return y if bias is None else y + bias
 
 
@@ -78,7 +123,7 @@ def _(
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-@custom_op("compressor::rms_norm", mutates_args=())
+@_operator("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, eq. 4).
 
@@ -94,7 +139,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@custom_op("compressor::cached_attention", mutates_args=())
+@_operator("cached_attention")
 def cached_attention(
     q: Tensor,
     k: Tensor,
@@ -159,7 +204,7 @@ def _(
     return q.new_empty(batch, sequence, heads, width)
 
 
-@custom_op("compressor::masked_attention", mutates_args=())
+@_operator("masked_attention")
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Bidirectional attention with padding, for encoders.
 

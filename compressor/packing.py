@@ -1,4 +1,7 @@
-"""Quantisation grids, and exact packing into the layout of :mod:`compressor.formats`."""
+"""Quantisation grids, and exact packing into the layout of :mod:`compressor.formats`.
+
+Of formats with codebooks, the ``scales`` of a grid are the values themselves: [out, levels] in place of [out].
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.codebooks import cluster
 from compressor.elements import Element
 from compressor.errors import CompressorError
 from compressor.formats import TILE_ROWS, TILED, Format
@@ -69,8 +73,8 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     """Min-max grid of one group of columns.
 
     The symmetric integer grid spreads ``2 ** bits - 1`` steps over [-absmax, absmax], as compressed-tensors does.
-    Floats and tables put absmax on the largest value; with E8M0 scales, its exponent on the largest exponent (OCP
-    Microscaling Formats 1.0, section 6.3).
+    A codebook has the values of k-means.  Floats and tables put absmax on the largest value; with E8M0 scales, its
+    exponent on the largest exponent (OCP Microscaling Formats 1.0, section 6.3).
 
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
@@ -80,6 +84,8 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     Raises:
         CompressorError: the weight holds NaN or inf, or its range exceeds what a scale reaches.
     """
+    if fmt.codebook:
+        return cluster(weight, torch.ones_like(weight), fmt.levels), None
     if fmt.strategy == "tensor":
         low, high = (v.expand(weight.shape[0]) for v in torch.aminmax(weight))
     else:
@@ -101,6 +107,9 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Nearest codes (ties to even, saturating): float [out, n], scales [out] -> uint8 [out, n]."""
+    if fmt.codebook:
+        values = scales.to(weight.dtype)
+        return torch.searchsorted((values[:, 1:] + values[:, :-1]) / 2, weight.contiguous()).to(torch.uint8)
     if fmt.element is not None:
         codes, ends = map(torch.from_numpy, _rounding(fmt.element))
         return codes[torch.bucketize((weight.double() / scales.double()[:, None]).contiguous(), ends)]
@@ -110,6 +119,8 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: For
 
 def grid_values(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Values of codes: uint8 [out, n], scales [out] -> float32 [out, n]."""
+    if fmt.codebook:
+        return scales.gather(1, codes.long())
     zero = None if zeros is None else zeros.float()[:, None]
     return _unscaled(codes, zero, fmt) * scales.float()[:, None]
 
@@ -153,10 +164,17 @@ def pack(
 ) -> PackedWeight:
     """Pack codes uint8 [out, in], scales that the format can store [out, groups], zeros uint8 [out, groups] or None.
 
+    Codebooks come as scales [out, groups, levels].  What the format stores as floats is not looked at
+    (:mod:`compressor.outliers` adds it).
+
     Exact: :func:`unpack` returns the same values.
     """
-    rows, columns = codes.shape
-    if scales.shape != (rows, fmt.groups(columns)) or (zeros is None) != fmt.symmetric:
+    (rows, columns), fmt = codes.shape, fmt.coded
+    if (
+        scales.shape[:2] != (rows, fmt.groups(columns))
+        or scales.dim() != 2 + fmt.codebook
+        or (zeros is None) != fmt.symmetric
+    ):
         raise ValueError(f"scales {tuple(scales.shape)} and zeros do not fit {fmt.name} of {rows} x {columns}")
     tiles, chunks, span = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.chunk_columns
     grid = pad(codes, (0, chunks * span - columns, 0, tiles * TILE_ROWS - rows))
@@ -174,13 +192,13 @@ def pack(
     packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
     stored = scales.to(_STORED[fmt.scale_type])
     tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8))
-    found = {"codes": packed, "scales": tiled, "zeros": None if zeros is None else _tile(zeros)}
-    found["tensor_scale"] = tensor_scale
+    found: dict[str, Tensor | None] = {"codes": packed, "codebook" if fmt.codebook else "scales": tiled}
+    found |= {"zeros": None if zeros is None else _tile(zeros), "tensor_scale": tensor_scale}
     return PackedWeight({name: part for name, part in found.items() if part is not None}, fmt, (rows, columns))
 
 
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [out, in], scales float32 [out, groups] and zeros uint8 [out, groups] of a packed weight."""
+    """Codes uint8 [out, in], scales float32 [out, groups] (or codebooks [..., levels]), zeros uint8 [out, groups]."""
     fmt, (rows, columns) = packed.format, packed.shape
     tiles, chunks = packed.parts["codes"].shape[:2]
     words = packed.parts["codes"].permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
@@ -194,9 +212,50 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         codes |= (((octets >> shifts) & ((1 << width) - 1)) << offset).view_as(codes)
         offset, first = offset + width, first + count
     zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], rows)
-    scales = _untile(packed.parts["scales"], rows)
+    scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(_STORED[fmt.scale_type])
     return codes[:rows, :columns], scales.float(), zeros
+
+
+def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """What the codes stand for, piece by piece: (which rows, float32 [rows, in])."""
+    fmt, (rows, columns) = packed.format, packed.shape
+    size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
+    tiled = {name: part for name, part in packed.parts.items() if name in TILED}
+    for first in range(0, len(packed.parts["codes"]), tiles):
+        begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
+        piece = {name: part[first : first + tiles] for name, part in tiled.items()}
+        codes, scales, zeros = unpack(PackedWeight(piece, fmt, (end - begin, columns)))
+        if fmt.codebook:
+            groups = enumerate(torch.split(codes.long(), size, dim=1))
+            yield slice(begin, end), torch.cat([scales[:, g].gather(1, part) for g, part in groups], dim=1)
+            continue
+        if "tensor_scale" in packed.parts:
+            scales = scales * packed.parts["tensor_scale"]
+        zero = None if zeros is None else _spread(zeros.float(), size, columns)
+        yield slice(begin, end), _unscaled(codes, zero, fmt) * _spread(scales, size, columns)
+
+
+def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
+    """What is stored as floats of some rows, float32 [rows, in]; None where the format has nothing of that kind."""
+    parts, found = packed.parts, torch.zeros(rows.stop - rows.start, packed.shape[1])
+    if "outlier_starts" in parts:
+        starts = parts["outlier_starts"][rows.start : rows.stop + 1].long()
+        each = torch.arange(len(found)).repeat_interleave(starts.diff())
+        span = slice(int(starts[0]), int(starts[-1]))
+        places = (each, parts["outlier_columns"][span].long())
+        found.index_put_(places, parts["outlier_values"][span].float(), accumulate=True)
+    if "float_columns" in parts:
+        values = parts["float_values"].movedim(-1, 1).flatten(0, 1)[rows]
+        found.index_add_(1, parts["float_columns"].long(), values.float())
+    return found if {"outlier_starts", "float_columns"} & set(parts) else None
+
+
+def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """:func:`dequantize` piece by piece, for weights of which one copy is enough: (which rows, float32 [rows, in])."""
+    for rows, values in coded_rows(packed):
+        floats = float_part(packed, rows)
+        yield rows, values if floats is None else values + floats
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
@@ -207,32 +266,17 @@ def dequantize(packed: PackedWeight) -> Tensor:
     return weight
 
 
-def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
-    """:func:`dequantize` piece by piece, for weights of which one copy is enough: (which rows, float32 [rows, in])."""
-    fmt, (rows, columns) = packed.format, packed.shape
-    size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
-    tiled = {name: part for name, part in packed.parts.items() if name in TILED}
-    for first in range(0, len(packed.parts["codes"]), tiles):
-        begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
-        piece = {name: part[first : first + tiles] for name, part in tiled.items()}
-        codes, scales, zeros = unpack(PackedWeight(piece, fmt, (end - begin, columns)))
-        if "tensor_scale" in packed.parts:
-            scales = scales * packed.parts["tensor_scale"]
-        zero = None if zeros is None else _spread(zeros.float(), size, columns)
-        yield slice(begin, end), _unscaled(codes, zero, fmt) * _spread(scales, size, columns)
-
-
 def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:
     """[out, groups] -> [out, columns], each value over its group's columns."""
     return per_group.repeat_interleave(size, dim=1)[:, :columns]
 
 
 def _tile(per_row: Tensor) -> Tensor:
-    """[out, groups] -> [tiles, groups, 16]."""
-    padded = pad(per_row, (0, 0, 0, -per_row.shape[0] % TILE_ROWS))
-    return padded.view(-1, TILE_ROWS, per_row.shape[1]).transpose(1, 2).contiguous()
+    """[out, groups, ...] -> [tiles, groups, ..., 16]."""
+    filler = per_row.new_zeros(-per_row.shape[0] % TILE_ROWS, *per_row.shape[1:])
+    return torch.cat([per_row, filler]).view(-1, TILE_ROWS, *per_row.shape[1:]).movedim(1, -1).contiguous()
 
 
 def _untile(tiled: Tensor, rows: int) -> Tensor:
-    """[tiles, groups, 16] -> [out, groups]."""
-    return tiled.transpose(1, 2).reshape(-1, tiled.shape[1])[:rows]
+    """[tiles, groups, ..., 16] -> [out, groups, ...]."""
+    return tiled.movedim(-1, 1).flatten(0, 1)[:rows]

@@ -48,6 +48,8 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     """
     chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
     gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
+    if gathering.gradients:
+        return _plan_gradients(graph, list(chosen.values()), samples, length)
     twofold = 2 if gathering.with_dense else 1
     batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length))
     dense = node_costs(graph, batch, length)
@@ -95,6 +97,22 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                     current[site.node] = _packed(dense[site.node], plan)
             working = max(working, statistics + max(running + widest, quantising))
     return Streaming(dict(work), twofold * hidden, working, weights)
+
+
+def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
+    """Each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    costs, cut = node_costs(graph, 1, length), segments(graph)
+    work: dict[str, float] = defaultdict(float)
+    for unit, amount in eager_work(costs.values()).items():
+        work[unit] += 4 * samples * amount
+    for plan in plans:
+        work["stream_byte"] += 12 * samples * plan.out_features * plan.in_features
+        for unit, amount in plan.work.items():
+            work[unit] += amount
+    hidden = sum(runs_bytes(segment, costs, samples) for segment in cut)
+    kept = max(sum(costs[node].held_bytes + 12 * costs[node].weights for node in segment.nodes) for segment in cut)
+    working = kept + max(plan.working_bytes for plan in plans)
+    return Streaming(dict(work), 2 * hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut))
 
 
 def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:

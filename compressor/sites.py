@@ -21,9 +21,13 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
     """The format of a scheme's name, with another group size unless that is 0.
 
     Raises:
-        UsageError: no such scheme, or a group size that the format cannot have.
+        UsageError: no such scheme, a group size that the format cannot have, or columns stored as floats.
     """
     fmt = Format.parse(scheme)
+    if fmt.float_columns:
+        raise UsageError(
+            f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; use it, with {fmt.coded.name}"
+        )
     return dataclasses.replace(fmt, strategy="group", group_size=group_size) if group_size else fmt
 
 

@@ -6,6 +6,7 @@ and bytes that it will see in the run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ Work = Mapping[str, float]
 """Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
 
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
+_CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.codebooks.cluster
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
 _KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
@@ -33,11 +35,13 @@ class Gathering:
     Attributes:
         true_sequential, with_dense: see there.
         squares: the statistic is a matrix, and not a few vectors.
+        gradients: samples also run backwards (:func:`compressor.gradients.squared_gradients`).
     """
 
     true_sequential: bool
     with_dense: bool
     squares: bool = True
+    gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,29 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
     return PackedWeight(parts, fmt, (rows, columns))
 
 
-def rtn_work(rows: int, columns: int, _fmt: Format) -> Work:
+def _grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched: bool = True) -> dict[str, float]:
+    """Work of choosing a weight's grids so many times, by searching or by their range; codebooks cluster either way."""
+    if fmt.codebook:
+        each = _CLUSTER_BYTES * rows * fmt.groups(columns) * (fmt.levels + 6)
+        return {"grid_element": 0.0, "stream_byte": float(searches * (1 + searched) * each)}
+    return {"grid_element": float(searches * (_CANDIDATES[fmt.symmetric] if searched else 0) * rows * columns)}
+
+
+def rtn_work(rows: int, columns: int, fmt: Format) -> Work:
     """Work of rounding a weight to nearest and of its error."""
     size = rows * columns
     unit = "fresh_byte" if 8 * min(size, PIECE_ELEMENTS) >= _FRESH_BYTES else "stream_byte"
-    return {"rtn_element": size, "dequantize_element": size, unit: _ERROR_BYTES * size}
+    grids = Counter(_grid_work(rows, columns, fmt, 1, searched=False))
+    grids.update({"rtn_element": size, "dequantize_element": size, unit: _ERROR_BYTES * size})
+    return grids
+
+
+def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
+    """Work of :func:`compressor.passes.squeezellm.squeezellm_quantize`, once the sensitivities are there."""
+    work = Counter(rtn_work(rows, columns, fmt))
+    work.update(_grid_work(rows, columns, fmt, 1))
+    work.update({"stream_byte": 40 * rows * columns})
+    return work
 
 
 def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
@@ -138,16 +160,16 @@ def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
 
 def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: bool = True) -> Work:
     """Work of trying scales of a weight's columns; and, ``chosen``, of searching the grids it is then rounded on."""
-    size = rows * columns
-    grids = _CANDIDATES[fmt.symmetric] * size if chosen else 0
-    rounded = tries + chosen
-    return {
+    size, rounded = rows * columns, tries + chosen
+    work = Counter(_grid_work(rows, columns, fmt, int(chosen)))
+    work.update(_grid_work(rows, columns, fmt, tries, searched=False))
+    work.update({
         "rtn_element": rounded * size,
         "dequantize_element": rounded * size,
         "matmul_flop": tries * 4 * _KEPT_ROWS * size,
         "stream_byte": 12 * size * tries + _ERROR_BYTES * size * chosen,
-        "grid_element": grids,
-    }
+    })  # fmt: skip
+    return work
 
 
 def scaled_working_bytes(rows: int, columns: int, _fmt: Format) -> int:
@@ -162,17 +184,18 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: b
     the remainder, which are half a product; with ``match_dense`` two more.
     """
     size, cubed = rows * columns, columns**3
-    grids = (_CANDIDATES[fmt.symmetric] if mse else 1) * size
-    return {
+    work = Counter(_grid_work(rows, columns, fmt, 1, searched=mse))
+    work.update(_grid_work(rows, columns, fmt, 1, searched=False))
+    work.update({
         "matmul64_flop": (2 * 3.5 + (4 if match_dense else 0)) * size * columns,
         "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
         "stream_byte": 8 * (8 * columns**2 + 8 * size),
         "rtn_element": 2 * size,
-        "grid_element": grids,
         "dequantize_element": 3 * size,
         "sweep_element": size,
         "sweep_column": columns,
-    }
+    })  # fmt: skip
+    return work
 
 
 def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:

@@ -67,13 +67,20 @@ class Stream:
     @torch.no_grad()
     def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
         """Run one batch through a segment as far as the nodes of interest; their values."""
+        return self.run(segment, self.environment(segment, i), wanted)
+
+    def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
+        """What one batch's nodes of a segment read, but for parameters."""
+        env = {**self._shared(self.batches[i]), self.ids_node: self.batches[i]}
+        if segment.entry is not None:
+            env[segment.entry] = self.hidden[i]
+        return env
+
+    def run(self, segment: Segment, env: dict[Node, Any], wanted: Sequence[Node]) -> list[Tensor]:
+        """Run a segment's nodes as far as those of interest; their values.  What nobody reads later leaves ``env``."""
         needed = ancestors(wanted, set(segment.nodes))
         nodes = [node for node in segment.nodes if node in needed]
         last_user = {source: node for node in nodes for source in node.all_input_nodes}
-        env = dict(self._shared(self.batches[i]))
-        env[self.ids_node] = self.batches[i]
-        if segment.entry is not None:
-            env[segment.entry] = self.hidden[i]
         found = {node: env[node] for node in wanted if node in env}
         self.interpreter.env = env
         for node in nodes:

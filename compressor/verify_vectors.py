@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.formats import Format
 from compressor.graph import ModelInfo
-from compressor.ops import quantize_activations
-from compressor.packing import PackedWeight, dequantize_rows
+from compressor.ops import packed_product
+from compressor.packing import PackedWeight
 from compressor.tensor_files import release
 
 _PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
@@ -139,15 +139,9 @@ class _Exact(Interpreter):
         in_features: int,
         out_features: int,
     ) -> Tensor:
-        fmt = Format.parse(format)
-        packed = PackedWeight.of(parts, fmt, (out_features, in_features))
-        x, scale = x.double(), None
-        if fmt.activation_bits == 8:
-            x, scale = quantize_activations(x)
-            x = x.double()
-        y = torch.cat([x @ piece.double().T for _, piece in dequantize_rows(packed)], dim=-1)
+        packed = PackedWeight.of(parts, Format.parse(format), (out_features, in_features))
+        y = packed_product(x.double(), packed)
         release(parts)
-        y = y if scale is None else y * scale
         y = y if bias is None else y + bias
         if self._noisy_from is not None:
             noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)

@@ -321,7 +321,8 @@ class Linear(nn.Module):
 
 def test_every_format_keeps_entries_apart() -> None:
     dense = capture(Linear(), (torch.randn(3, 5, 128),), dynamic_shapes=({0: Dim("batch")},))
-    kinds = {(f.bits, f.symmetric, f.strategy, f.activation_bits): f for f in FORMATS.values()}
+    kinds = {(f.bits, f.symmetric, f.strategy, f.activation_bits, f.codebook): f for f in FORMATS.values()}
+    kinds |= {(name,): Format.parse(name) for name in ("LUT3_S0.45", "W4A8_G64_S1", "NVFP4_S1")}
     assert {f.activation_bits for f in kinds.values()} == {8, 16} and len(kinds) > 30
     for fmt in kinds.values():
         graph = copy.deepcopy(dense)

@@ -20,13 +20,14 @@ from compressor.packing import (
     unpack,
 )
 
+CODEBOOKS = ["LUT2", "LUT3", "LUT4", "LUT2_G64", "LUT3_G32", "LUT4_G32"]
 NOT_INTEGER = [name for name, fmt in FORMATS.items() if fmt.element is not None]
 
 
 @st.composite
 def formats(draw: st.DrawFn) -> Format:
     if draw(st.booleans()):
-        return Format.parse(draw(st.sampled_from(NOT_INTEGER)))
+        return Format.parse(draw(st.sampled_from([*NOT_INTEGER, *CODEBOOKS])))
     bits = draw(st.integers(2, 8))
     strategy = draw(st.sampled_from(["tensor", "channel", "group"]))
     size = 32 * draw(st.integers(1, 3)) if strategy == "group" else 0
@@ -41,7 +42,11 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
     if fmt.element is not None:  # no code that stands for NaN or infinity
         usable = torch.tensor(fmt.element.rounding[0], dtype=torch.uint8)
         codes = usable[codes.long() % len(usable)]
-    scales = round_scales(torch.rand(rows, fmt.groups(columns), generator=rng), fmt)
+    groups = fmt.groups(columns)
+    if fmt.codebook:
+        scales = torch.randn(rows, groups, fmt.levels, generator=rng).half().float()
+    else:
+        scales = round_scales(torch.rand(rows, groups, generator=rng), fmt)
     zeros = None if fmt.symmetric else torch.randint(fmt.levels, scales.shape, generator=rng, dtype=torch.uint8)
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, zeros, fmt, unit)
@@ -49,6 +54,8 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
     assert torch.equal(got_codes, codes) and torch.equal(got_scales, scales)
     assert (got_zeros is None) if zeros is None else torch.equal(got_zeros, zeros)
     assert packed.nbytes == fmt.packed_bytes(rows, columns)
+    kinds = {name: (str(part.dtype).removeprefix("torch."), tuple(part.shape)) for name, part in packed.parts.items()}
+    assert kinds == fmt.parts(rows, columns) and list(kinds) == list(fmt.parts(rows, columns))
     size = fmt.columns(columns)
     for group in range(fmt.groups(columns)):
         part = slice(group * size, (group + 1) * size)
@@ -84,6 +91,10 @@ def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: 
     weight = weight if unit is None else weight / unit
     scales, zeros = choose_grid(weight, fmt)
     values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+    if fmt.codebook:
+        distance = (weight[..., None] - scales[:, None]).abs().amin(-1)
+        assert torch.allclose((values - weight).abs(), distance, rtol=1e-6, atol=0)
+        return
     if fmt.element is not None:
         nearest = torch.tensor(sorted({v for v in fmt.element.values if v == v}), dtype=torch.float64)
         distance = (weight.double()[..., None] / scales.double()[:, None, None] - nearest).abs().amin(-1)
@@ -116,6 +127,7 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
     assert Format.parse("w4a16") == Format.parse("W4A16_G128")
     assert Format.parse("W8A8").strategy == "channel"
     for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32"),
+        ("LUT5", "2 to 4"), ("LUT3_T", "channels"), ("LUT3A8", "LUT"), ("W4A16_S11", "10"), ("LUT4_F2", "integers"),
         ("FP6_E4M3", "FP6_E"), ("FP4_E0M3", "FP4_E"), ("NF5", "NF4"), ("MXFP4_G64", "MXFP4"), ("FP8_E4M3_G3", "4"),
     ]:  # fmt: skip
         with pytest.raises(UsageError, match=expected):

@@ -29,7 +29,7 @@ def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> 
 
 def packed_linear_name(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
     """As :func:`dense_linear_name`."""
-    return f"packed_linear_{rows}x{columns}_{fmt.name}{'_bias' if has_bias else ''}"
+    return f"packed_linear_{rows}x{columns}_{fmt.name.replace('.', 'p')}{'_bias' if has_bias else ''}"
 
 
 class Converter:
@@ -104,7 +104,9 @@ class Converter:
         def operands(tokens: int) -> list[Any]:
             arrays = [np.ones((1, tokens, columns), "float32")]
             for part, (kind, shape) in fmt.parts(rows, columns).items():
-                arrays.append(np.zeros(shape, kind) if part in ("codes", "zeros") else np.ones(shape, kind))
+                arrays.append(np.ones(shape, kind) if part in ("scales", "tensor_scale") else np.zeros(shape, kind))
+                if part == "outlier_starts":  # as many in each row
+                    arrays[-1] = np.linspace(0, fmt.outliers(rows, columns), shape[0]).astype(kind)
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:

@@ -18,6 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
+from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
@@ -92,7 +93,10 @@ def gptq_quantize(
     dead = torch.diagonal(hessian) <= 0
     W, H = weight.double(), hessian.to(torch.float64, copy=True)
     H[dead], H[:, dead] = 0.0, 0.0
-    rtn = rtn_quantize(weight, fmt)
+    outliers = (
+        largest(weight.abs() * torch.diagonal(H).sqrt(), fmt.outliers(*weight.shape)) if fmt.outlier_percent else None
+    )
+    rtn = rtn_quantize(weight, fmt, outliers=outliers)
     rtn_loss = _loss(W, rtn, H)
     norm = float(total((W @ H) * W))
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
@@ -102,12 +106,12 @@ def gptq_quantize(
     def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
         return search_grid(group, torch.diagonal(H)[columns], fmt) if observer == "mse" else choose_grid(group, fmt)
 
-    start = rtn_quantize(weight, fmt, choose)
+    start = rtn_quantize(weight, fmt, choose, outliers)
     best, loss, damp = rtn, rtn_loss, dampening_frac
     while damp <= _MOST_DAMPENING:
         try:
             Hinv = _inverse_factor(H, dead, order, mean, damp)
-            packed = _sweep(W, Hinv, start, order, blocks, None if static_groups else choose)
+            packed = _sweep(W, Hinv, start, order, blocks, None if static_groups else choose, outliers)
             gptq_loss = _loss(W, packed, H)
         except CompressorError:
             gptq_loss = math.inf  # not positive definite, or the compensation ran away
@@ -189,10 +193,12 @@ def _sweep(
     order: Tensor,
     blocks: list[tuple[int, int]],
     choose: ChooseGrid | None,
+    outliers: Tensor | None,
 ) -> PackedWeight:
     """Algorithm 1 of the paper, on the grids of ``start`` or chosen on the way.
 
-    W and codes are held transposed: a column is contiguous.
+    W and codes are held transposed: a column is contiguous.  Outliers have no error: they take the compensated weight
+    as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078, algorithm 1).
     """
     out_features, in_features = W.shape
     fmt, size = start.format, start.format.columns(in_features)
@@ -213,11 +219,17 @@ def _sweep(
             scale, zero = scales[:, group], None if zeros is None else zeros[:, group]
             code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
             error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / Hinv[i, i]
+            if outliers is not None:
+                error[outliers[:, order[i]]] = 0.0
             Wt[i + 1 : last].addmm_(Hinv[i, i + 1 : last, None], error[None], alpha=-1)
             Err[i - first] = error
             codes[order[i]] = code[:, 0]
         Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
-    return pack(codes.t().contiguous(), scales, zeros, fmt, unit)
+    packed = pack(codes.t().contiguous(), scales, zeros, fmt, unit)
+    if outliers is None:
+        return packed
+    compensated = torch.empty_like(Wt).index_copy_(0, order, Wt if unit is None else Wt * unit)
+    return add_outliers(packed, compensated.t(), outliers, fmt.outlier_percent)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.formats import Format
 from compressor.graph import Site
+from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
 from compressor.pipeline import Context, Task
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
@@ -23,7 +24,9 @@ from compressor.tensor_files import release
 ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
 
-def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) -> PackedWeight:
+def rtn_quantize(
+    weight: Tensor, fmt: Format, choose: ChooseGrid | None = None, outliers: Tensor | None = None
+) -> PackedWeight:
     """Quantise a float [out, in] weight group by group to the nearest codes.
 
     Args:
@@ -31,9 +34,14 @@ def rtn_quantize(weight: Tensor, fmt: Format, choose: ChooseGrid | None = None) 
         fmt: how it is stored.
         choose: (weight float32 [out, columns of a group], which columns) -> scales [out] that the format can store,
             zeros uint8 [out] or None; left out, the min-max grid.  The weight is divided by the tensor's scale.
+        outliers: where the weights are, bool [out, in], that the format stores as floats; left out, the largest.
     Raises:
         CompressorError: the weight holds NaN or inf, or a range that no float16 scale reaches.
     """
+    if fmt.outlier_percent:
+        where = largest(weight.abs(), fmt.outliers(*weight.shape)) if outliers is None else outliers
+        rest = rtn_quantize(weight.float().masked_fill(where, 0.0), fmt.coded, choose)
+        return add_outliers(rest, weight, where, fmt.outlier_percent)
     size = fmt.columns(weight.shape[1])
     codes, scales, zeros, unit = [], [], [], tensor_scale(weight, fmt)
     for first in range(0, weight.shape[1], size):

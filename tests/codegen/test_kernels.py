@@ -16,6 +16,7 @@ import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import Format
+from compressor.outliers import add_columns, add_outliers
 from compressor.packing import PackedWeight, pack, round_scales
 
 OPS = torch.ops.compressor
@@ -49,9 +50,18 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     if fmt.element is not None:
         usable = torch.tensor(fmt.element.rounding[0], dtype=torch.uint8)
         codes = usable[codes.long() % len(usable)]
-    scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
+    if fmt.codebook:
+        scales = torch.randn(rows, groups, fmt.levels, generator=rng).half().float()
+    else:
+        scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
-    return pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
+    packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
+    other = torch.randn(rows, columns, generator=rng)
+    if fmt.float_columns:
+        packed = add_columns(packed, other, torch.randperm(columns, generator=rng)[: fmt.float_columns].sort().values)
+    where = torch.zeros(rows * columns, dtype=torch.bool)
+    where[torch.randperm(rows * columns, generator=rng)[: fmt.outliers(rows, columns)]] = True
+    return add_outliers(packed, other, where.view(rows, columns), fmt.outlier_percent)
 
 
 @pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
@@ -70,15 +80,17 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
 @pytest.mark.parametrize("name", [
     "FP8_E4M3", "FP8_E5M2_G64", "FP6_E3M2_G32", "FP6_E2M3", "FP4_E2M1_G32", "FP4_E1M2_C", "FP4_E3M0_T", "FP5_E2M2_C",
     "FP7_E3M3_G32", "FP3_E1M1_G32", "NF4_G64", "NF4_C", "NVFP4", "MXFP4", "MXFP6_E3M2", "MXFP8_E5M2",
+    "LUT2", "LUT3", "LUT4", "LUT3_G64", "LUT3_S0.45", "W4A16_G32_S1", "W3A8_C_S10", "NVFP4_S0.5",
+    "W8A8_F3", "W4A16_ASYM_G32_F1", "W4A8_ASYM_G64_S2_F8",
 ])  # fmt: skip
-def test_packed_linear_of_floats_and_tables(name: str, isa: vector.Isa) -> None:
+def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa) -> None:
     pick = random.Random(f"{name} {isa.name}")
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
 def check_packed_linear(fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator) -> None:
     """A ragged shape, a schedule and a bias by chance, for one token and several."""
-    rows, columns, has_bias = pick.randint(1, 70), pick.randint(5, 200), pick.random() < 0.5
+    rows, columns, has_bias = pick.randint(1, 70), pick.randint(9, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
     tiles = packed.parts["codes"].shape[0]

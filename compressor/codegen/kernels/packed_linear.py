@@ -2,22 +2,24 @@
 
 Integer path (A8): activations are quantised to int8 per token, dot products run in int32 within a group of
 columns, and one float multiply-add a group applies the scale.  Float path (A16): codes become floats in
-registers, integers by conversion, small floats by way of float16, tables by a permutation.  A single token takes
+registers, integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of
+choices.  What a weight stores as floats meets the activations as they came, after that.  A single token takes
 a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that
 unpacks each code once a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, emit_tree_sum, scale_values
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats import PARTS, TILE_ROWS, Format
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,15 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format) -> list[Schedule]:
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """TIR for ``y = x @ dequantize(codes, scales, zeros, tensor_scale).T + bias``.
+    """TIR for :func:`compressor.ops.packed_linear`.
 
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
     (where there is one), y float32 [d0, d1, out].
     """
     body = _Body(out_features, in_features, fmt, isa)
-    integer, symmetric, ragged = fmt.activation_bits == 8, fmt.symmetric, out_features % TILE_ROWS != 0
-    scale_kind, has_unit = fmt.parts(16, 16)["scales"][0], "tensor_scale" in fmt.parts(16, 16)
+    integer, ragged = fmt.activation_bits == 8, out_features % TILE_ROWS != 0
+    parts = fmt.parts(out_features, in_features)
+    has_unit, has_outliers, has_columns = "tensor_scale" in parts, "outlier_starts" in parts, "float_columns" in parts
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
@@ -72,16 +75,28 @@ def packed_linear(
         scales_: T.handle,
         zeros_: T.handle,
         unit_: T.handle,
+        codebook_: T.handle,
+        starts_: T.handle,
+        places_: T.handle,
+        outliers_: T.handle,
+        columns_: T.handle,
+        floats_: T.handle,
         bias_: T.handle,
         y_: T.handle,
     ) -> None:
         d0 = T.int64()
         d1 = T.int64()
         x3 = T.match_buffer(x_, (d0, d1, columns), "float32")
-        codes = T.match_buffer(codes_, (tiles, chunks, fmt.chunk_words, TILE_ROWS), "int32")
-        scales = T.match_buffer(scales_, (tiles, groups, TILE_ROWS), scale_kind)
-        zeros = T.meta_var(None if symmetric else T.match_buffer(zeros_, (tiles, groups, TILE_ROWS), "uint8"))
-        unit = T.meta_var(T.match_buffer(unit_, (1,), "float32") if has_unit else None)
+        codes = T.meta_var(_part(parts, "codes", codes_))
+        scales = T.meta_var(_part(parts, "scales", scales_))
+        zeros = T.meta_var(_part(parts, "zeros", zeros_))
+        unit = T.meta_var(_part(parts, "tensor_scale", unit_))
+        codebook = T.meta_var(_part(parts, "codebook", codebook_))
+        starts = T.meta_var(_part(parts, "outlier_starts", starts_))
+        places = T.meta_var(_part(parts, "outlier_columns", places_))
+        outliers = T.meta_var(_part(parts, "outlier_values", outliers_))
+        float_columns = T.meta_var(_part(parts, "float_columns", columns_))
+        floats = T.meta_var(_part(parts, "float_values", floats_))
         bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
         y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
         tokens = T.meta_var(d0 * d1)
@@ -91,15 +106,18 @@ def packed_linear(
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
         factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale...
+        rest = T.meta_var(
+            T.alloc_buffer((slots, columns), "float32") if integer and has_columns else x
+        )  # to be rounded
 
         @T.inline
         def peak(m, out):
             lane = T.alloc_buffer((16,), "float32", scope="local")
             lane[every] = T.broadcast(T.float32(0), 16)
             for k in range(vectors):
-                lane[every] = T.max(lane[every], T.abs(x[m, T.ramp(k * 16, 1, 16)]))
+                lane[every] = T.max(lane[every], T.abs(rest[m, T.ramp(k * 16, 1, 16)]))
             for k in range(tail):
-                lane[0] = T.max(lane[0], T.abs(x[m, vectors * 16 + k]))
+                lane[0] = T.max(lane[0], T.abs(rest[m, vectors * 16 + k]))
             out[0] = T.float32(0)
             for i in T.unroll(16):
                 out[0] = T.max(out[0], lane[i])
@@ -107,6 +125,11 @@ def packed_linear(
         @T.inline
         def prepare_integer(m):
             # Symmetric int8, as compressor.ops.quantize_activations defines it.
+            if has_columns:
+                for k in range(columns):
+                    rest[m, k] = x[m, k]
+                for k in range(fmt.float_columns):
+                    rest[m, float_columns[k]] = T.float32(0)
             top = T.alloc_buffer((1,), "float32", scope="local")
             peak(m, top)
             factor[m] = top[0] / T.float32(127)
@@ -114,10 +137,10 @@ def packed_linear(
             inverse[0] = T.if_then_else(top[0] > T.float32(0), T.float32(127) / top[0], T.float32(0))
             for k in range(vectors):
                 a[m, T.ramp(k * 16, 1, 16)] = T.Cast(
-                    "int8x16", T.nearbyint(x[m, T.ramp(k * 16, 1, 16)] * T.broadcast(inverse[0], 16))
+                    "int8x16", T.nearbyint(rest[m, T.ramp(k * 16, 1, 16)] * T.broadcast(inverse[0], 16))
                 )
             for k in range(tail):
-                a[m, vectors * 16 + k] = T.Cast("int8", T.nearbyint(x[m, vectors * 16 + k] * inverse[0]))
+                a[m, vectors * 16 + k] = T.Cast("int8", T.nearbyint(rest[m, vectors * 16 + k] * inverse[0]))
             for k in range(padded - columns):
                 a[m, columns + k] = T.int8(0)
 
@@ -151,28 +174,47 @@ def packed_linear(
                 sums[m, g] = lane[0]
 
         @T.inline
+        def add_floats(out, tile, token, t, n):
+            out[t, n, every] = out[t, n, every] * T.broadcast(factor[token], TILE_ROWS)
+            if has_columns:
+                for k in range(fmt.float_columns):
+                    single = T.meta_var(T.broadcast(x[token, float_columns[k]], TILE_ROWS))
+                    out[t, n, every] = out[t, n, every] + T.Cast("float32x16", floats[tile, k, every]) * single
+            if has_outliers:
+                for r in range(TILE_ROWS):
+                    begin = T.meta_var(starts[tile * TILE_ROWS + r])
+                    for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
+                        single = T.meta_var(x[token, T.Cast("int32", places[begin + k])])
+                        out[t, n, r] = out[t, n, r] + T.Cast("float32", outliers[begin + k]) * single
+
+        @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
             acc = T.alloc_buffer(shape, "int32" if integer else "float32", scope="local")
             out = T.alloc_buffer(shape, "float32", scope="local")
+            values = T.alloc_buffer((4, TILE_ROWS), "float32", scope="local")  # of four columns
+            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32", scope="local")  # of a group
             body.clear(out, n_tokens, n_tiles)
             for g in range(groups):
                 body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
+                body.load_table(table, codebook, first, g, n_tiles)
                 for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
-                    body.add_chunk(acc, a, codes, first, m0, g * body.group_chunks + c, n_tokens, n_tiles)
+                    chunk = T.meta_var(g * body.group_chunks + c)
+                    body.add_chunk(acc, a, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
                 body.end_group(out, acc, scales, first, g, n_tokens, n_tiles)
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
+                        add_floats(out, first + n, m0 + t, t, n)
                         if ragged:
                             for r in range(TILE_ROWS):
                                 row = T.meta_var((first + n) * TILE_ROWS + r)
                                 if row < rows:
-                                    value = T.meta_var(out[t, n, r] * factor[m0 + t])
+                                    value = T.meta_var(out[t, n, r])
                                     y[m0 + t, row] = value + bias[row] if has_bias else value
                         else:
                             at = T.meta_var(T.ramp((first + n) * TILE_ROWS, 1, TILE_ROWS))
-                            wide = T.meta_var(out[t, n, every] * T.broadcast(factor[m0 + t], TILE_ROWS))
+                            wide = T.meta_var(out[t, n, every])
                             y[m0 + t, at] = wide + bias[at] if has_bias else wide
 
         if tokens == 1:
@@ -186,10 +228,18 @@ def packed_linear(
                 for j in range((tokens + (step - 1)) // step):
                     block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
 
-    x, codes, scales, zeros, unit, bias, y = kernel.params
-    optional = [(not symmetric, zeros), (has_unit, unit), (has_bias, bias)]
-    params = [x, codes, scales, *(param for there, param in optional if there), y]
-    return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
+    x, *stored, bias, y = kernel.params
+    used = [param for name, param in zip(PARTS, stored, strict=True) if name in parts]
+    return tvm.tirx.PrimFunc([x, *used, *([bias] if has_bias else []), y], kernel.body, kernel.ret_type, kernel.attrs)
+
+
+def _entry(table: Any, n: int, at: Any, level: int) -> Any:
+    return table[n, level, at]
+
+
+def _part(parts: Mapping[str, tuple[str, tuple[int, ...]]], name: str, handle: Any) -> Any:
+    """The buffer of a stored part; None where the format lacks it."""
+    return T.match_buffer(handle, parts[name][1], parts[name][0]) if name in parts else None
 
 
 class _Body:
@@ -199,7 +249,10 @@ class _Body:
         self.fmt, self.isa, self.integer = fmt, isa, fmt.activation_bits == 8
         self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
         self.group_chunks = -(-fmt.columns(columns) // fmt.chunk_columns)
-        self.has_zeros = fmt.element is None  # codes of integers are unsigned: their zero point is subtracted
+        self.table_size = fmt.levels if fmt.codebook else 1
+        self.has_zeros = (
+            fmt.element is None and not fmt.codebook
+        )  # codes of integers are unsigned: their zero point is subtracted
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -228,7 +281,17 @@ class _Body:
                 value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", zeros[first + n, g, at])
             T.buffer_store(acc, value, [t, n, at])
 
-    def add_chunk(self, acc: Any, a: Any, codes: Any, first: Any, m0: Any, c: Any, n_tokens: int, n_tiles: int) -> None:
+    def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
+        """The group's values in float32, where it has a codebook."""
+        for _, n, at in self.lanes(1, n_tiles if self.fmt.codebook else 0):
+            for level in range(self.table_size):
+                value = T.Cast(f"float32x{self.isa.lanes}", codebook[first + n, g, level, at])
+                T.buffer_store(table, value, [n, level, at])
+
+    def add_chunk(
+        self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
         """Add one chunk of columns of every tile and token."""
         lanes, fmt = self.isa.lanes, self.fmt
         for quad in range(fmt.chunk_columns // 4):
@@ -237,13 +300,16 @@ class _Body:
             for t, n, at in self.lanes(n_tokens, n_tiles):
                 if t == 0:  # a new register of codes, shared by all tokens
                     last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
+                    for i in range(0 if self.integer else 4):
+                        value = code_values(last, i, fmt, lanes, partial(_entry, table, n, at))
+                        T.buffer_store(values, value, [i, at])
                 if self.integer:
                     four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")
                     value = dot4(acc[t, n, at], last, T.broadcast(four, lanes), fmt, self.isa)
                 else:
                     value = acc[t, n, at]
                     for i in range(4):
-                        value = value + code_values(last, i, fmt, lanes) * T.broadcast(a[m0 + t, column + i], lanes)
+                        value = value + values[i, at] * T.broadcast(a[m0 + t, column + i], lanes)
                 T.buffer_store(acc, value, [t, n, at])
 
     def end_group(self, out: Any, acc: Any, scales: Any, first: Any, g: Any, n_tokens: int, n_tiles: int) -> None:
@@ -251,5 +317,8 @@ class _Body:
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
+            if scales is None:
+                T.buffer_store(out, out[t, n, at] + total, [t, n, at])
+                continue
             scale = scale_values(scales[first + n, g, at], self.fmt, lanes)
             T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])

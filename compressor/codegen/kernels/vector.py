@@ -5,7 +5,7 @@ Every function takes and returns TIR expressions over vectors of ``lanes`` 32-bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +63,21 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
     return result
 
 
-def code_values(codes: Any, byte: int, fmt: Format, lanes: int) -> Any:
+def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[[int], Any]) -> Any:
     """What the codes in one byte of each lane stand for, but for the constant factor that :func:`scale_values` has.
+
+    Args:
+        table: code -> a codebook's vector of values, one a lane.
 
     A float of few bits is, with its fields in the places of float16's, a float16 that is smaller by a power of two:
     subnormals as well, which that conversion takes at full speed.
     """
+    if fmt.codebook:
+        found = [table(level) for level in range(fmt.levels)]
+        for bit in range(fmt.bits):
+            unset = T.EQ(T.bitwise_and(codes, splat(1 << (8 * byte + bit), lanes)), splat(0, lanes))
+            found = [T.Select(unset, low, high) for low, high in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
     element = fmt.element
     code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
     if element is None:

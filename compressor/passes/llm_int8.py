@@ -1,0 +1,95 @@
+"""LLM.int8(): input columns with large values stay float16, others are int8 (Dettmers et al. 2022, 2208.07339)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.calibration import Inputs, stream
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.graph import Site
+from compressor.outliers import add_columns
+from compressor.packing import PackedWeight
+from compressor.passes.rtn import round_sites, rtn_quantize
+from compressor.pipeline import Context
+from compressor.sites import choose_format, choose_sites
+from compressor.sites_plan import Gathering, SitePlan, plan_sites, rtn_work, rtn_working_bytes
+
+_STEP = 8  # columns are taken in so many, so that layers share kernels
+
+
+def large_columns(absmax: Tensor, threshold: float) -> Tensor:
+    """Columns whose largest input reaches the threshold, and the next largest up to a multiple of 8; int64, rising.
+
+    Args:
+        absmax: of the inputs, [in].
+    """
+    count = int((absmax >= threshold).sum())
+    count = min(-(-count // _STEP) * _STEP, len(absmax))
+    return torch.argsort(absmax, descending=True, stable=True)[:count].sort().values
+
+
+def llm_int8_quantize(weight: Tensor, columns: Tensor, fmt: Format) -> PackedWeight:
+    """Round all columns to nearest but some, which are stored as floats (eq. 8).
+
+    Args:
+        weight: float32 [out, in].
+        columns: int64, rising.
+    """
+    return add_columns(rtn_quantize(weight.index_fill(1, columns, 0.0), fmt), weight, columns)
+
+
+@dataclass(frozen=True)
+class LlmInt8:
+    """Round weights and activations to int8, but for the input columns whose activations are large.
+
+    The columns are found on calibration samples, for each group of linears that share an input, and are part of the
+    bundle; the paper finds them anew for every token.
+
+    Attributes:
+        threshold: the least size of an activation that keeps its column in float16.
+        scheme: of the other columns; a format with int8 activations.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+    """
+
+    threshold: float = 6.0
+    scheme: str = "W8A8"
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if choose_format(self.scheme).activation_bits != 8:
+            raise UsageError(f"llm_int8: scheme {self.scheme} has float activations: nothing to keep columns from")
+        if not self.threshold > 0:
+            raise UsageError(f"llm_int8: threshold {self.threshold:g} is not above 0")
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace every matched linear; the record's error is that of the weight (||W - Q||^2 / ||W||^2)."""
+        fmt = choose_format(self.scheme)
+        sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("llm_int8")
+        with ctx.reporter.task("llm_int8", len(sites)) as task:
+            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+                columns = large_columns(inputs.absmax, self.threshold)
+                if not len(columns):
+                    names = ", ".join(site.name for site in group)
+                    ctx.notes.append(f"llm_int8: {names}: no input reaches {self.threshold:g}; all columns are int8")
+
+                def quantize(_: Site, weight: Tensor, columns: Tensor = columns) -> PackedWeight:
+                    return llm_int8_quantize(weight, columns, fmt)
+
+                round_sites(graph, ctx, "llm_int8", group, task, quantize)
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do if no input is large, on a graph without weights."""
+        fmt = choose_format(self.scheme)
+        sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
+        formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False)
+        return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, gathering)

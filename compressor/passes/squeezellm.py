@@ -1,0 +1,92 @@
+"""SqueezeLLM: sensitivity-weighted k-means of each row, outliers beside it (Kim et al. 2023, arXiv 2306.07629)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.codebooks import cluster
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.gradients import squared_gradients
+from compressor.graph import Site
+from compressor.outliers import largest
+from compressor.packing import PackedWeight, choose_grid
+from compressor.passes.rtn import round_sites, rtn_quantize
+from compressor.pipeline import Context
+from compressor.sites import choose_format, choose_sites
+from compressor.sites_plan import Gathering, SitePlan, plan_sites, rtn_working_bytes, squeezellm_work
+
+_SENSITIVE = 0.05 / 0.45  # of the outliers, as the paper shares them out (section 4.2)
+
+
+def squeezellm_quantize(weight: Tensor, sensitivity: Tensor, fmt: Format) -> PackedWeight:
+    """Cluster the weights of each row or group by sensitivity * error ** 2 (eq. 4), but for the outliers.
+
+    Outliers are the weights whose loss would be largest if they were zero, sensitivity * weight ** 2, and those that
+    are largest; they are stored as floats.
+
+    Args:
+        weight: float32 [out, in].
+        sensitivity: diagonal of the Fisher information, float32 [out, in]; a row of zeros counts as all ones.
+        fmt: a format with codebooks.
+    Raises:
+        CompressorError: weight or sensitivity hold NaN or inf.
+    """
+    count = fmt.outliers(*weight.shape)
+    sensitive = largest(sensitivity * weight.square(), round(_SENSITIVE * count))
+    outliers = sensitive | largest(weight.abs().masked_fill(sensitive, -1.0), count - round(_SENSITIVE * count))
+    importance = sensitivity.masked_fill(outliers, 0.0)
+
+    def choose(group: Tensor, columns: slice) -> tuple[Tensor, None]:
+        return cluster(group, importance[:, columns], fmt.levels, choose_grid(group, fmt)[0]), None
+
+    return rtn_quantize(weight, fmt, choose, outliers)
+
+
+@dataclass(frozen=True)
+class Squeezellm:
+    """Non-uniform values for each row, chosen by how sensitive the loss is to each weight, and outliers in float16.
+
+    Sensitivities are squared gradients of the next-token loss over the calibration samples, one by one: the model must
+    be a decoder.  They are taken once, of the dense model.
+
+    Attributes:
+        scheme: name of a format with codebooks, such as ``LUT3_S0.45``.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+    """
+
+    scheme: str = "LUT3_S0.45"
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not choose_format(self.scheme).codebook:
+            raise UsageError(f"squeezellm: scheme {self.scheme} has no codebooks; take LUT2 to LUT4, or LUT3_S0.45")
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace every matched linear; the record's error is that of the weight (||W - Q||^2 / ||W||^2)."""
+        fmt = choose_format(self.scheme)
+        sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("squeezellm")
+        before = len(ctx.records)
+        with ctx.reporter.task("squeezellm", len(sites)) as task:
+            for site, squares in squared_gradients(graph, samples.ids, sites, ctx.spill):
+
+                def quantize(_: Site, weight: Tensor, squares: Tensor = squares) -> PackedWeight:
+                    return squeezellm_quantize(weight, squares, fmt)
+
+                round_sites(graph, ctx, "squeezellm", [site], task, quantize)
+        ctx.records[before:] = reversed(ctx.records[before:])  # gradients come from the end
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme)
+        sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
+        formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False, gradients=True)
+        return plan_sites(graph, formats, self.ignore, squeezellm_work, rtn_working_bytes, gathering)

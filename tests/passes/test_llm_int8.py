@@ -1,0 +1,55 @@
+"""LLM.int8(): which columns stay, equation 8 on a linear with outlier features, the pass and its notes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compressor.calibration import load_samples
+from compressor.capture import capture
+from compressor.errors import UsageError
+from compressor.formats import Format
+from compressor.ops import packed_product
+from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
+from compressor.passes.rtn import rtn_quantize
+from compressor.pipeline import Context
+from compressor.recipe import load_text_spec
+from compressor.resources import resource
+
+
+def test_columns_come_in_eights_the_largest_first() -> None:
+    absmax = torch.arange(20.0)
+    assert large_columns(absmax, 17.0).tolist() == list(range(12, 20))
+    assert large_columns(absmax, 11.0).tolist() == list(range(4, 20))
+    assert large_columns(absmax, 20.0).tolist() == []
+    assert large_columns(absmax, 0.5).tolist() == list(range(20))
+
+
+def test_outlier_features_no_longer_spoil_the_rest() -> None:
+    rng, fmt = torch.Generator().manual_seed(0), Format.parse("W8A8")
+    x, weight = torch.randn(64, 128, generator=rng), torch.randn(48, 128, generator=rng)
+    x[:, [5, 77]] *= 60
+    dense = x @ weight.T
+    columns = large_columns(x.abs().amax(0), 6.0)
+    kept = llm_int8_quantize(weight, columns, fmt)
+    assert {5, 77} <= set(columns.tolist()) and kept.format.name == "W8A8_F8"
+    errors = [float((packed_product(x, p) - dense).norm() / dense.norm()) for p in (kept, rtn_quantize(weight, fmt))]
+    assert errors[0] < 0.004 < errors[1] / 3
+
+
+def test_the_pass_keeps_columns_where_inputs_are_large_and_says_where_none_are() -> None:
+    model = resource("models") / "reference"
+    spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 64})
+    ctx = Context(samples=load_samples(spec, model, 2048))
+    LlmInt8(threshold=10.0, targets=r"re:model\.layers\.0\.").run(capture(model), ctx)
+    formats = {record.site.rpartition(".")[2]: record.format for record in ctx.records}
+    assert formats["q_proj"] == formats["k_proj"] == "W8A8"
+    assert formats["down_proj"].startswith("W8A8_F")
+    assert any("q_proj" in note and "no input reaches 10" in note for note in ctx.notes)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(UsageError, match="float activations"):
+        LlmInt8(scheme="W8A16")
+    with pytest.raises(UsageError, match="threshold"):
+        LlmInt8(threshold=0)
