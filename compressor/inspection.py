@@ -106,11 +106,14 @@ def _format_text(name: str) -> str:
     span = {"tensor": "the whole weight", "channel": "each row", "group": f"every {fmt.group_size} columns of a row"}
     scales = {"F16": "float16", "E8M0": "E8M0", "E4M3": "E4M3 and one float32 for the whole weight"}[fmt.scale_type]
     planes = " + ".join(f"{width}-bit" for width in fmt.planes)
+    floats = f"  outliers     {fmt.outlier_percent:g}% of the weights, float16\n" if fmt.outlier_percent else ""
+    floats += f"  columns      {fmt.float_columns} of the inputs, float16\n" if fmt.float_columns else ""
+    one = "codebooks    float16" if fmt.codebook else f"scales       {scales}"
     return "\n".join(
         [
             fmt.name,
             f"  weights      {_element_text(fmt)}",
-            f"  scales       {scales}, one for {span[fmt.strategy]}",
+            f"{floats}  {one}, one for {span[fmt.strategy]}",
             f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
@@ -119,6 +122,8 @@ def _format_text(name: str) -> str:
 
 
 def _element_text(fmt: Any) -> str:
+    if fmt.codebook:
+        return f"{fmt.bits}-bit codes of {fmt.levels} values each"
     if fmt.element is None:
         return f"{fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}"
     values = sorted({value for value in fmt.element.values if value == value})

@@ -107,7 +107,8 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     *_, step = result.recipe.passes
     formats = {site["format"] for site in sites}
     assert formats == set(result.manifest["formats"])
-    assert formats <= set(step.schemes) if hasattr(step, "schemes") else formats == {step.scheme}
+    schemes = set(step.schemes) if hasattr(step, "schemes") else {step.scheme}  # a pass may add columns in float16
+    assert all({name, Format.parse(name).coded.name} & schemes for name in formats)
     assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
     assert -0.02 < metrics["perplexity_increase"] < 0.05
     assert 0.8 < metrics["top1_agreement"] <= 1
