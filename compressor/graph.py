@@ -184,22 +184,40 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     old = site.node
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
-        stored: list[Node | None] = []
-        for part in PARTS:
-            value = getattr(packed, part)
-            if value is None:
-                stored.append(None)
-                continue
-            set_parameter(graph, f"{site.name}.{part}", value)
-            stored.append(graph.graph.get_attr(f"{site.name}.{part}"))
-        args = (old.args[0], *stored, bias, packed.format.name, site.in_features, site.out_features)
-        new = graph.graph.call_function(_PACKED, args)
+        new = _call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     if not weight.users:
         graph.graph.erase_node(weight)
         _delete_parameter(graph, site.weight_name)
+
+
+def insert_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, users: Sequence[Node] = ()) -> None:
+    """Send a tensor through a packed linear, stored under ``name``, on its way to all its users or to some of them.
+
+    Args:
+        x: float32 [..., n]; the packed weight is [n, n].
+        users: none means all.
+    """
+    with graph.graph.inserting_before(x.next):
+        new = _call_packed(graph, name, x, packed, None)
+    new.meta = {"val": x.meta["val"]}
+    x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and (not users or user in users))
+
+
+def _call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
+    """A packed linear at the point of insertion, and its parameters."""
+    stored: list[Node | None] = []
+    for part in PARTS:
+        value = getattr(packed, part)
+        if value is None:
+            stored.append(None)
+            continue
+        set_parameter(graph, f"{name}.{part}", value)
+        stored.append(graph.graph.get_attr(f"{name}.{part}"))
+    out_features, in_features = packed.shape
+    return graph.graph.call_function(_PACKED, (x, *stored, bias, packed.format.name, in_features, out_features))
 
 
 def drop_dead_parameters(graph: GraphModule) -> list[str]:
