@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.formats import PARTS
+from compressor.formats import PARTS, Format
 from compressor.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
@@ -86,6 +86,37 @@ def linear_sites(graph: GraphModule) -> list[Site]:
             )
         )
     return sites
+
+
+def packed_sites(graph: GraphModule) -> list[Site]:
+    """Linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
+    sites = []
+    for node in graph.graph.find_nodes(op="call_function", target=_PACKED, sort=True):
+        args: Any = node.args
+        x, codes, *_, bias, _, in_features, out_features = args
+        name = codes.target.removesuffix(".codes")
+        module_class = _owner(node, f"{name}.weight")[1]
+        bias_name = bias.target if _is_attribute(bias) else None
+        sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
+    return sites
+
+
+def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
+    """The weight of one of :func:`packed_sites`."""
+    args: Any = site.node.args
+    parts = {
+        part: graph.get_parameter(node.target).detach() for part, node in zip(PARTS, args[1:], strict=False) if node
+    }
+    return PackedWeight.from_parts(parts, Format.parse(args[6]), (site.out_features, site.in_features))
+
+
+def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
+    """Give one of :func:`packed_sites` another bias, float32 [out]; where it has none, ``<site>.bias``."""
+    name = site.bias_name or f"{site.name}.bias"
+    set_parameter(graph, name, bias)
+    if site.bias_name is None:
+        with graph.graph.inserting_before(site.node):
+            site.node.update_arg(5, graph.graph.get_attr(name))
 
 
 def _is_attribute(node: Any) -> bool:
@@ -260,7 +291,8 @@ class Segment:
     """A stretch of the graph between two points where one token-dependent tensor is all that is live."""
 
     nodes: tuple[Node, ...]  # token-dependent nodes, in order
-    sites: tuple[Site, ...]
+    sites: tuple[Site, ...]  # dense
+    packed: tuple[Site, ...]
     entry: Node | None  # the live tensor at its beginning; None for the first
     exit: Node | None  # the live tensor at its end; None for the last
 
@@ -276,8 +308,9 @@ def segments(graph: GraphModule) -> list[Segment]:
     index = {node: i for i, node in enumerate(nodes)}
     last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
     sites = {site.node: site for site in linear_sites(graph)}
+    packed = {site.node: site for site in packed_sites(graph)}
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
-    linears = [i for i, node in enumerate(nodes) if node in sites or node.target is _PACKED]
+    linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
     result: list[Segment] = []
     live: set[int] = set()
     begin, entry = 0, None
@@ -288,14 +321,21 @@ def segments(graph: GraphModule) -> list[Segment]:
         exit_node = nodes[next(iter(live))]
         if not isinstance(exit_node.meta.get("val"), Tensor | None):
             continue  # a tuple of tensors is not one tensor
-        result.append(_segment(nodes[begin : i + 1], sites, entry, exit_node))
+        result.append(_segment(nodes[begin : i + 1], sites, packed, entry, exit_node))
         begin, entry = i + 1, exit_node
-    result.append(_segment(nodes[begin:], sites, entry, None))
+    result.append(_segment(nodes[begin:], sites, packed, entry, None))
     return result
 
 
-def _segment(nodes: list[Node], sites: dict[Node, Site], entry: Node | None, exit_node: Node | None) -> Segment:
-    return Segment(tuple(nodes), tuple(sites[n] for n in nodes if n in sites), entry, exit_node)
+def _segment(
+    nodes: list[Node],
+    sites: dict[Node, Site],
+    packed: dict[Node, Site],
+    entry: Node | None,
+    exit_node: Node | None,
+) -> Segment:
+    dense, done = (tuple(found[node] for node in nodes if node in found) for found in (sites, packed))
+    return Segment(tuple(nodes), dense, done, entry, exit_node)
 
 
 def shared_nodes(graph: GraphModule) -> list[Node]:

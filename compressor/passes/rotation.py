@@ -124,7 +124,7 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
             _change(graph, site.bias_name, lambda bias: turn(bias) * gain)
     for site, before in found.readers:
         scale = 1 / gain if before is None else graph.get_parameter(_weight(before)).detach().double()
-        _change(graph, site.weight_name, lambda weight: turn(weight * scale))  # noqa: B023
+        _change(graph, site.weight_name, lambda weight: turn(weight.double() * scale))  # noqa: B023
     for norm in found.norms:
         _change(graph, _weight(norm), torch.ones_like)
         _scale_epsilon(norm, gain)
