@@ -90,9 +90,11 @@ def main() -> None:
 
 
 def _step(name: str, scheme: str) -> Any:
-    """A pass with the options that it has."""
+    """A pass with those of its options that matter here."""
     cls = pass_class(name)
-    options = {"scheme": scheme, "ignore": ("lm_head",), "add": True}
+    if getattr(cls, "needs_dense", False):  # it comes last, and sees packed linears only
+        return cls(add=True)
+    options = {"scheme": scheme, "ignore": ("lm_head",)}
     return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options})
 
 
