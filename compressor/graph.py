@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.formats import PARTS, Format
+from compressor.formats import PARTS
 from compressor.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
@@ -99,24 +99,6 @@ def packed_sites(graph: GraphModule) -> list[Site]:
         bias_name = bias.target if _is_attribute(bias) else None
         sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
     return sites
-
-
-def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
-    """The weight of one of :func:`packed_sites`."""
-    args: Any = site.node.args
-    parts = {
-        part: graph.get_parameter(node.target).detach() for part, node in zip(PARTS, args[1:], strict=False) if node
-    }
-    return PackedWeight.from_parts(parts, Format.parse(args[6]), (site.out_features, site.in_features))
-
-
-def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
-    """Give one of :func:`packed_sites` another bias, float32 [out]; where it has none, ``<site>.bias``."""
-    name = site.bias_name or f"{site.name}.bias"
-    set_parameter(graph, name, bias)
-    if site.bias_name is None:
-        with graph.graph.inserting_before(site.node):
-            site.node.update_arg(5, graph.graph.get_attr(name))
 
 
 def _is_attribute(node: Any) -> bool:
@@ -215,7 +197,7 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     old = site.node
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
-        new = _call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
+        new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
@@ -224,21 +206,8 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
         _delete_parameter(graph, site.weight_name)
 
 
-def insert_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, users: Sequence[Node] = ()) -> None:
-    """Send a tensor through a packed linear, stored under ``name``, on its way to all its users or to some of them.
-
-    Args:
-        x: float32 [..., n]; the packed weight is [n, n].
-        users: none means all.
-    """
-    with graph.graph.inserting_before(x.next):
-        new = _call_packed(graph, name, x, packed, None)
-    new.meta = {"val": x.meta["val"]}
-    x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and (not users or user in users))
-
-
-def _call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
-    """A packed linear at the point of insertion, and its parameters."""
+def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
+    """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
     stored: list[Node | None] = []
     for part in PARTS:
         value = getattr(packed, part)

@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from compressor.calibration import stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import PARTS, Format
-from compressor.graph import Site, linear_sites, packed_sites, packed_weight, set_bias, ties
+from compressor.graph import Site, linear_sites, packed_sites, ties
+from compressor.graph_packed import packed_weight, set_bias
 from compressor.ops import quantize_activations
 from compressor.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
 from compressor.pipeline import Context

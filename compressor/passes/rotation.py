@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from compressor.absorbers import Unabsorbable, describe, find_absorber, is_attention
 from compressor.errors import CompressorError
 from compressor.formats import Format
-from compressor.graph import Site, group_by_input, insert_packed, linear_sites, set_parameter
+from compressor.graph import Site, group_by_input, linear_sites, set_parameter
+from compressor.graph_packed import insert_packed
 from compressor.hadamard import is_hadamard, random_signs, rotate
 from compressor.packing import PackedWeight, pack
 from compressor.pipeline import Context
@@ -70,15 +71,20 @@ class Rotation:
         generator = torch.Generator().manual_seed(ctx.seed)
         streams = find_residuals(graph, lambda site: "" if site.name in chosen else f"{site.name} is left as it is")
         heads = [group for group in group_by_input(linear_sites(graph)) if is_attention(group[0].input)]
+        left: dict[str, list[tuple[str, str]]] = {"the stream from": [], "the values that are read by": []}
         with ctx.reporter.task("rotation", len(streams) + len(heads)) as task:
             for found in streams:
-                with _noting(ctx, f"the stream from {describe(found.begin)}"):
+                with _leaving(left["the stream from"], describe(found.begin)):
                     _rotate_stream(graph, ctx, found, generator)
                 task.advance()
             for group in heads:
-                with _noting(ctx, f"the values that {group[0].name} reads"):
+                with _leaving(left["the values that are read by"], group[0].name):
                     _rotate_values(graph, group, chosen, generator)
                 task.advance()
+        for what, places in left.items():
+            if places:
+                names, reason = ", ".join(name for name, _ in places), places[0][1]
+                ctx.notes.append(f"rotation: not rotated: {what} {names}: {reason}{' (the first)' * (len(places) > 1)}")
         if not streams and not heads:
             ctx.notes.append("rotation: there is neither a residual stream nor attention: nothing is rotated")
         graph.recompile()
@@ -92,11 +98,12 @@ class Rotation:
 
 
 @contextmanager
-def _noting(ctx: Context, what: str) -> Iterator[None]:
+def _leaving(left: list[tuple[str, str]], name: str) -> Iterator[None]:
+    """What cannot be rotated is left as it is and remembered, with the reason."""
     try:
         yield
     except Unabsorbable as reason:
-        ctx.notes.append(f"rotation: {what}: not rotated: {reason}")
+        left.append((name, str(reason)))
 
 
 def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator: torch.Generator) -> None:

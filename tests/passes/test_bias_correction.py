@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.graph import linear_sites, packed_sites, packed_weight, set_parameter, twin, weight_bytes
+from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
+from compressor.graph_packed import packed_weight
 from compressor.ops import quantize_activations
 from compressor.packing import dequantize
 from compressor.passes.bias_correction import BiasCorrection, Means, corrected_bias

@@ -72,7 +72,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     ("half", ("lm_head",), 2, ["stored as float16", "lm_head is left as it is"]),
     ("tied", (), 2, ["embed_tokens.weight is tied", "the weight of lm_head is tied"]),
     ("odd", (), 0, []),
-    ("odd", ("lm_head",), 0, ["not rotated: no Hadamard matrix of 52 channels"]),
+    ("odd", ("lm_head",), 0, ["model.embed_tokens): no Hadamard matrix of 52 channels"]),
     ("granite", (), 0, []),
     ("opt", (), 0, ["self_attn_layer_norm) subtracts its mean"]),
     ("gpt2", (), 0, ["subtracts its mean", "attention's values come from"]),
