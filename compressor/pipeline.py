@@ -189,6 +189,7 @@ class Pipeline:
             self._finish(index, pass_name(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
                 ctx.state = _next_state(ctx, step, graph)
+        ctx.dense = None
         return graph
 
     def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:

@@ -1,8 +1,9 @@
 """The residual stream: the tensors that additions join, all that writes into them and all that reads them.
 
 Every linear map of the channels that whatever writes applies and whatever reads undoes leaves the function as it is.
-An orthogonal one passes RMS norms, whose weights belong to the linears behind them then (Ashkboos et al. 2024,
-SliceGPT, arXiv 2401.15024, section 3.1).  The stream is found in the dataflow; what is not understood is named.
+An orthogonal one passes RMS norms, whose weights belong to the linears behind them then; so it does layer norms, once
+whatever writes leaves no mean behind (Ashkboos et al. 2024, SliceGPT, arXiv 2401.15024, section 3.1).  The stream is
+found in the dataflow; what is not understood is named.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compressor.absorbers import Unabsorbable, describe
 from compressor.graph import Site, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
+_LAYER_NORM, _RMS_NORM = _ATEN.layer_norm.default, _OPS.rms_norm.default
 _SCALED = (_ATEN.mul.Tensor, _ATEN.div.Tensor)
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
 _SIZES = (_ATEN.sym_size.int,)
@@ -33,10 +35,11 @@ class Residual:
         width: channels.
         writers: linears whose rows are channels.
         tables: parameters whose last dimension is channels: of embeddings, or added as they are.
-        norms: RMS norms whose readers are all in ``readers``.
+        norms: RMS or layer norms whose readers are all in ``readers``.
         readers: linears whose columns are channels, each with the norm in front of it, if there is one.
         entry: what comes into the stream and has no parameter that can be changed, and why; None if there is nothing.
         exit: the norm in front of readers that cannot be changed, and why; None if there is none.
+        centered: layer norms read it, and nothing else: what adds the same to all channels changes nothing.
         reason: why the stream has to stay as it is; the other fields say nothing then.
     """
 
@@ -48,6 +51,7 @@ class Residual:
     readers: tuple[tuple[Site, Node | None], ...] = ()
     entry: tuple[Node, str] | None = None
     exit: tuple[Node, str] | None = None
+    centered: bool = False
     reason: str = ""
 
 
@@ -60,7 +64,7 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
     found: list[Residual] = []
     seen: set[Node] = set()
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target not in (_OPS.rms_norm.default, _ATEN.layer_norm.default):
+        if node.op != "call_function" or node.target not in (_LAYER_NORM, _RMS_NORM):
             continue
         members = _closure(node.args[0])
         if seen & members or not any(_is_sum(member) for member in members):
@@ -73,6 +77,12 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
         except Unabsorbable as reason:
             found.append(Residual(ordered[0], width, reason=str(reason)))
     return found
+
+
+def norm_parameters(norm: Node) -> tuple[Node | None, Node | None]:
+    """A norm's weight and bias."""
+    args: Any = norm.args
+    return (args[1], None) if norm.target is not _LAYER_NORM else (*args[2:4], None, None)[:2]
 
 
 def carried(node: Node) -> list[Node]:
@@ -122,7 +132,13 @@ class _Reading:
 
     def result(self, width: int) -> Residual:
         entries = self._entries()
-        norms, readers, exits = self._uses()
+        layer_norms = self.graph.graph.find_nodes(op="call_function", target=_LAYER_NORM)
+        reading = [norm for norm in layer_norms if norm.args[0] in self.members]
+        for norm in reading:
+            if len(norm.args) < 5 or norm.args[1] != [width]:
+                raise Unabsorbable(f"{describe(norm)} is over more than its channels, or of unknown epsilon")
+        centered = bool(reading)
+        norms, readers, exits = self._uses(centered)
         for what, places in (("comes in", entries), ("is read", exits)):
             if len(places) > 1:
                 named = " and ".join(f"{describe(node)} ({why})" for node, why in places[:2])
@@ -131,7 +147,7 @@ class _Reading:
         if entry is not None and entry[0].meta["val"].dtype != torch.float32:
             raise Unabsorbable(f"{describe(entry[0])} is not float32")
         made_of = (tuple(self.writers), tuple(self.tables))
-        return Residual(self.ordered[0], width, *made_of, tuple(norms), tuple(readers), entry, leave)
+        return Residual(self.ordered[0], width, *made_of, tuple(norms), tuple(readers), entry, leave, centered)
 
     def _entries(self) -> list[tuple[Node, str]]:
         """Where what cannot be changed comes in: as late as nothing else has been added."""
@@ -163,7 +179,7 @@ class _Reading:
         self.tables.append(table.target)
         return ""
 
-    def _uses(self) -> tuple[list[Node], list[tuple[Site, Node | None]], list[tuple[Node, str]]]:
+    def _uses(self, centered: bool) -> tuple[list[Node], list[tuple[Site, Node | None]], list[tuple[Node, str]]]:
         """Norms whose weight their readers take over, all linears that read the stream, and the norms that are left."""
         norms: list[Node] = []
         readers: list[tuple[Site, Node | None]] = []
@@ -174,18 +190,14 @@ class _Reading:
                     continue
                 if user.args[0] is not member or user.args.count(member) > 1:
                     raise Unabsorbable(f"it is also read by {describe(user)}")
-                if user.target is _ATEN.layer_norm.default:
-                    raise Unabsorbable(
-                        f"{describe(user)} subtracts its mean: layer norms do not commute with rotations"
-                    )
-                if user.target is _OPS.rms_norm.default:
+                if user.target is _LAYER_NORM or (user.target is _RMS_NORM and not centered):
                     behind, reason = self._behind(user)
                     if reason:
                         exits.append((user, reason))
                     else:
                         norms.append(user)
                         readers += [(site, user) for site in behind]
-                elif user in self.sites and not (reason := _fixed_weight(self.sites[user], self.refuse)):
+                elif user in self.sites and not centered and not _fixed_weight(self.sites[user], self.refuse):
                     readers.append((self.sites[user], None))
                 else:
                     raise Unabsorbable(f"it is also read by {describe(user)}")
@@ -193,9 +205,9 @@ class _Reading:
 
     def _behind(self, norm: Node) -> tuple[list[Site], str]:
         """The linears that read a norm, and why they cannot be changed; empty where they can."""
-        weight: Any = norm.args[1]
-        if weight.op != "get_attr" or len(weight.users) > 1:
-            return [], "its weight is computed or shared"
+        weight, bias = norm_parameters(norm)
+        if weight is None or any(p is not None and (p.op != "get_attr" or len(p.users) > 1) for p in (weight, bias)):
+            return [], "its weight is computed or shared, or it has none"
         found: list[Site] = []
         ahead = list(norm.users)
         while ahead:
@@ -206,6 +218,8 @@ class _Reading:
                 return [], f"{describe(user)} reads it"
             elif reason := _fixed_weight(self.sites[user], self.refuse):
                 return [], reason
+            elif bias is not None and self.sites[user].bias_name is None:
+                return [], f"{self.sites[user].name} has no bias that could take the norm's over"
             else:
                 found.append(self.sites[user])
         return found, ""

@@ -65,7 +65,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.branch, self.scale = branch, nn.Parameter(torch.randn(8))
         self.up, self.write, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.norm = nn.LayerNorm(8) if branch == "layer norm" else nn.RMSNorm(8, eps=1e-6)
+        self.norm = nn.LayerNorm(8) if branch == "both norms" else nn.RMSNorm(8, eps=1e-6)
         self.last = nn.RMSNorm(8, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize(("branch", "reason"), [
     ("gate", "more than once"),  # the input, and a product of two tensors
     ("reader", "also read by tanh"),
-    ("layer norm", "subtracts its mean"),
+    ("both norms", "also read by rms_norm"),
     ("norm reader", ""),  # one norm alone cannot take the rotation over: it is the exit
     ("scaled", ""),  # numbers, and other views of the same channels, hand it on
 ])  # fmt: skip

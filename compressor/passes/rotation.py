@@ -16,26 +16,28 @@ from torch.fx import GraphModule, Node
 from compressor.absorbers import Unabsorbable, describe, find_absorber, is_attention
 from compressor.errors import CompressorError
 from compressor.formats import Format
-from compressor.graph import Site, group_by_input, linear_sites, set_parameter
+from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.graph_packed import insert_packed
 from compressor.hadamard import is_hadamard, random_signs, rotate
 from compressor.packing import PackedWeight, pack
 from compressor.pipeline import Context
-from compressor.residual import Residual, find_residuals
+from compressor.residual import Residual, find_residuals, norm_parameters
 from compressor.sites import choose_sites
 from compressor.sites_plan import SitePlan, meta_packed, plan_rotated_sites
 from compressor.tensor_files import release
 
+_RMS_NORM = torch.ops.compressor.rms_norm.default
 _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
 
 
 def pack_rotation(
-    width: int, signs: Tensor, *, back: bool, device: torch.device | None = None
+    width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
 ) -> tuple[PackedWeight, float]:
     """The matrix of :func:`compressor.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits an entry.
 
     Args:
         signs: float64 [width].
+        centered: make the first channel zero: without signs, that is the mean.
         device: ``meta`` for the shapes alone.
     Returns:
         The weight, [width, width], and what it multiplies by beside rotating: its float16 scale times sqrt(width).
@@ -46,7 +48,9 @@ def pack_rotation(
         return meta_packed(width, width, _SIGNS), gain
     R = rotate(torch.eye(width), signs, width)  # y = x R; a linear's weight is transposed
     codes = _SIGNS.middle + torch.sign(R if back else R.t()).to(torch.int8)
-    return pack(codes.to(torch.uint8), scale.expand(width, 1), None, _SIGNS), gain
+    scales = scale.repeat(width, 1)
+    scales[:1] *= not centered
+    return pack(codes.to(torch.uint8), scales, None, _SIGNS), gain
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Rotation:
                 ctx.notes.append(f"rotation: not rotated: {what} {names}: {reason}{' (the first)' * (len(places) > 1)}")
         if not streams and not heads:
             ctx.notes.append("rotation: there is neither a residual stream nor attention: nothing is rotated")
-        graph.recompile()
+        drop_dead_parameters(graph)  # biases of layer norms
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
@@ -114,9 +118,11 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
     if ends and not is_hadamard(found.width):
         raise Unabsorbable(f"no Hadamard matrix of {found.width} channels is known here; {ends[0][1]}")
     signs, gain = random_signs(found.width, generator), 1.0
-    turn = partial(rotate, signs=signs, width=found.width)
+    if found.centered:
+        signs = torch.ones_like(signs)
+    turn = partial(_turn, signs=signs, centered=found.centered)
     if found.entry is not None:
-        packed, gain = pack_rotation(found.width, signs, back=False, device=_device(graph))
+        packed, gain = pack_rotation(found.width, signs, back=False, centered=found.centered, device=_device(graph))
         _insert(graph, ctx, found.entry, found.entry[0], packed)
     if found.exit is not None:
         norm = found.exit[0]
@@ -130,11 +136,36 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
         if site.bias_name is not None:
             _change(graph, site.bias_name, lambda bias: turn(bias) * gain)
     for site, before in found.readers:
-        scale = 1 / gain if before is None else graph.get_parameter(_weight(before)).detach().double()
+        weight, bias = (None, None) if before is None else norm_parameters(before)
+        scale = 1 / gain if weight is None else _values(graph, weight)
+        if bias is not None and site.bias_name is not None:
+            shift = (_values(graph, site.weight_name) * _values(graph, bias)).sum(1)
+            _change(graph, site.bias_name, lambda own: own + shift)  # noqa: B023
         _change(graph, site.weight_name, lambda weight: turn(weight.double() * scale))  # noqa: B023
     for norm in found.norms:
-        _change(graph, _weight(norm), torch.ones_like)
-        _scale_epsilon(norm, gain)
+        _replace_norm(graph, norm, gain)
+
+
+def _turn(x: Tensor, signs: Tensor, centered: bool) -> Tensor:
+    """Rotate the last dimension; ``centered``, without signs, makes its first channel, which is the mean, zero."""
+    y = rotate(x, signs, len(signs))
+    if centered:
+        y[..., 0] = 0
+    return y
+
+
+def _replace_norm(graph: GraphModule, norm: Node, gain: float) -> None:
+    """An RMS norm without weight: of a stream without mean, that is what a layer norm does."""
+    weight, _ = norm_parameters(norm)
+    assert weight is not None
+    _change(graph, str(weight.target), torch.ones_like)
+    _scale_epsilon(norm, gain)
+    if norm.target is not _RMS_NORM:
+        with graph.graph.inserting_before(norm):
+            new = graph.graph.call_function(_RMS_NORM, (norm.args[0], weight, norm.args[4]))
+        new.meta = dict(norm.meta)
+        norm.replace_all_uses_with(new)
+        graph.graph.erase_node(norm)
 
 
 def _rotate_values(
@@ -166,14 +197,16 @@ def _insert(
     )
 
 
-def _weight(norm: Node) -> str:
-    return str(norm.all_input_nodes[1].target)
+def _values(graph: GraphModule, parameter: Node | str) -> Tensor:
+    name = parameter if isinstance(parameter, str) else str(parameter.target)
+    return graph.get_parameter(name).detach().double()
 
 
 def _scale_epsilon(norm: Node, gain: float) -> None:
     """What a norm adds to the mean square of an input that is multiplied by ``gain``."""
-    epsilon: Any = norm.args[2]
-    norm.update_arg(2, epsilon * gain**2)
+    place = 2 if norm.target is _RMS_NORM else 4
+    epsilon: Any = norm.args[place]
+    norm.update_arg(place, epsilon * gain**2)
 
 
 def _device(graph: GraphModule) -> torch.device:

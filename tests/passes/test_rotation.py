@@ -33,6 +33,7 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
         **GATED, residual_multiplier=0.22, embedding_multiplier=12.0, tie_word_embeddings=False
     ),
     "opt": transformers.OPTConfig(**SIZES, ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=64),
+    "neox": transformers.GPTNeoXConfig(**GATED, rotary_pct=0.5, bos_token_id=0, eos_token_id=0),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
     ),
@@ -74,8 +75,9 @@ def difference(a: Tensor, b: Tensor) -> float:
     ("odd", (), 0, []),
     ("odd", ("lm_head",), 0, ["model.embed_tokens): no Hadamard matrix of 52 channels"]),
     ("granite", (), 0, []),
-    ("opt", (), 0, ["self_attn_layer_norm) subtracts its mean"]),
-    ("gpt2", (), 0, ["subtracts its mean", "attention's values come from"]),
+    ("opt", (), 2, ["embed_tokens.weight is tied", "the weight of lm_head is tied"]),
+    ("gpt2", (), 2, ["wte.weight is tied", "the weight of lm_head is tied", "attention's values come from"]),
+    ("neox", (), 1, ["lm_head has no bias that could take the norm's over", "attention's values come from"]),
 ])  # fmt: skip
 def test_the_function_stays(name: str, ignore: tuple[str, ...], matrices: int, noted: list[str]) -> None:
     graph, ctx = make(name), Context()
@@ -87,12 +89,12 @@ def test_the_function_stays(name: str, ignore: tuple[str, ...], matrices: int, n
     assert difference(logits(graph), before) < 1e-5
     assert len(packed_sites(graph)) == matrices and len(ctx.notes) == len(noted)
     assert all(part in note and note.startswith("rotation: ") for part, note in zip(noted, ctx.notes, strict=True))
-    # Nothing is stored beside float32 in the old places and the matrices that a note names.
+    # Nothing is stored beside float32 in the old places, and the matrices that a note names; biases of norms are gone.
     width = SIZES["hidden_size"] if name != "tied" else 48
     added = matrices * (width * width // 4 + 2 * width)
-    assert weight_bytes(graph) == added + sum(
-        shape.numel() * graph.get_parameter(key).element_size() for key, shape in shapes.items()
-    )
+    kept = {key: value.element_size() for key, value in graph.named_parameters() if key in shapes}
+    assert weight_bytes(graph) == added + sum(shapes[key].numel() * size for key, size in kept.items())
+    assert all("norm" in key or ".ln_" in key for key in shapes.keys() - kept.keys())
     # What was planned without weights is what happened.
     planned = Context()
     sites = Rotation(ignore=ignore).plan(shadow, planned)
@@ -141,6 +143,12 @@ def test_the_packed_matrix_is_the_rotation_times_its_gain(width: int, back: bool
     assert abs(gain - 1) < 2**-11 and (gain == 1 or width != 64)
     both = dequantize(packed) @ dequantize(forth) / gain**2
     assert torch.allclose(both, torch.eye(width), atol=1e-6, rtol=0)
+    x, ones = torch.randn(5, width, generator=torch.Generator().manual_seed(2)), torch.ones(width, dtype=torch.float64)
+    packed, gain = pack_rotation(width, ones, back=False, centered=True)
+    turned = x @ dequantize(packed).t()
+    assert not turned[:, 0].any()
+    back = turned @ dequantize(pack_rotation(width, ones, back=True)[0]).t() / gain**2
+    assert torch.allclose(back, x - x.mean(1, keepdim=True), atol=1e-6, rtol=0)
 
 
 def test_the_gain_of_a_packed_matrix_is_taken_out_of_the_norms() -> None:
