@@ -9,6 +9,7 @@ file).  Calibrates on 64 samples of 256 tokens; evaluates on windows of 256 toke
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 import time
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("calibration")
     parser.add_argument("evaluation")
     parser.add_argument("--schemes", default="W4A16_G32,W3A16_G32,W4A8_G32")
-    parser.add_argument("--methods", default="rtn,gptq")
+    parser.add_argument("--methods", default="rtn,gptq", help="passes; several in a row as rotation+rtn")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -54,13 +55,13 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|---|")
     for scheme in options.schemes.split(","):
         for method in options.methods.split(","):
-            step = pass_class(method)(scheme=scheme, ignore=("lm_head",))
+            steps = [_step(name, scheme) for name in method.split("+")]
             begin = time.perf_counter()
             context = Context(samples=samples)
-            graph = Pipeline([step]).run(capture(options.model), context)
+            graph = Pipeline(steps).run(capture(options.model), context)
             seconds = time.perf_counter() - begin
             in_graph = measure_quality(GraphLogits(graph), tokens, window=WINDOW, stride=STRIDE).perplexity
-            recipe = Recipe.from_dict({"model": str(options.model), "passes": [step], "tune": "off"})
+            recipe = Recipe.from_dict({"model": str(options.model), "passes": steps, "tune": "off"})
             target = recipe.target.build()
             with tempfile.TemporaryDirectory() as folder:
                 library = compile_graph(graph, target, tune="off")
@@ -86,6 +87,15 @@ def main() -> None:
                 )
     if options.json:
         print(json.dumps(rows, indent=2))
+
+
+def _step(name: str, scheme: str) -> Any:
+    """A pass with those of its options that matter here."""
+    cls = pass_class(name)
+    if getattr(cls, "needs_dense", False):  # it comes last, and sees packed linears only
+        return cls(add=True)
+    options = {"scheme": scheme, "ignore": ("lm_head",)}
+    return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options})
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
     readers = [site for site in linear_sites(graph) if site.input is x]
     others = [user for user in x.users if user not in {site.node for site in readers}]
     if others:
-        raise Unabsorbable(f"its input is also read by {_name(others[0])}")
+        raise Unabsorbable(f"its input is also read by {describe(others[0])}")
     if tied := [site for site in readers if site.tied]:
         raise Unabsorbable(f"the weight of {tied[0].name} is tied")
     return _absorb(x), readers
@@ -125,9 +125,14 @@ def _absorb(node: Node) -> Absorber:
             except Unabsorbable as reason:
                 reasons.append(str(reason))
         raise Unabsorbable(" and ".join(reasons) or "its input is a product without a linear or a norm")
-    if node.target in _SHAPES and isinstance(args[0], Node) and args[0].target in _ATTENTION:
+    if is_attention(node):
         return _through_attention(_only(args[0]))
-    raise Unabsorbable(f"its input comes from {_name(node)}")
+    raise Unabsorbable(f"its input comes from {describe(node)}")
+
+
+def is_attention(x: Node) -> bool:
+    """Whether a tensor is what attention gives, its heads side by side."""
+    return x.target in _SHAPES and isinstance(x.args[0], Node) and x.args[0].target in _ATTENTION
 
 
 def _through_attention(attention: Node) -> Absorber:
@@ -136,10 +141,12 @@ def _through_attention(attention: Node) -> Absorber:
     The values also leave the graph for the cache: that is the bundle's own, and scaled alike.
     """
     q, values = _node(attention.args[0]), _node(attention.args[2])
+    if others := [user for user in values.users if user is not attention and user.op != "output"]:
+        raise Unabsorbable(f"attention's values are also read by {describe(others[0])}")
     view = _node(values.args[0]) if values.target is _ATEN.transpose.int and values.args[1:] == (1, 2) else values
     linear = _node(_only(view).args[0]) if view.target in _SHAPES else view
     if linear.target is not _OPS.dense_linear.default:
-        raise Unabsorbable(f"attention's values come from {_name(linear)}")
+        raise Unabsorbable(f"attention's values come from {describe(linear)}")
     parameters = _absorb(_only(linear)).parameters
     heads, (_, kv_heads, _, width) = q.meta["val"].shape[1], values.meta["val"].shape
     return Absorber(parameters, (int(kv_heads), int(heads) // int(kv_heads), int(width)))
@@ -152,7 +159,7 @@ def _node(value: Any) -> Node:
 
 def _only(node: Node) -> Node:
     if len(node.users) > 1:
-        raise Unabsorbable(f"{_name(node)} in front of it has other readers")
+        raise Unabsorbable(f"{describe(node)} in front of it has other readers")
     return node
 
 
@@ -162,15 +169,16 @@ def _names(node: Node, *values: Any) -> tuple[str, ...]:
         if value is None:
             continue
         if not isinstance(value, Node) or value.op != "get_attr":
-            raise Unabsorbable(f"{_name(node)} in front of it computes its weight")
+            raise Unabsorbable(f"{describe(node)} in front of it computes its weight")
         if len(value.users) > 1:
             raise Unabsorbable(f"{value.target} in front of it is shared")
         names.append(str(value.target))
     if not names:
-        raise Unabsorbable(f"{_name(node)} in front of it has no weight")
+        raise Unabsorbable(f"{describe(node)} in front of it has no weight")
     return tuple(names)
 
 
-def _name(node: Node) -> str:
+def describe(node: Node) -> str:
+    """A node's name, and the module that it belongs to."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return f"{node.name} ({stack[-1][0]})" if stack and stack[-1][0] else node.name

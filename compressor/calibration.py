@@ -12,11 +12,11 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.errors import CompressorError
-from compressor.graph import Site, group_by_input, segments
+from compressor.graph import Segment, Site, group_by_input, segments, twin
 from compressor.samples import Samples, load_evaluation, load_samples
 from compressor.streaming import Stream
 from compressor.tensor_files import Spill
@@ -30,7 +30,7 @@ class Statistic(Protocol):
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in the rows of one micro-batch, float32 [tokens, in_features].
 
-        ``dense`` are the same rows in the graph as it was when the streaming began; ``x`` itself unless asked for.
+        ``dense`` are the same rows in the graph that runs beside this one; ``x`` itself unless one was asked for.
         """
 
 
@@ -122,7 +122,7 @@ def stream(
     make_statistic: Callable[[int], S],
     *,
     true_sequential: bool = True,
-    with_dense: bool = False,
+    with_dense: bool | GraphModule = False,
     micro_batch_tokens: int = 2048,
     blocks: Blocks | None = None,
     spill: Spill | None = None,
@@ -139,9 +139,10 @@ def stream(
     Args:
         graph: a captured decoder or encoder.
         ids: int64 [samples, sequence].
-        sites: the linears of interest.
+        sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
-        with_dense: also run the graph as it is now, and show the statistics its inputs beside the current ones.
+        with_dense: also run another graph, or this one as it is now, in which these linears are dense, and show the
+            statistics its inputs beside the current ones.
         micro_batch_tokens: tokens that run at once, at least one sample.
         blocks: finished segments.  Those that can be restored are, and their groups do not come; the samples run
             through them only when a later one needs it.
@@ -152,13 +153,14 @@ def stream(
     """
     batches = torch.split(ids, max(1, micro_batch_tokens // ids.shape[1]))
     run = Stream(graph, batches, spill)
-    dense = Stream(_frozen(graph), batches, spill) if with_dense else None
+    beside = with_dense if isinstance(with_dense, GraphModule) else twin(graph) if with_dense else None
+    dense = Stream(beside, batches, spill) if beside is not None else None
     dense_segments = segments(dense.graph) if dense else []
     names = {site.name for site in sites}
     done = 0  # segments that the hidden states have passed
     for index in range(len(segments(graph))):
         # Replacing a linear does not move the cuts, but the nodes are new: look the segment up again.
-        block = [site for site in segments(graph)[index].sites if site.name in names]
+        block = [site for site in _linears(segments(graph)[index]) if site.name in names]
         if not block or (blocks is not None and blocks.restore(graph, block)):
             continue
         for behind in range(done, index):
@@ -169,7 +171,7 @@ def stream(
         wanted = [site.name for site in block]
         while wanted:
             segment = segments(graph)[index]
-            groups = group_by_input(site for site in segment.sites if site.name in wanted)
+            groups = group_by_input(site for site in _linears(segment) if site.name in wanted)
             groups = groups[:1] if true_sequential else groups
             statistics = [make_statistic(group[0].in_features) for group in groups]
             inputs = [group[0].input for group in groups]
@@ -198,14 +200,9 @@ def stream(
             blocks.keep(graph, block)
 
 
+def _linears(segment: Segment) -> tuple[Site, ...]:
+    return (*segment.sites, *segment.packed)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _frozen(graph: GraphModule) -> GraphModule:
-    """The graph as it is now, whatever becomes of the original; parameters are shared."""
-    nodes = Graph()
-    nodes.output(nodes.graph_copy(graph.graph, {}))
-    frozen = GraphModule(graph, nodes)
-    frozen.meta = dict(graph.meta)
-    return frozen

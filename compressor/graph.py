@@ -87,6 +87,19 @@ def linear_sites(graph: GraphModule) -> list[Site]:
     return sites
 
 
+def packed_sites(graph: GraphModule) -> list[Site]:
+    """Linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
+    sites = []
+    for node in graph.graph.find_nodes(op="call_function", target=_PACKED, sort=True):
+        args: Any = node.args
+        x, (codes, *_), bias, _, in_features, out_features = args
+        name = codes.target.removesuffix(".codes")
+        module_class = _owner(node, f"{name}.weight")[1]
+        bias_name = bias.target if _is_attribute(bias) else None
+        sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
+    return sites
+
+
 def _is_attribute(node: Any) -> bool:
     return isinstance(node, Node) and node.op == "get_attr"
 
@@ -183,18 +196,23 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     old = site.node
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
-        stored = []
-        for part, value in packed.parts.items():
-            set_parameter(graph, f"{site.name}.{part}", value)
-            stored.append(graph.graph.get_attr(f"{site.name}.{part}"))
-        args = (old.args[0], stored, bias, packed.format.name, site.in_features, site.out_features)
-        new = graph.graph.call_function(_PACKED, args)
+        new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     if not weight.users:
         graph.graph.erase_node(weight)
         _delete_parameter(graph, site.weight_name)
+
+
+def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
+    """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
+    stored = []
+    for part, value in packed.parts.items():
+        set_parameter(graph, f"{name}.{part}", value)
+        stored.append(graph.graph.get_attr(f"{name}.{part}"))
+    out_features, in_features = packed.shape
+    return graph.graph.call_function(_PACKED, (x, stored, bias, packed.format.name, in_features, out_features))
 
 
 def drop_dead_parameters(graph: GraphModule) -> list[str]:
@@ -237,7 +255,8 @@ class Segment:
     """A stretch of the graph between two points where one token-dependent tensor is all that is live."""
 
     nodes: tuple[Node, ...]  # token-dependent nodes, in order
-    sites: tuple[Site, ...]
+    sites: tuple[Site, ...]  # dense
+    packed: tuple[Site, ...]
     entry: Node | None  # the live tensor at its beginning; None for the first
     exit: Node | None  # the live tensor at its end; None for the last
 
@@ -253,8 +272,9 @@ def segments(graph: GraphModule) -> list[Segment]:
     index = {node: i for i, node in enumerate(nodes)}
     last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
     sites = {site.node: site for site in linear_sites(graph)}
+    packed = {site.node: site for site in packed_sites(graph)}
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
-    linears = [i for i, node in enumerate(nodes) if node in sites or node.target is _PACKED]
+    linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
     result: list[Segment] = []
     live: set[int] = set()
     begin, entry = 0, None
@@ -265,14 +285,21 @@ def segments(graph: GraphModule) -> list[Segment]:
         exit_node = nodes[next(iter(live))]
         if not isinstance(exit_node.meta.get("val"), Tensor | None):
             continue  # a tuple of tensors is not one tensor
-        result.append(_segment(nodes[begin : i + 1], sites, entry, exit_node))
+        result.append(_segment(nodes[begin : i + 1], sites, packed, entry, exit_node))
         begin, entry = i + 1, exit_node
-    result.append(_segment(nodes[begin:], sites, entry, None))
+    result.append(_segment(nodes[begin:], sites, packed, entry, None))
     return result
 
 
-def _segment(nodes: list[Node], sites: dict[Node, Site], entry: Node | None, exit_node: Node | None) -> Segment:
-    return Segment(tuple(nodes), tuple(sites[n] for n in nodes if n in sites), entry, exit_node)
+def _segment(
+    nodes: list[Node],
+    sites: dict[Node, Site],
+    packed: dict[Node, Site],
+    entry: Node | None,
+    exit_node: Node | None,
+) -> Segment:
+    dense, done = (tuple(found[node] for node in nodes if node in found) for found in (sites, packed))
+    return Segment(tuple(nodes), dense, done, entry, exit_node)
 
 
 def shared_nodes(graph: GraphModule) -> list[Node]:

@@ -122,6 +122,7 @@ class Context:
         state: digest of everything that led to the graph as it is; with ``results`` only.
         spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
         notes: what passes have to say beside their records, a line each.
+        dense: the graph before the first linear was packed, for passes that say ``needs_dense``; else None.
         blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.
     """
 
@@ -135,6 +136,7 @@ class Context:
     state: str = ""
     spill: Spill | None = None
     notes: list[str] = field(default_factory=list)
+    dense: GraphModule | None = None
     blocks: int = 0
     reused: int = 0
 
@@ -151,7 +153,11 @@ class Context:
 
 @runtime_checkable
 class Pass(Protocol):
-    """One rewriting of the graph; implement it as a frozen dataclass whose fields are its options."""
+    """One rewriting of the graph; implement it as a frozen dataclass whose fields are its options.
+
+    One that compares with the graph before the first linear was packed has ``needs_dense: ClassVar[bool] = True`` and
+    finds it in ``Context.dense``.
+    """
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Return the rewritten graph, which runs in PyTorch; the given one may be changed in place."""
@@ -176,13 +182,24 @@ class Pipeline:
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
             begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
+            self._remember(index, graph, ctx)
             graph = step.run(graph, ctx)
             graph.recompile()  # for passes that leave it to us
             seconds = time.perf_counter() - begin
             self._finish(index, pass_name(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
                 ctx.state = _next_state(ctx, step, graph)
+        ctx.dense = None
         return graph
+
+    def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:
+        """Keep the graph as long as it is dense and this pass or a later one will compare with it."""
+        from compressor.graph import twin
+
+        if not any(getattr(step, "needs_dense", False) for step in self.passes[index - 1 :]):
+            ctx.dense = None  # weights that passes made are in memory
+        elif not ctx.records:
+            ctx.dense = twin(graph)
 
     def _finish(
         self, index: int, name: str, seconds: float, graph: GraphModule, ctx: Context, blocks: int = 0, reused: int = 0

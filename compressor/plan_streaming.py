@@ -65,7 +65,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                 work[unit] += runs * amount
 
     for index, segment in enumerate(cut):
-        block = [site for site in segment.sites if site.name in chosen]
+        block = [site for site in (*segment.sites, *segment.packed) if site.name in chosen]
         if not block:
             continue
         for behind in cut[done:index]:

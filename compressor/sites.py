@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.fx import GraphModule
@@ -37,15 +37,23 @@ def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def choose_sites(
-    graph: GraphModule, pass_name: str, fmt: Format, targets: str | Sequence[str], ignore: str | Sequence[str]
+    graph: GraphModule,
+    pass_name: str,
+    fmt: Format | None,
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
+    find: Callable[[GraphModule], list[Site]] = linear_sites,
 ) -> list[Site]:
     """The linears that match ``targets`` and not ``ignore``, in dataflow order.
 
+    Args:
+        fmt: whose group size has to fit; None where nothing is quantised.
+        find: lists the linears to choose from.
     Raises:
         UsageError: a pattern is malformed, or matches nothing (the nearest names are given), nothing is left, or the
             group size divides the inputs of none of the linears.
     """
-    sites = linear_sites(graph)
+    sites = find(graph)
     try:
         matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
     except re.error as error:
@@ -59,7 +67,7 @@ def choose_sites(
         raise UsageError(f"{pass_name}: patterns that match no linear of the model: {hints}")
     if not matched:
         raise UsageError(f"{pass_name}: every linear that `targets` matches is ignored as well; nothing to compress")
-    if fmt.group_size and all(site.in_features % fmt.group_size for site in matched):
+    if fmt is not None and fmt.group_size and all(site.in_features % fmt.group_size for site in matched):
         widths = sorted({site.in_features for site in matched})
         fitting = [size for size in (256, 128, 64, 32, 16, 8) if any(width % size == 0 for width in widths)]
         advice = f"; sizes that divide some: {', '.join(map(str, fitting))}" if fitting else "; use one scale a channel"

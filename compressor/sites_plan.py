@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.formats import Format
@@ -24,6 +25,7 @@ Work = Mapping[str, float]
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
 _CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.codebooks.cluster
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
+_FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes an element of a weight
 _KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
 
@@ -115,6 +117,24 @@ def plan_dense_sites(
         note, work = "scaled, where something absorbs it", scaled_work(*shape, fmt, tries, chosen=False)
         kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
         plans.append(kept)
+    return plans
+
+
+def plan_rotated_sites(graph: GraphModule, before: Mapping[str, Tensor]) -> list[SitePlan]:
+    """One plan a linear, all still dense; those whose weight is another than ``before`` were rotated."""
+    plans = []
+    for site in linear_sites(graph):
+        old, new, shape = (
+            before[site.name],
+            graph.get_parameter(site.weight_name),
+            (site.out_features, site.in_features),
+        )
+        sizes = (old.numel() * old.element_size(), new.numel() * new.element_size())
+        if new is old:
+            plans.append(SitePlan(site.name, *shape, "", *sizes, "stays as it is"))
+            continue
+        work = {"matmul64_flop": 2 * _FACTORS * new.numel(), "stream_byte": _ROTATED_BYTES * new.numel()}
+        plans.append(SitePlan(site.name, *shape, "", *sizes, "rotated", work, 28 * new.numel()))
     return plans
 
 

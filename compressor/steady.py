@@ -22,6 +22,11 @@ def total(values: Tensor) -> Tensor:
     return values.sum()
 
 
+def column_sums(rows: Tensor) -> Tensor:
+    """The sum of each column in float64, one thread's work each: [n, columns] -> [columns]."""
+    return rows.double().t().contiguous().sum(1)
+
+
 def inverse_cholesky(A: Tensor) -> Tensor | None:
     """Lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
 

@@ -19,7 +19,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
     ("errors", "resources", "cache", "fingerprint", "timing"),
-    ("elements", "formats", "codebooks", "packing", "outliers", "grid_search", "ops", "steady"),
+    ("elements", "formats", "codebooks", "packing", "outliers", "grid_search", "ops", "steady", "hadamard"),
     (
         "recipe",
         "text_spec",
@@ -37,6 +37,7 @@ LAYERS = (
         "gradients",
         "tensor_files",
         "absorbers",
+        "residual",
         "search",
     ),
     ("passes",),

@@ -1,0 +1,173 @@
+"""Bias correction: the mean error that quantisation leaves in each output is taken off it (Nagel et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.calibration import stream
+from compressor.errors import CompressorError, UsageError
+from compressor.formats import PARTS
+from compressor.graph import Site, linear_sites, packed_sites, ties
+from compressor.graph_packed import packed_weight, set_bias
+from compressor.ops import quantize_activations
+from compressor.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
+from compressor.pipeline import Context
+from compressor.sites import choose_sites
+from compressor.sites_plan import Gathering, SitePlan
+from compressor.steady import column_sums
+from compressor.tensor_files import release
+
+
+class Means:
+    """Means of each channel over all tokens, float64 [in]: of the inputs now, as linears take them, and when dense.
+
+    Args:
+        activation_bits: of the formats that read them, 16 or 8.
+    """
+
+    def __init__(self, in_features: int, activation_bits: Collection[int]) -> None:
+        self.tokens = 0
+        self._sums = {bits: torch.zeros(in_features, dtype=torch.float64) for bits in activation_bits}
+        self._dense = torch.zeros(in_features, dtype=torch.float64)
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in rows, float32 [tokens, in_features]."""
+        for bits, sums in self._sums.items():
+            codes, scale = quantize_activations(x) if bits == 8 else (x, torch.ones(()))
+            sums += column_sums(codes.float() * scale)
+        self._dense += column_sums(dense)
+        self.tokens += len(x)
+
+    def now(self, activation_bits: int) -> Tensor:
+        """Of the inputs, rounded to int8 where the format does that."""
+        return self._sums[activation_bits] / max(1, self.tokens)
+
+    @property
+    def dense(self) -> Tensor:
+        """Of the inputs in the dense graph."""
+        return self._dense / max(1, self.tokens)
+
+
+def corrected_bias(
+    weight: Tensor, bias: Tensor | None, packed: PackedWeight, dense_mean: Tensor, mean: Tensor
+) -> Tensor:
+    """The bias with which Q x + b has the mean of W x_dense + bias: b = bias - (Q E[x] - W E[x_dense]).
+
+    That is section 4.2 of Data-Free Quantization (Nagel et al. 2019, arXiv 1906.04721), with E[x] from samples.
+
+
+    Args:
+        weight: float [out, in], and ``bias``, float32 [out]: of the dense linear.
+        packed: what the weight is stored as, [out, in].
+        dense_mean, mean: of the inputs, float64 [in].
+    Returns:
+        float32 [out].
+    """
+    result = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
+    for rows, values in dequantize_rows(packed):
+        wanted, found = weight[rows].double() * dense_mean, values.double() * mean
+        result[rows] += (wanted - found).sum(1)
+    return result.float()
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """Take the mean error of the outputs of packed linears off their biases, one group of shared inputs after another.
+
+    Comes after the passes that quantise.  The error is that against the model as it was before the first of them, over
+    the calibration samples; each linear sees the ones before it corrected.
+
+    Attributes:
+        add: also give a bias to linears that have none: 4 bytes an output, and an addition in the kernel.
+        targets: class names, module names or ``re:`` patterns of the packed linears to correct.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    needs_dense: ClassVar[bool] = True
+    add: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace biases, and add them where that is asked for; weights stay as they are."""
+        samples = ctx.calibration("bias_correction")
+        chosen, left = self._choose(graph)
+        dense = _comparable(graph, ctx)
+        by_name = {site.name: site for site in linear_sites(dense)}
+        chosen = [site for site in chosen if site.name in by_name]  # a rotation's matrix never was dense
+        bits = {packed_weight(graph, site).format.activation_bits for site in chosen}
+        added = sum(4 * site.out_features for site in chosen if site.bias_name is None)
+        means = partial(Means, activation_bits=bits)
+        with ctx.reporter.task("bias_correction", len(chosen)) as task:
+            for group, inputs in stream(graph, samples.ids, chosen, means, with_dense=dense, spill=ctx.spill):
+                for site in group:
+                    was, packed = by_name[site.name], packed_weight(graph, site)
+                    weight = dense.get_parameter(was.weight_name).detach()
+                    bias = None if was.bias_name is None else dense.get_parameter(was.bias_name).detach()
+                    mean = inputs.now(packed.format.activation_bits)
+                    set_bias(graph, site, corrected_bias(weight, bias, packed, inputs.dense, mean))
+                    release([weight])
+                    task.advance()
+        if added:
+            ctx.notes.append(f"bias_correction: biases that were added take {added:,} bytes")
+        if names := ", ".join(site.name for site in left):
+            ctx.notes.append(f"bias_correction: no bias of its own, not corrected: {names}")
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        chosen, _ = self._choose(graph)
+        names, plans = {site.name for site in chosen}, []
+        for site in packed_sites(graph):
+            size, shape = packed_weight(graph, site).nbytes, (site.out_features, site.in_features)
+            if site.name not in names:
+                plans.append(SitePlan(site.name, *shape, "", size, size, "its bias stays as it is"))
+                continue
+            set_bias(graph, site, torch.empty(site.out_features, device="meta"))
+            work = {"dequantize_element": shape[0] * shape[1], "stream_byte": 40 * shape[0] * shape[1]}
+            gathering = Gathering(true_sequential=True, with_dense=True, squares=False)
+            working = 40 * min(shape[0] * shape[1], PIECE_ELEMENTS)
+            plans.append(SitePlan(site.name, *shape, "", size, size, "its bias is corrected", work, working, gathering))
+        return plans
+
+    def _choose(self, graph: GraphModule) -> tuple[list[Site], list[Site]]:
+        """The linears to correct, and those that would be if they had a bias of their own."""
+        if not packed_sites(graph):
+            raise UsageError("bias_correction: no linear is packed; put it after the passes that quantise")
+        matched = choose_sites(graph, "bias_correction", None, self.targets, self.ignore, packed_sites)
+        shared = {name for name, users in ties(graph).items()}
+        served = [site for site in matched if (self.add or site.bias_name) and site.bias_name not in shared]
+        if not served:
+            raise UsageError(
+                "bias_correction: none of the linears that `targets` matches has a bias of its own; `add: true` gives "
+                "them one"
+            )
+        return served, [site for site in matched if site not in served]
+
+
+def _comparable(graph: GraphModule, ctx: Context) -> GraphModule:
+    """The dense graph, whose tensors mean what those of this one do.
+
+    Raises:
+        CompressorError: there is none, or a parameter was changed since.
+    """
+    if ctx.dense is None:
+        raise CompressorError("bias_correction: runs in a pipeline, which keeps the dense graph for it")
+    packed = {f"{site.name}.{part}" for site in packed_sites(graph) for part in (*PARTS, "bias")}
+    own = packed | {site.bias_name for site in packed_sites(graph)}
+    before = dict(ctx.dense.named_parameters())
+    for name, value in graph.named_parameters():
+        if name not in own and before.get(name) is not value:
+            raise CompressorError(
+                f"bias_correction: {name} was changed after the first linear had been packed, so outputs cannot be "
+                "compared with the dense model's; put passes that scale or rotate before all that quantise"
+            )
+    return ctx.dense

@@ -1,0 +1,223 @@
+"""Rotation: outliers spread over all channels, by orthogonal matrices inside the weights (Ashkboos et al. 2024)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.absorbers import Unabsorbable, describe, find_absorber, is_attention
+from compressor.errors import CompressorError
+from compressor.formats import Format
+from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
+from compressor.graph_packed import insert_packed
+from compressor.hadamard import is_hadamard, random_signs, rotate
+from compressor.packing import PackedWeight, pack
+from compressor.pipeline import Context
+from compressor.residual import Residual, find_residuals, norm_parameters
+from compressor.sites import choose_sites
+from compressor.sites_plan import SitePlan, meta_packed, plan_rotated_sites
+from compressor.tensor_files import release
+
+_RMS_NORM = torch.ops.compressor.rms_norm.default
+_SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
+
+
+def pack_rotation(
+    width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
+) -> tuple[PackedWeight, float]:
+    """The matrix of :func:`compressor.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits an entry.
+
+    Args:
+        signs: float64 [width].
+        centered: make the first channel zero: without signs, that is the mean.
+        device: ``meta`` for the shapes alone.
+    Returns:
+        The weight, [width, width], and what it multiplies by beside rotating: its float16 scale times sqrt(width).
+    """
+    scale = torch.tensor(width**-0.5).half().float()
+    gain = float(scale) * width**0.5
+    if device is not None and device.type == "meta":
+        return meta_packed(width, width, _SIGNS), gain
+    R = rotate(torch.eye(width), signs, width)  # y = x R; a linear's weight is transposed
+    codes = _SIGNS.middle + torch.sign(R if back else R.t()).to(torch.int8)
+    scales = scale.repeat(width, 1)
+    scales[:1] *= not centered
+    return pack(codes.to(torch.uint8), scales, None, _SIGNS), gain
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotate the channels of the residual stream, and the values of each attention head, inside the weights.
+
+    The function stays as it is; a later pass quantises.  Channels that no parameter can rotate stay as they are, and
+    the run's report says why.  Where only the stream's first or last parameter is fixed (an embedding that is tied or
+    in half precision, a head that is ignored), a packed matrix of two bits an entry rotates there.
+
+    Attributes:
+        targets: class names, module names or ``re:`` patterns of the linears that may be changed.
+        ignore: patterns of linears that stay as they are.
+    """
+
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Rotate everything that can be; signs come from ``ctx.seed``, in dataflow order."""
+        chosen = {site.name for site in choose_sites(graph, "rotation", None, self.targets, self.ignore)}
+        generator = torch.Generator().manual_seed(ctx.seed)
+        streams = find_residuals(graph, lambda site: "" if site.name in chosen else f"{site.name} is left as it is")
+        heads = [group for group in group_by_input(linear_sites(graph)) if is_attention(group[0].input)]
+        left: dict[str, list[tuple[str, str]]] = {"the stream from": [], "the values that are read by": []}
+        with ctx.reporter.task("rotation", len(streams) + len(heads)) as task:
+            for found in streams:
+                with _leaving(left["the stream from"], describe(found.begin)):
+                    _rotate_stream(graph, ctx, found, generator)
+                task.advance()
+            for group in heads:
+                with _leaving(left["the values that are read by"], group[0].name):
+                    _rotate_values(graph, group, chosen, generator)
+                task.advance()
+        for what, places in left.items():
+            if places:
+                names, reason = ", ".join(name for name, _ in places), places[0][1]
+                ctx.notes.append(f"rotation: not rotated: {what} {names}: {reason}{' (the first)' * (len(places) > 1)}")
+        if not streams and not heads:
+            ctx.notes.append("rotation: there is neither a residual stream nor attention: nothing is rotated")
+        drop_dead_parameters(graph)  # biases of layer norms
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        before = {site.name: graph.get_parameter(site.weight_name) for site in linear_sites(graph)}
+        self.run(graph, ctx)
+        return plan_rotated_sites(graph, before)
+
+
+@contextmanager
+def _leaving(left: list[tuple[str, str]], name: str) -> Iterator[None]:
+    """What cannot be rotated is left as it is and remembered, with the reason."""
+    try:
+        yield
+    except Unabsorbable as reason:
+        left.append((name, str(reason)))
+
+
+def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator: torch.Generator) -> None:
+    """The stream x becomes gain * x R; norms divide by the gain once more, which their epsilon has to follow."""
+    ends = [end for end in (found.entry, found.exit) if end is not None]
+    if found.reason:
+        raise Unabsorbable(found.reason)
+    if ends and not is_hadamard(found.width):
+        raise Unabsorbable(f"no Hadamard matrix of {found.width} channels is known here; {ends[0][1]}")
+    signs, gain = random_signs(found.width, generator), 1.0
+    if found.centered:
+        signs = torch.ones_like(signs)
+    turn = partial(_turn, signs=signs, centered=found.centered)
+    if found.entry is not None:
+        packed, gain = pack_rotation(found.width, signs, back=False, centered=found.centered, device=_device(graph))
+        _insert(graph, ctx, found.entry, found.entry[0], packed)
+    if found.exit is not None:
+        norm = found.exit[0]
+        packed, leaving = pack_rotation(found.width, signs, back=True, device=_device(graph))
+        _insert(graph, ctx, found.exit, norm.all_input_nodes[0], packed, norm)
+        _scale_epsilon(norm, gain * leaving)
+    for name in found.tables:
+        _change(graph, name, lambda table: turn(table) * gain)
+    for site in found.writers:
+        _change(graph, site.weight_name, lambda weight: turn(weight.t()).t() * gain)
+        if site.bias_name is not None:
+            _change(graph, site.bias_name, lambda bias: turn(bias) * gain)
+    for site, before in found.readers:
+        weight, bias = (None, None) if before is None else norm_parameters(before)
+        scale = 1 / gain if weight is None else _values(graph, weight)
+        if bias is not None and site.bias_name is not None:
+            shift = (_values(graph, site.weight_name) * _values(graph, bias)).sum(1)
+            _change(graph, site.bias_name, lambda own: own + shift)  # noqa: B023
+        _change(graph, site.weight_name, lambda weight: turn(weight.double() * scale))  # noqa: B023
+    for norm in found.norms:
+        _replace_norm(graph, norm, gain)
+
+
+def _turn(x: Tensor, signs: Tensor, centered: bool) -> Tensor:
+    """Rotate the last dimension; ``centered``, without signs, makes its first channel, which is the mean, zero."""
+    y = rotate(x, signs, len(signs))
+    if centered:
+        y[..., 0] = 0
+    return y
+
+
+def _replace_norm(graph: GraphModule, norm: Node, gain: float) -> None:
+    """An RMS norm without weight: of a stream without mean, that is what a layer norm does."""
+    weight, _ = norm_parameters(norm)
+    assert weight is not None
+    _change(graph, str(weight.target), torch.ones_like)
+    _scale_epsilon(norm, gain)
+    if norm.target is not _RMS_NORM:
+        with graph.graph.inserting_before(norm):
+            new = graph.graph.call_function(_RMS_NORM, (norm.args[0], weight, norm.args[4]))
+        new.meta = dict(norm.meta)
+        norm.replace_all_uses_with(new)
+        graph.graph.erase_node(norm)
+
+
+def _rotate_values(
+    graph: GraphModule, group: Sequence[Site], chosen: Collection[str], generator: torch.Generator
+) -> None:
+    """The values of each head are rotated by the rows that make them, and back by the columns that read them."""
+    absorber, readers = find_absorber(graph, group[0].input)
+    assert absorber.heads is not None
+    kv_heads, repeat, width = absorber.heads
+    makers = [site for site in linear_sites(graph) if site.weight_name in absorber.parameters]
+    if fixed := [site.name for site in (*makers, *readers) if site.name not in chosen]:
+        raise Unabsorbable(f"{fixed[0]} is left as it is")
+    signs = random_signs(kv_heads * width, generator)
+    shared = signs.view(kv_heads, 1, width).expand(-1, repeat, -1).reshape(-1)
+    for name in absorber.parameters:
+        _change(graph, name, lambda rows: rotate(rows.movedim(0, -1), signs, width).movedim(-1, 0))
+    for site in readers:
+        _change(graph, site.weight_name, lambda weight: rotate(weight, shared, width))
+
+
+def _insert(
+    graph: GraphModule, ctx: Context, end: tuple[Node, str], x: Node, packed: PackedWeight, *users: Node
+) -> None:
+    name = next(name for i in itertools.count() if not hasattr(graph, name := f"rotation_{i}"))
+    insert_packed(graph, name, x, packed, users)
+    size = " x ".join(map(str, packed.shape))
+    ctx.notes.append(
+        f"rotation: a packed {size} matrix of {packed.nbytes:,} bytes rotates at {describe(end[0])}, since {end[1]}"
+    )
+
+
+def _values(graph: GraphModule, parameter: Node | str) -> Tensor:
+    name = parameter if isinstance(parameter, str) else str(parameter.target)
+    return graph.get_parameter(name).detach().double()
+
+
+def _scale_epsilon(norm: Node, gain: float) -> None:
+    """What a norm adds to the mean square of an input that is multiplied by ``gain``."""
+    place = 2 if norm.target is _RMS_NORM else 4
+    epsilon: Any = norm.args[place]
+    norm.update_arg(place, epsilon * gain**2)
+
+
+def _device(graph: GraphModule) -> torch.device:
+    return next(graph.parameters()).device
+
+
+def _change(graph: GraphModule, name: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Put float32 in a parameter's place, made from its values: shorter floats would change the function."""
+    stored = graph.get_parameter(name).detach()
+    value = function(stored).float().contiguous()
+    if not value.is_meta and not bool(torch.isfinite(value).all()):
+        raise CompressorError(f"rotation: {name} holds NaN or inf; check the checkpoint")
+    set_parameter(graph, name, value)
+    release([stored])
