@@ -5,7 +5,6 @@ Scores of one query row are kept whole (two passes); rows and heads are divided 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import tvm
@@ -64,9 +63,8 @@ def cached_attention(
             # Filled up to whole vectors, so that the exponentials need no scalar tail.
             scores = T.alloc_buffer((last - first + VECTOR,), "float32")
             held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
-            query = T.meta_var(lambda at: q[b, h, s, at])
-            store = T.meta_var(lambda at, value: T.buffer_store(out, value, [b, s, h, at]))
-            row.emit(held, query, store, scores, sinks[h] if has_sinks else None, None, first, last - first)
+            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
+            row.emit(held, query, result, scores, sinks[h] if has_sinks else None, None, first, last - first)
 
     *params, sinks, out = kernel.params
     params += [sinks, out] if has_sinks else [out]
@@ -96,12 +94,24 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
             b = T.meta_var(task // heads // length)
             scores = T.alloc_buffer((length + VECTOR,), "float32")
             held = T.meta_var(DenseRows(k, v, b, h // repeat, head_dim))
-            query = T.meta_var(lambda at: q[b, h, s, at])
-            store = T.meta_var(lambda at, value: T.buffer_store(out, value, [b, s, h, at]))
-            hides = T.meta_var(lambda j: mask[b, j] == T.float32(0))
-            row.emit(held, query, store, scores, None, hides, T.int64(0), length)
+            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
+            row.emit(held, query, result, scores, None, Place(mask, b), T.int64(0), length)
 
     return kernel
+
+
+class Place:
+    """The last dimension of a buffer at fixed indices of the others."""
+
+    def __init__(self, buffer: Any, *indices: Any) -> None:
+        self.buffer, self.indices = buffer, indices
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.buffer[(*self.indices, at)]
+
+    def emit_store(self, at: Any, value: Any) -> None:
+        """Emit a store."""
+        T.buffer_store(self.buffer, value, [*self.indices, at])
 
 
 class Rows(Protocol):
@@ -113,7 +123,7 @@ class Rows(Protocol):
 
     lanes: int
 
-    def products(self, query: Callable[[Any], Any], row: Any) -> Any:
+    def products(self, query: Place, row: Any) -> Any:
         """A vector whose elements add up to the product of the query and a row's key."""
 
     def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
@@ -127,12 +137,12 @@ class DenseRows:
         self.keys, self.values, self.b, self.kv, self.head_dim = keys, values, b, kv, head_dim
         self.lanes = next(n for n in (16, 8, 4, 2, 1) if head_dim % n == 0)
 
-    def products(self, query: Callable[[Any], Any], row: Any) -> Any:
+    def products(self, query: Place, row: Any) -> Any:
         """See :class:`Rows`."""
         value = splat_float(0, self.lanes)
         for d in range(0, self.head_dim, self.lanes):
             at = ramp(d, self.lanes)
-            value = value + query(at) * self.keys[self.b, self.kv, row, at]
+            value = value + query[at] * self.keys[self.b, self.kv, row, at]
         return value
 
     def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
@@ -167,28 +177,28 @@ class Row:
     def emit(
         self,
         held: Rows,
-        query: Callable[[Any], Any],
-        store: Callable[[Any, Any], Any],
+        query: Place,
+        result: Place,
         scores: Any,
         sink: Any,
-        hides: Callable[[Any], Any] | None,
+        mask: Place | None,
         first: Any,
         count: Any,
     ) -> None:
         """Attend to ``count`` keys from ``first``.
 
         Args:
-            query, store: load the query and store the output at an index in the row.
+            query, result: where the row is read from and written to.
             scores: a buffer for them, filled up to whole vectors.
-            hides: whether a key is hidden, by its place; None hides none.
+            mask: 0 at keys that are hidden; None hides none.
         """
         lowest, lanes = T.float32(-3.0e38), held.lanes
         stat = T.alloc_buffer((2,), "float32", scope="local")  # maximum, sum
         T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
             score = self._score(held, query, first + j)
-            if hides is not None:
-                score = T.if_then_else(hides(first + j), lowest, score)
+            if mask is not None:
+                score = T.if_then_else(mask[first + j] == T.float32(0), lowest, score)
             T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:
@@ -201,9 +211,9 @@ class Row:
             held.emit_weighed(acc, scores[j], first + j)
         for d in range(0, self.head_dim, lanes):
             factor = widen(T.float32(1) / stat[1], lanes)
-            store(ramp(d, lanes), acc[ramp(d, lanes)] * factor)
+            result.emit_store(ramp(d, lanes), acc[ramp(d, lanes)] * factor)
 
-    def _score(self, held: Rows, query: Callable[[Any], Any], row: Any) -> Any:
+    def _score(self, held: Rows, query: Place, row: Any) -> Any:
         dot = T.alloc_buffer((held.lanes,), "float32", scope="local")
         T.buffer_store(dot, held.products(query, row), [ramp(0, held.lanes)])
         emit_tree_sum(dot, held.lanes)
