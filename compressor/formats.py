@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from compressor.elements import Element
 from compressor.errors import UsageError
@@ -81,6 +81,8 @@ class Format:
     activation_bits: int = 16
     element: Element | None = None
     scale_type: ScaleType = "F16"
+
+    example: ClassVar[str] = "W4A16_G128"
 
     def __post_init__(self) -> None:
         if self.element is not None and (self.bits, self.symmetric, self.activation_bits) != (

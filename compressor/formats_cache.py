@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from compressor.elements import Element
 from compressor.errors import UsageError
@@ -53,6 +53,8 @@ class CacheFormat:
     group_size: int = 0
     element: Element | None = None
     scale_type: Literal["F16", "E8M0"] = "F16"
+
+    example: ClassVar[str] = "INT8"
 
     def __post_init__(self) -> None:
         if self.group_size and self.group_size not in _GROUP_SIZES:

@@ -30,7 +30,7 @@ def quantize_cache(x: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
     """
     width, span = x.shape[-1], fmt.span(x.shape[-1])
     groups = fmt.groups(width)
-    grouped = pad(x.float(), (0, groups * span - width)).unflatten(-1, (groups, span))
+    grouped = pad(x.float(), (0, groups * span - width)).view(*x.shape[:-1], groups, span)
     absmax = grouped.abs().amax(-1)
     if fmt.scale_type == "F16":
         scale = absmax / fmt.largest
@@ -74,7 +74,7 @@ def unpack_cache(rows: Tensor, fmt: CacheFormat, width: int) -> tuple[Tensor, Te
     codes = octets.to(torch.uint8).view(torch.int8)
     if fmt.scale_type == "E8M0":
         return codes, tail
-    pairs = tail.int().unflatten(-1, (fmt.groups(width), 2))
+    pairs = tail.int().view(*tail.shape[:-1], fmt.groups(width), 2)
     return codes, (pairs[..., 0] | (pairs[..., 1] << 8)).to(torch.int16).view(torch.float16)
 
 

@@ -52,12 +52,13 @@ def pack_cache(kv_heads: int, width: int, fmt: CacheFormat, has_order: bool) -> 
                     row[ramp(d, lanes)] = x[b, h, s, ramp(d, lanes)]
             _Packer(width, fmt, row).emit(Place(out, b, h, s))
 
-        if batch * new * kv_heads * width >= PARALLEL_FROM:
-            for task in T.parallel(batch * new * kv_heads):
-                pack(task)
-        else:
-            for task in range(batch * new * kv_heads):
-                pack(task)
+        with T.sblock("root"):  # of a function with one input, TVM wants to know whether it is a reshape
+            if batch * new * kv_heads * width >= PARALLEL_FROM:
+                for task in T.parallel(batch * new * kv_heads):
+                    pack(task)
+            else:
+                for task in range(batch * new * kv_heads):
+                    pack(task)
 
     return _without(kernel, {1: has_order})
 
