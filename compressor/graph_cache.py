@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,12 +42,14 @@ class AttentionLayer:
         index: of its caches among those of all layers.
         name: of the module that it is in.
         node: the operator.
+        queries: float32 [B, H, S, D].
         keys, values: the new ones, float32 [B, Hkv, S, D].
     """
 
     index: int
     name: str
     node: Node
+    queries: Node
     keys: Node
     values: Node
 
@@ -59,9 +62,8 @@ def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
         index = caches.index(node.args[3])
         stack = list(node.meta.get("nn_module_stack", {}).values())
         name = stack[-1][0] if stack and stack[-1][0] else f"attention.{index}"
-        _, keys, values = node.args[:3]
-        assert isinstance(keys, Node) and isinstance(values, Node)
-        found.append(AttentionLayer(index, name, node, keys, values))
+        queries, keys, values = cast(tuple[Node, ...], node.args[:3])
+        found.append(AttentionLayer(index, name, node, queries, keys, values))
     return found
 
 
