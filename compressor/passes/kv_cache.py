@@ -18,6 +18,7 @@ from compressor.errors import UsageError
 from compressor.formats_cache import CacheFormat, cache_bytes_per_token
 from compressor.graph import ModelInfo, Segment, segments
 from compressor.graph_cache import AttentionLayer, Orders, attention_layers, pack_caches
+from compressor.packing_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.pipeline import Context
 from compressor.sites_plan import SitePlan
 from compressor.streaming import Stream
@@ -28,13 +29,13 @@ _SWEEPS = 8
 _LEAST_GAIN = 1e-6  # of the cost: the last bits of a mean must not decide
 
 
-def block_order(rows: Tensor, weight: Tensor, span: int) -> Tensor:
-    """Deal channels out to blocks of ``span``, so that the rounding of a row costs less: ``sum_b W_b E[max_b x^2]``.
+def block_order(rows: Tensor, weight: Tensor, fmt: CacheFormat) -> Tensor:
+    """Deal channels out to the format's blocks so that rounding costs less: ``sum_d w_d min(E x_d^2, c E max_b x^2)``.
 
-    A block's step is in proportion to its largest channel, and W_b is the sum of its channels' weights.  Swaps of two
-    channels, each the best for one of them, until none helps; blocks that are as good as they can be stay as they are.
-    Sorting by size, as in the paper, puts the two channels of a rotary pair together, one of which is large when the
-    other is small: measured, scores got worse by it.
+    A block's step is in proportion to its largest channel, and whoever is smaller than the step is lost, but no more.
+    Swaps of two channels, each the best for one of them, until none helps; the order as it comes, unless the rows are
+    rounded better.  Sorting by size, as in the paper, puts the two channels of a rotary pair together, of which one is
+    large when the other is small: measured, scores got worse by it.
 
     Args:
         rows: float32 [tokens, D].
@@ -42,10 +43,10 @@ def block_order(rows: Tensor, weight: Tensor, span: int) -> Tensor:
     Returns:
         int32 [D]: the channel at each place; within a block they keep their order.
     """
-    squares, weight = rows.double().square().t().contiguous(), weight.double()  # [D, tokens]
-    block = torch.arange(len(squares)) // span
+    squares = rows.double().square().t().contiguous()  # [D, tokens]
+    sizes, ratio = squares.mean(1), 1 / (12 * fmt.largest**2)
+    block = torch.arange(len(squares)) // fmt.span(len(squares))
     tops, rest = torch.empty_like(squares), torch.empty_like(squares)  # a block's largest: with and without a channel
-    totals = torch.zeros(int(block[-1]) + 1, dtype=torch.float64).index_add_(0, block, weight)
 
     def renew(b: int) -> None:
         inside = torch.where(block == b)[0]
@@ -54,28 +55,40 @@ def block_order(rows: Tensor, weight: Tensor, span: int) -> Tensor:
         tops[inside] = values[0]
         rest[inside] = torch.where(torch.arange(len(inside))[:, None] == places[0], second, values[0])
 
-    for b in range(len(totals)):
+    for b in range(int(block[-1]) + 1):
         renew(b)
-    least = -_LEAST_GAIN * float((weight @ tops).mean())
+    costs = weight * torch.minimum(sizes, ratio * tops.mean(1))
+    least = -_LEAST_GAIN * float(costs.sum())
     for _ in range(_SWEEPS):
         moved = False
         for i in range(len(squares)):
-            a, w, costs = int(block[i]), totals[block], totals[block] * tops.mean(1)
-            mine = (w[i] - weight[i] + weight) * torch.maximum(rest[i], squares).mean(1)
-            theirs = (w + weight[i] - weight) * torch.maximum(rest, squares[i]).mean(1)
-            change = torch.where(block == a, 0.0, mine + theirs - costs[i] - costs)
+            a, same = int(block[i]), block[:, None] == block
+            # Costs of all channels d when i and j change places, were they all in i's old block, or in j's: [j, d].
+            old, new = (
+                weight * torch.minimum(sizes, ratio * tops_.mean(1)[:, None])
+                for tops_ in (torch.maximum(rest[i], squares), torch.maximum(rest, squares[i]))
+            )
+            mine = old[:, block == a].sum(1) - old[:, i] + old.diagonal()
+            theirs = (new * same).sum(1) - new.diagonal() + new[:, i]
+            blocks = (costs * same).sum(1)
+            change = torch.where(same[i], 0.0, mine + theirs - blocks[i] - blocks)
             j = int(change.argmin())
             if float(change[j]) < least:
-                b = int(block[j])
-                totals[a] += weight[j] - weight[i]
-                totals[b] += weight[i] - weight[j]
-                block[i], block[j] = b, a
+                block[i], block[j] = int(block[j]), a
+                renew(int(block[i]))
                 renew(a)
-                renew(b)
+                costs = weight * torch.minimum(sizes, ratio * tops.mean(1))
                 moved = True
         if not moved:
             break
-    return torch.argsort(block, stable=True).int()
+    order = torch.argsort(block, stable=True)
+    lost = (_rounding_cost(rows[:, o], weight[o], fmt) for o in (order, torch.arange(len(order))))
+    return (order if next(lost) < next(lost) * (1 - _LEAST_GAIN) else torch.arange(len(order))).int()
+
+
+def _rounding_cost(rows: Tensor, weight: Tensor, fmt: CacheFormat) -> float:
+    read = dequantize_cache(pack_cache(*quantize_cache(rows, fmt), fmt), fmt, rows.shape[1])
+    return float((read - rows).double().square().mean(0) @ weight)
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,7 @@ class KvCache:
         fmt, info = self._check(graph)
         orders = None
         if self.permute and fmt.groups(info.head_dim) > 1:
-            orders = _choose_orders(graph, ctx, fmt.span(info.head_dim))
+            orders = _choose_orders(graph, ctx, fmt)
         self._finish(graph, ctx, fmt, orders)
         return graph
 
@@ -146,7 +159,7 @@ class KvCache:
         ctx.notes.append(f"kv_cache: {'; '.join(notes)}")
 
 
-def _choose_orders(graph: GraphModule, ctx: Context, span: int) -> dict[int, Orders]:
+def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[int, Orders]:
     """Orders by layer.  An error in a key's channel costs the queries' mean square there, in a value's always 1."""
     ids = ctx.calibration("kv_cache").ids
     stream = Stream(graph, torch.split(ids, max(1, _MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
@@ -155,7 +168,7 @@ def _choose_orders(graph: GraphModule, ctx: Context, span: int) -> dict[int, Ord
         for segment in segments(graph):
             for layer in layers:
                 if layer.node in segment.nodes:
-                    found[layer.index] = _layer_orders(stream, segment, layer, span)
+                    found[layer.index] = _layer_orders(stream, segment, layer, fmt)
                     task.advance()
             if len(found) == len(layers):
                 stream.release(segment)
@@ -164,7 +177,7 @@ def _choose_orders(graph: GraphModule, ctx: Context, span: int) -> dict[int, Ord
     return found
 
 
-def _layer_orders(stream: Stream, segment: Segment, layer: AttentionLayer, span: int) -> Orders:
+def _layer_orders(stream: Stream, segment: Segment, layer: AttentionLayer, fmt: CacheFormat) -> Orders:
     kept: list[list[Tensor]] = [[], [], []]  # rows of queries, keys and values, [heads, tokens, D]
     for i in range(len(stream.batches)):
         values = stream.values(segment, i, [layer.queries, layer.keys, layer.values])
@@ -174,6 +187,6 @@ def _layer_orders(stream: Stream, segment: Segment, layer: AttentionLayer, span:
     q, k, v = (torch.cat(rows, dim=1) for rows in kept)
     heads, _, width = k.shape
     costs = q.double().square().mean(1).view(heads, -1, width).mean(1)
-    key_orders = [block_order(k[h], costs[h], span) for h in range(heads)]
-    value_orders = [block_order(v[h], torch.ones_like(costs[h]), span) for h in range(heads)]
+    key_orders = [block_order(k[h], costs[h], fmt) for h in range(heads)]
+    value_orders = [block_order(v[h], torch.ones_like(costs[h]), fmt) for h in range(heads)]
     return torch.stack(key_orders), torch.stack(value_orders)
