@@ -524,6 +524,7 @@ def _checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         _items(model, "eos_ids", int)
+    if manifest["kind"] == "decoder" and not wrong:
         rows = 2 * model["layers"] * model["kv_heads"]
         dense_bytes = 4 * rows * model["head_dim"]
         # Bundles from before caches had formats do not mention them.
