@@ -89,7 +89,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
     def finish_decoder() -> dict[str, Any]:
         peak = peak_rss_bytes()  # before the probe takes memory of its own
         positions = prompt_tokens + new_tokens / 2
-        cache_bytes = 2 * 4 * model["layers"] * model["kv_heads"] * model["head_dim"] * positions
+        cache_bytes = model["cache_bytes_per_token"] * positions
         return {
             "bytes_per_token": int(model["weight_bytes_per_token"] + cache_bytes),
             "read_bandwidth_bytes_per_s": bundle.read_bandwidth(),

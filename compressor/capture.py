@@ -34,6 +34,7 @@ from compressor.capture_shadow import (
 from compressor.capture_weights import map_weights
 from compressor.errors import CaptureError
 from compressor.graph import ModelInfo, drop_dead_parameters
+from compressor.graph_cache import empty_caches
 
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
@@ -99,10 +100,9 @@ def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
         sequence = Dim("sequence", min=1, max=longest)
         return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
     sequence, rows, capacity = Dim("sequence", min=1), Dim("rows", min=1), Dim("capacity", min=1)
-    shape = (2, info.kv_heads, 7, info.head_dim)
-    caches = [[torch.zeros(shape, dtype=torch.float32) for _ in range(info.layers)] for _ in range(2)]
+    caches = empty_caches(info, 2, 7)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
-    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *caches)
+    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
     return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
 
 

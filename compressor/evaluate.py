@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo
+from compressor.graph_cache import empty_caches
 from compressor.pipeline import Reporter, Silent
 from compressor.streaming import Stream, stream_outputs
 from compressor.tensor_files import Spill
@@ -179,8 +180,9 @@ class GraphLogits:
         """Logits of one batch."""
         info: ModelInfo = self.graph.meta["model"]
         position = torch.arange(ids.shape[1])
-        caches = [torch.zeros(len(ids), info.kv_heads, 1, info.head_dim, dtype=torch.float32)] * info.layers
-        result: Tensor = self.run(torch.as_tensor(ids), position, position, caches, caches)[0]
+        caches = empty_caches(info, len(ids))
+        keys, values = caches[: info.layers], caches[info.layers :]
+        result: Tensor = self.run(torch.as_tensor(ids), position, position, keys, values)[0]
         return result
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:

@@ -47,7 +47,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from compressor.elements import Element
 from compressor.errors import UsageError
@@ -107,6 +107,8 @@ class Format:
     codebook: bool = False
     outlier_percent: float = 0.0
     float_columns: int = 0
+
+    example: ClassVar[str] = "W4A16_G128"
 
     def __post_init__(self) -> None:
         if self.codebook and not (

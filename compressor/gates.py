@@ -54,6 +54,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "weight_bytes": Metric(_BYTES, dense=True),
         "bundle_bytes": Metric(_BYTES),
         "bytes_per_token": Metric(_BYTES),
+        "cache_bytes_per_token": Metric(_BYTES, dense=True),
         "peak_rss_bytes": Metric(_BYTES, dense=True),
         "latency_ms": Metric(_MILLISECONDS, dense=True, timing=True),
         "first_token_ms": Metric(_MILLISECONDS, dense=True, timing=True),

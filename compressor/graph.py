@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.formats_cache import DENSE_CACHE
 from compressor.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
@@ -37,6 +38,7 @@ class ModelInfo:
     layers: int = 0  # attention layers, one cache entry each
     kv_heads: int = 0
     head_dim: int = 0
+    cache_format: str = DENSE_CACHE  # of keys and values
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -27,12 +28,19 @@ def _passes() -> dict[str, str]:
 
 def _formats() -> dict[str, str]:
     from compressor.formats import FORMATS
+    from compressor.formats_cache import CACHE_FORMATS
 
-    return {
+    caches = {
+        name: f"keys and values: {fmt.row_bytes(128)} bytes for a token and a head of 128 channels"
+        for name, fmt in CACHE_FORMATS.items()
+    }
+    weights = {
         name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, "
         + ("float activations" if fmt.activation_bits == 16 else "int8 activations, dynamic per token")
         for name, fmt in FORMATS.items()
     }
+    names = dict.fromkeys((*weights, *caches))  # one name may be both
+    return {name: "; ".join(kind[name] for kind in (weights, caches) if name in kind) for name in names}
 
 
 def _targets() -> dict[str, str]:
@@ -89,14 +97,15 @@ def describe(name: str) -> tuple[str, str]:
         path = resource(kind) / f"{name}.yaml"
         if path.name == f"{name}.yaml" and path.is_file():
             return kind.removesuffix("s"), path.read_text(encoding="utf-8").rstrip()
-    try:
-        return "format", _format_text(name)
-    except UsageError as error:
-        known = [known for kind in _KINDS for known in catalogue(kind)]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-        raise UsageError(
-            f"{name!r} is no pass, format, target, recipe or calibration set; nearest: {', '.join(near)}"
-        ) from error
+    texts = []
+    for text in (_format_text, _cache_format_text):
+        with contextlib.suppress(UsageError):
+            texts.append(text(name))
+    if texts:
+        return "format", "\n\n".join(texts)
+    known = [known for kind in _KINDS for known in catalogue(kind)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    raise UsageError(f"{name!r} is no pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")
 
 
 def _format_text(name: str) -> str:
@@ -117,6 +126,23 @@ def _format_text(name: str) -> str:
             f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
+        ]
+    )
+
+
+def _cache_format_text(name: str) -> str:
+    from compressor.formats_cache import CacheFormat
+
+    fmt = CacheFormat.parse(name)
+    codes = f"floats {fmt.element.name}" if fmt.element is not None else "integers, two's complement"
+    scales = {"F16": "float16", "E8M0": "shared exponents (E8M0)"}[fmt.scale_type]
+    span = f"every {fmt.group_size} channels" if fmt.group_size else "all channels"
+    return "\n".join(
+        [
+            fmt.name,
+            f"  keys, values  {fmt.bits}-bit {codes}",
+            f"  scales        {scales}, one for {span} of a token and head, chosen while running",
+            f"  size          {fmt.row_bytes(128) * 8 / 128:.3f} bits a channel of a head of 128",
         ]
     )
 
@@ -206,15 +232,19 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
 
 
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    model = manifest["model"]
+    known = ("cache_format", "cache_bytes_per_token") if manifest["kind"] == "decoder" else ()
+    cache = {key: model[key] for key in known if key in model}  # bundles from before caches had formats lack them
     keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
     return {
-        "model": manifest["model"]["name"],
-        "architecture": manifest["model"]["architecture"],
+        "model": model["name"],
+        "architecture": model["architecture"],
         "kind": manifest["kind"],
         "schema_version": manifest["schema_version"],
         "weight_bytes": manifest["weight_bytes"],
         "dense_weight_bytes": manifest["dense_weight_bytes"],
         "bundle_bytes": manifest["bundle_bytes"],
+        **cache,
         "cpu_features": ", ".join(manifest["cpu_features"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
         "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],

@@ -139,6 +139,38 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The arithmetic of causal attention, with the arguments of :func:`cached_attention`.
+
+    Args:
+        keys, values: float32 [B, Hkv, T, D], those of positions 0 to ``position[-1]``.
+    """
+    repeat, length = q.shape[1] // keys.shape[1], keys.shape[2]
+    keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
+    scores = (q @ keys.transpose(2, 3)) * scale  # [B, H, S, T]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = position[:, None] - torch.arange(length)  # [S, T]
+    hidden = distance < 0
+    if window:
+        hidden = hidden | (distance >= window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :length]
+    return (weights @ values).transpose(1, 2).contiguous()
+
+
 @_operator("cached_attention")
 def cached_attention(
     q: Tensor,
@@ -169,22 +201,9 @@ def cached_attention(
     Returns:
         float32 [B, S, H, D].
     """
-    past, heads = int(position[0]), q.shape[1]
-    keys = torch.cat([k_cache[:, :, :past], k], dim=2).repeat_interleave(heads // k.shape[1], dim=1)
-    values = torch.cat([v_cache[:, :, :past], v], dim=2).repeat_interleave(heads // v.shape[1], dim=1)
-    scores = (q @ keys.transpose(2, 3)) * scale  # [B, H, S, past + S]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = position[:, None] - torch.arange(past + k.shape[2])  # [S, past + S]
-    hidden = distance < 0
-    if window:
-        hidden = hidden | (distance >= window)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, extra], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : past + k.shape[2]]
-    return (weights @ values).transpose(1, 2).contiguous()
+    past = int(position[0])
+    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    return attend(q, keys, values, position, scale, window, softcap, sinks)
 
 
 @cached_attention.register_fake

@@ -42,6 +42,7 @@ class PassPlan:
         sites: a plan for each linear that was dense before it; empty where the pass says nothing of itself.
         weight_bytes: of the model after it.
         cost_known: False for a pass without ``plan``: its time, memory and effect are not in the figures.
+        runs_samples: it takes the calibration samples through the whole graph, beside what the sites' plans say.
     """
 
     index: int
@@ -49,6 +50,7 @@ class PassPlan:
     sites: tuple[SitePlan, ...]
     weight_bytes: int
     cost_known: bool
+    runs_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,10 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
         before.append(twin(shadow))
         known = callable(getattr(step, "plan", None))
         sites = tuple(step.plan(shadow, context)) if known else ()
-        if recipe.calibration is None and any(site.gathering for site in sites):
+        runs_samples = bool(getattr(step, "runs_samples", False))
+        if recipe.calibration is None and (runs_samples or any(site.gathering for site in sites)):
             context.calibration(pass_name(step))  # raises, as in the run
-        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known))
+        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known, runs_samples))
     return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 
 

@@ -16,11 +16,12 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.formats import Format
 from compressor.graph import ModelInfo
+from compressor.graph_cache import empty_caches
 from compressor.packing import PIECE_ELEMENTS
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
-_ATTENTION = (_OPS.cached_attention.default, _OPS.masked_attention.default)
+_ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _OPS.masked_attention.default)
 _EMBEDDING = torch.ops.aten.embedding.default
 _PASSES: dict[Any, int] = {
     _OPS.rms_norm.default: 4,
@@ -89,8 +90,8 @@ def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, p
         ids = torch.zeros(batch, length, dtype=torch.int64)
         if info.kind == "encoder":
             return [ids, torch.ones(batch, length)]
-        cache = [torch.zeros(batch, info.kv_heads, max(1, past), info.head_dim) for _ in range(2 * info.layers)]
-        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *cache]
+        caches = empty_caches(info, batch, max(1, past))
+        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *caches]
 
 
 class _Shapes(Interpreter):
@@ -141,7 +142,7 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
     elif node.target in _ATTENTION:
         kind, (q, k) = "attention", (inputs[args[0]], inputs[args[1]])
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * (past + k.shape[2])
-        flops, cache_bytes = 4.0 * pairs * q.shape[3], 2 * k[:, :, :1].numel() * 4 * past
+        flops, cache_bytes = 4.0 * pairs * q.shape[3], 2 * _bytes(k[:, :, :1]) * past
         activation_bytes = 2 * _bytes(q) + 2 * _bytes(k)
         repeated = 2 * 4 * q.shape[0] * q.shape[1] * (past + k.shape[2]) * q.shape[3]
         working_bytes, passes = 3 * 4 * pairs + repeated, _PAIR_BYTES * pairs + 2 * repeated

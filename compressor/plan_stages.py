@@ -32,7 +32,7 @@ from compressor.plan_time import (
 )
 from compressor.recipe import Recipe
 from compressor.resources import resource
-from compressor.sites_plan import SitePlan, Work
+from compressor.sites_plan import Work
 from compressor.text_spec import DataSource
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def run_costs(
     streamed: list[tuple[str, Streaming | None, int]] = []
     packed_bytes = 0
     for step, given in zip(passes, before, strict=True):
-        streaming = _streaming(step.sites, given, recipe)
+        streaming = _streaming(step, given, recipe)
         amounts: Counter[str] = Counter()
         for site in step.sites if streaming is None else ():
             amounts.update(site.work)
@@ -196,11 +196,11 @@ def run_costs(
     )
 
 
-def _streaming(sites: Sequence[SitePlan], graph: GraphModule, recipe: Recipe) -> Streaming | None:
+def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
     spec = recipe.calibration
-    if spec is None or not any(site.gathering for site in sites):
-        return None
-    return plan_calibration(graph, sites, spec.samples, spec.sequence_length)
+    if spec is not None and any(site.gathering for site in step.sites):
+        return plan_calibration(graph, step.sites, spec.samples, spec.sequence_length)
+    return plan_forward(graph, spec.samples, spec.sequence_length) if spec is not None and step.runs_samples else None
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:

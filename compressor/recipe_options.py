@@ -101,14 +101,17 @@ def _instance(source: Source, path: KeyPath, find_class: Callable[[str], type[An
     try:
         kind = find_class(name)
         fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+        schemes = getattr(kind, "scheme_format", Format)  # what the names under `scheme` are of
         for key in options:
             if key not in fields:
                 raise source.error((*path, key), f"{name} has no such option; {nearest(str(key), fields)}")
         for key, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and key not in options:
-                example = f", such as `{key}: W4A16_G128`" if key == "scheme" else ""
+                example = f", such as `{key}: {schemes.example}`" if key == "scheme" else ""
                 raise source.error(path, f"{key}: missing; {name} needs it{example}")
+        if isinstance(scheme := options.get("scheme"), str):
+            _check_scheme(source, (*path, "scheme"), scheme, schemes)
         hints = get_type_hints(kind)
         return kind(**{key: _option(source, (*path, key), value, hints[key]) for key, value in options.items()})
     except RecipeError:
@@ -118,13 +121,15 @@ def _instance(source: Source, path: KeyPath, find_class: Callable[[str], type[An
         raise source.error(path, str(error)) from error
 
 
+def _check_scheme(source: Source, path: KeyPath, scheme: str, schemes: Any) -> None:
+    try:
+        schemes.parse(scheme)
+    except UsageError as error:
+        raise source.error(path, str(error)) from error
+
+
 def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
     """One option, checked against its field's annotation."""
-    if path[-1] == "scheme" and isinstance(value, str):
-        try:
-            Format.parse(value)
-        except UsageError as error:
-            raise source.error(path, str(error)) from error
     try:
         checked = TypeAdapter(hint).validate_python(_frozen(value))
     except ValidationError as error:

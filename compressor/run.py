@@ -27,6 +27,7 @@ from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
 from compressor.fingerprint import code_digest, model_fingerprint, tensors_sha256
+from compressor.formats_cache import cache_bytes_per_token
 from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
 from compressor.independence import check_independence
@@ -185,6 +186,7 @@ def run_recipe(
             assemble(partial, graph, library, target, recipe, context, weight_bytes(dense), lock.text())
         manifest = read_manifest(partial)
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
+        metrics |= _cache_sizes(info, manifest["model"])
         metrics["batch_independent"] = independence.independent
         checks = []
         notes = [*library.notes]
@@ -278,6 +280,17 @@ def _texts(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | No
     if info.kind == "decoder" and (recipe.evaluation.kind is not None or samples is not None):
         text, _ = load_evaluation(recipe.evaluation, samples, info.source, info.vocab_size)
     return samples, text
+
+
+def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a decoder's keys and values, as captured and in the bundle."""
+    if info.kind != "decoder":
+        return {}
+    dense_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
+    return {
+        "cache_bytes_per_token": compressed["cache_bytes_per_token"],
+        "dense_cache_bytes_per_token": dense_bytes,
+    }
 
 
 def _origin(graph: GraphModule, recipe: Recipe) -> str:

@@ -15,6 +15,7 @@ from compressor.codegen.lower import Library
 from compressor.codegen.targets import Target
 from compressor.errors import CompressorError
 from compressor.export import BundleParts, fill_bundle
+from compressor.formats_cache import cache_bytes_per_token
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
 from compressor.recipe import Recipe
@@ -48,7 +49,7 @@ def assemble(
             parameters=library.parameters,
             library=shared,
             vectors=make_vectors(graph),
-            model={**dataclasses.asdict(info), "weight_bytes_per_token": weight_bytes_per_token(graph)},
+            model=_facts(graph),
             recipe=recipe.resolved(),
             sites=[dataclasses.asdict(record) for record in context.records],
             kernels=library.kernels,
@@ -59,6 +60,14 @@ def assemble(
             lock=lock,
         )
         fill_bundle(folder, parts)
+
+
+def _facts(graph: GraphModule) -> dict[str, Any]:
+    """What the manifest says of the model."""
+    info: ModelInfo = graph.meta["model"]
+    cache_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
+    read = {"weight_bytes_per_token": weight_bytes_per_token(graph), "cache_bytes_per_token": cache_bytes}
+    return {**dataclasses.asdict(info), **read}
 
 
 def _check_room(scratch: Path) -> None:

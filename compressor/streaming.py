@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo, Segment, segments, shared_nodes
+from compressor.graph_cache import empty_caches
 from compressor.pipeline import Reporter
 from compressor.tensor_files import Spill, release, trim
 
@@ -140,8 +141,7 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
     if info.kind == "encoder":
         return [ids, torch.ones(batch, length, dtype=torch.float32)]
     position = torch.arange(length)
-    empty = torch.zeros(batch, info.kv_heads, 1, info.head_dim, dtype=torch.float32)
-    return [ids, position, position, *[empty] * (2 * info.layers)]
+    return [ids, position, position, *empty_caches(info, batch)]
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:

@@ -60,6 +60,7 @@ def progress() -> Iterator[Reporter]:
 _ROWS = (
     ("perplexity", "perplexity", "{:.3f}"),
     ("weights", "weight_bytes", "bytes"),
+    ("keys and values a token", "cache_bytes_per_token", "bytes"),
     ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
     ("decode, tokens/s", "decode_tokens_per_s", "{:,.1f}"),
     ("first token, ms", "first_token_ms", "{:,.1f}"),
@@ -153,7 +154,7 @@ def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if name == "timings":
             continue
-        form = "bytes" if name.endswith("bytes") or name == "bytes_per_token" else "{:.6g}"
+        form = "bytes" if name.endswith(("bytes", "bytes_per_token")) else "{:.6g}"
         shown = figure(value, form) if isinstance(value, int | float) else str(value)
         ends = figures[name]["interval"] if name in figures else None
         between = f"  ({ends[0]:.6g} to {ends[1]:.6g} at {CONFIDENCE:.0%} confidence)" if ends else ""
@@ -165,7 +166,7 @@ def show_inspection(content: Mapping[str, Any]) -> None:
     console = stdout_console()
     for name, value in content.items():
         if not isinstance(value, list):
-            shown = figure(value, "bytes") if name.endswith("bytes") else str(value)
+            shown = figure(value, "bytes") if name.endswith(("bytes", "bytes_per_token")) else str(value)
             console.print(f"{name}: {shown}", highlight=False, markup=False)
     for name, rows in content.items():
         if isinstance(rows, list) and rows:

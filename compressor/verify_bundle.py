@@ -16,6 +16,7 @@ from typing import Any
 
 from compressor.errors import CompressorError, VerificationError
 from compressor.formats import PARTS, TILE_ROWS, Format
+from compressor.formats_cache import cache_bytes_per_token
 from compressor.report import Check
 from compressor.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.verify_schema import Manifest, check_schema
@@ -140,6 +141,10 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
     listed = sum(entry.bytes for entry in manifest.files.values())
     total = listed + (bundle / MANIFEST).stat().st_size
     _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
+    model = manifest.model
+    if manifest.kind == "decoder" and model.cache_bytes_per_token is not None:
+        expected = cache_bytes_per_token(model.cache_format, model.layers, model.kv_heads, model.head_dim)
+        _equal("cache_bytes_per_token", model.cache_bytes_per_token, expected, f"{model.cache_format} takes")
     # Every dense weight is either still here or was one that a site replaced; a tied one is both.
     left = manifest.weight_bytes - sum(site.bytes_after for site in latest.values())
     most = left + sum(site.bytes_before for site in latest.values())

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from compressor.errors import VerificationError
+from compressor.formats_cache import DENSE_CACHE
 
 _SHOWN = 3
 
@@ -61,6 +62,8 @@ class ModelEntry(_Entry):
     layers: Count
     kv_heads: Count
     head_dim: Count
+    cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
+    cache_bytes_per_token: Count | None = None
     max_positions: Count
     eos_ids: list[Count]
     bos_id: Count | None

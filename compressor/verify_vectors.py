@@ -39,6 +39,7 @@ _TRIALS = 4
 _PIECE_ELEMENTS = 1 << 22
 
 _DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
+_PACK_CACHE = torch.ops.compressor.pack_cache.default
 
 
 def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
@@ -49,9 +50,9 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
     columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
-    change by, in four trials, when its packed linears are off by 2^-20.  That is some sixteen roundings of a float32,
-    in place of those of all the operators: where activations are rounded to int8, sums that differ by so little fall
-    on two sides of a boundary now and then, and deep models amplify it.
+    change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20.  That is some
+    sixteen roundings of a float32, in place of those of all the operators: where activations or keys are rounded to
+    integers, sums that differ by so little fall on two sides of a boundary now and then, and deep models amplify it.
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
@@ -106,7 +107,8 @@ class _Exact(Interpreter):
     """Runs a graph in float64, whatever types its nodes ask for, with one piece of a weight in memory at a time.
 
     Args:
-        noisy_from: batch entries from here on have every packed linear's output off by about 2^-20; None for none.
+        noisy_from: batch entries from here on have every packed linear's output, and what caches pack, off by about
+            2^-20; None for none.
         seed: of the noise.
     """
 
@@ -120,6 +122,8 @@ class _Exact(Interpreter):
             return self._dense(*args)
         if target is _PACKED:
             return self._packed(*args)
+        if target is _PACK_CACHE:  # rounds, as linears of 8-bit activations do
+            args = (self._disturbed(args[0].double()), *args[1:])
         if target is not torch.ops.aten.embedding.default:  # a table is not worth widening for a few rows
             args, kwargs = tree_map(_widened, (args, kwargs))
         return tree_map(_widened, super().call_function(target, args, kwargs))
@@ -139,14 +143,16 @@ class _Exact(Interpreter):
         in_features: int,
         out_features: int,
     ) -> Tensor:
-        packed = PackedWeight.of(parts, Format.parse(format), (out_features, in_features))
-        y = packed_product(x.double(), packed)
+        y = packed_product(x.double(), PackedWeight.of(parts, Format.parse(format), (out_features, in_features)))
         release(parts)
-        y = y if bias is None else y + bias
-        if self._noisy_from is not None:
-            noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
-            y[self._noisy_from :] *= 1 + _ROUNDING * noise
-        return y
+        return self._disturbed(y if bias is None else y + bias)
+
+    def _disturbed(self, y: Tensor) -> Tensor:
+        """The tensor, float64, with noise in the entries that have it."""
+        if self._noisy_from is None:
+            return y
+        noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
+        return torch.cat([y[: self._noisy_from], y[self._noisy_from :] * (1 + _ROUNDING * noise)])
 
 
 def _widened(value: Any) -> Any:

@@ -25,6 +25,8 @@ from compressor.capture import capture
 from compressor.comparison import Speed
 from compressor.evaluate import GraphLogits, measure_quality
 from compressor.formats import Format
+from compressor.formats_cache import DENSE_CACHE
+from compressor.graph import ModelInfo
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, pass_name
 from compressor.recipe import Recipe, load_recipe
@@ -59,7 +61,8 @@ def one_thread() -> Iterator[None]:
 
 
 def packs(step: Any) -> bool:
-    return hasattr(step, "scheme") or hasattr(step, "schemes")
+    """Whether it stores linears: a pass with a scheme but without targets is about caches."""
+    return hasattr(step, "targets") and (hasattr(step, "scheme") or hasattr(step, "schemes"))
 
 
 def is_whole(name: str) -> bool:
@@ -72,7 +75,7 @@ def load_for_test(name: str) -> Recipe:
     calibrated = load_recipe(name).calibration is not None
     if calibrated:
         overrides.append("calibration.samples=4")
-    for step in () if is_whole(name) else load_recipe(name).passes:
+    for step in () if is_whole(name) else filter(packs, load_recipe(name).passes):
         key = f"passes.{pass_name(step)}"
         overrides += [rf"{key}.targets='re:model\.layers\.0\.self_attn'", f"{key}.ignore=[]"]
     return load_recipe(name, overrides)
@@ -120,6 +123,9 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     schemes = set(step.schemes) if hasattr(step, "schemes") else {step.scheme}  # a pass may add columns in float16
     assert all({name, Format.parse(name).coded.name} & schemes for name in formats)
     assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
+    info: ModelInfo = result.graph.meta["model"]
+    smaller = metrics["cache_bytes_per_token"] < metrics["dense_cache_bytes_per_token"]
+    assert smaller == (info.cache_format != DENSE_CACHE)
     assert -0.02 < metrics["perplexity_increase"] < 0.05
     assert 0.8 < metrics["top1_agreement"] <= 1
     assert {kernel["evidence"] for kernel in result.manifest["kernels"]} == {"executed"}

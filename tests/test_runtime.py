@@ -233,6 +233,23 @@ def test_a_session_can_go_back(bundle: Bundle, model: TinyLanguageModel) -> None
     np.testing.assert_allclose(session.step([[9]])[0, 0], model.logits([5, 9]), atol=1e-5)
 
 
+def test_a_packed_cache_has_the_bytes_that_the_manifest_states(copy: Path) -> None:
+    def pack(manifest: dict[str, Any]) -> None:
+        manifest["model"].update(cache_format="INT8", cache_bytes_per_token=2 * (WIDTH + 2))
+
+    dense = load(copy, threads=1)
+    assert dense.model["cache_format"] == "FP32" and dense.model["cache_bytes_per_token"] == 2 * 4 * WIDTH
+    edit_manifest(copy, pack)
+    session = load(copy, threads=1).session(batch=3, capacity=5)
+    caches = [np.from_dlpack(cache) for cache in session._caches]
+    assert [(cache.dtype, cache.shape) for cache in caches] == [(np.uint8, (3, 1, 5, WIDTH + 2))] * 2
+    caches[0][:] = 7
+    session.position = 5
+    session.make_room(1)
+    grown = np.from_dlpack(session._caches[0])
+    assert grown.shape[2] >= 6 and (grown[:, :, :5] == 7).all() and not grown[:, :, 5:].any()
+
+
 def test_logits_stay_when_the_next_step_is_taken(bundle: Bundle) -> None:
     session = bundle.session()
     first = session.step([[5]])

@@ -13,10 +13,11 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_cache, packed_linear
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats import TILE_ROWS, Format
+from compressor.formats_cache import CacheFormat
 
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""
@@ -54,6 +55,8 @@ class Converter:
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,
             "cached_attention.default": self._cached_attention,
+            "pack_cache.default": self._pack_cache,
+            "packed_attention.default": self._packed_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "slice.Tensor": self._slice,
@@ -152,8 +155,8 @@ class Converter:
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
-        batch, heads, new, width = q.ty.shape
-        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale), int(window), float(softcap))
+        heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
+        shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
         name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += "" if sinks is None else "_sinks"
 
@@ -161,11 +164,37 @@ class Converter:
             return attention.cached_attention(*shape, sinks is not None), {"family": "cached_attention"}
 
         args = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
-        out = relax.TensorType([batch, new, heads, width], "float32")
-        call = relax.op.call_tir_inplace(
-            self._kernel(importer, name, make), relax.Tuple(args), [-1, 3, 4], [out, k_cache.ty, v_cache.ty]
+        return _call_attention(importer, self._kernel(importer, name, make), args)
+
+    def _pack_cache(self, node: fx.Node, importer: Any) -> Any:
+        x, order, format_name = importer.retrieve_args(node)
+        fmt, (batch, kv_heads, new, width) = CacheFormat.parse(format_name), x.ty.shape
+        shape, permuted = (int(kv_heads), int(width)), order is not None
+        name = f"pack_cache_{shape[0]}x{shape[1]}_{fmt.name}{'_permuted' if permuted else ''}"
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            return packed_cache.pack_cache(*shape, fmt, permuted), {"family": "pack_cache", "cache_format": fmt.name}
+
+        out = relax.TensorType([batch, kv_heads, new, fmt.row_bytes(shape[1])], "uint8")
+        args = [x, order] if permuted else [x]
+        return importer.block_builder.emit(relax.call_tir(self._kernel(importer, name, make), args, out_ty=out))
+
+    def _packed_attention(self, node: fx.Node, importer: Any) -> Any:
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, *orders, fmt_name = importer.retrieve_args(
+            node
         )
-        return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
+        fmt, has_sinks, permuted = CacheFormat.parse(fmt_name), sinks is not None, orders[0] is not None
+        heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
+        shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
+        name = f"packed_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        name += f"_{fmt.name}{'_sinks' if has_sinks else ''}{'_permuted' if permuted else ''}"
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            details = {"family": "packed_attention", "cache_format": fmt.name}
+            return packed_cache.packed_attention(*shape, has_sinks, fmt, permuted), details
+
+        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, *orders) if part is not None)]
+        return _call_attention(importer, self._kernel(importer, name, make), args)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale = importer.retrieve_args(node)
@@ -219,6 +248,14 @@ class Converter:
             return importer._index_tensor(node)
         ((axis, index),) = given
         return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
+
+
+def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
+    """Call an attention kernel on q [B, H, S, D], new keys and values, caches, which it writes, and the rest."""
+    (batch, heads, new, width), caches = args[0].ty.shape, [args[3].ty, args[4].ty]
+    out = relax.TensorType([batch, new, heads, width], "float32")
+    call = relax.op.call_tir_inplace(kernel, relax.Tuple(args), [-1, 3, 4], [out, *caches])
+    return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
 
 
 def _zeros(wanted: bool, size: int) -> list[Any]:

@@ -125,7 +125,7 @@ def compile_graph(
     converter = Converter(isa, tuner)
     program = reexport(graph)
     activations = _fixed_sizes(program)
-    mod, parameters = _import(program, converter)
+    mod, parameters = _import(program, converter, decoder=graph.meta["model"].kind == "decoder")
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)
         for name, phase in phases():
@@ -181,9 +181,8 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
         return flat[:1] if self.decoder else flat
 
 
-def _import(program: ExportedProgram, converter: Converter) -> tuple[tvm.IRModule, list[str]]:
+def _import(program: ExportedProgram, converter: Converter, *, decoder: bool) -> tuple[tvm.IRModule, list[str]]:
     kind = torch.export.graph_signature.InputKind
-    decoder = any("cached_attention" in str(node.target) for node in program.graph.nodes)
     with _naming("import"):
         mod = _Importer(decoder).from_exported_program(
             program,

@@ -36,6 +36,7 @@ ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any ot
 _LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 _MOST_LAYERS, _MOST_DIMENSIONS = 4096, 16  # no model has more
 _SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
+_DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
 _DTYPES = {  # safetensors name -> numpy's
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -372,7 +373,7 @@ class Session:
         if batch < 1:
             raise RequestError(f"batch={batch}: at least one is needed")
         self.bundle, self.batch, self.position, self.capacity = bundle, batch, 0, 0
-        self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D]
+        self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._resize(max(1, min(capacity, bundle.limit)))
 
     def step(self, ids: ArrayLike, keep: ArrayLike | None = None) -> NDArray[np.float32]:
@@ -414,14 +415,16 @@ class Session:
 
     def _resize(self, capacity: int) -> None:
         model, caches = self.bundle.model, []
-        size_bytes = 2 * 4 * model["layers"] * self.batch * model["kv_heads"] * capacity * model["head_dim"]
+        size_bytes = model["cache_bytes_per_token"] * self.batch * capacity
         if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             raise RequestError(
                 f"{self.batch} sequences of {capacity} tokens: their keys and values take {size_bytes} bytes, more "
                 "than this machine's memory; give fewer or shorter ones"
             )
+        dtype = np.dtype(np.float32 if model["cache_format"] == _DENSE_CACHE else np.uint8)
+        row_bytes = model["cache_bytes_per_token"] // (2 * model["layers"] * model["kv_heads"])
         for index in range(2 * model["layers"]):
-            cache = _aligned((self.batch, model["kv_heads"], capacity, model["head_dim"]), np.dtype(np.float32))
+            cache = _aligned((self.batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize), dtype)
             if self._caches:
                 cache[:, :, : self.position] = np.from_dlpack(self._caches[index])[:, :, : self.position]
                 self._caches[index] = None  # at most one layer is held twice
@@ -521,6 +524,16 @@ def _checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         _items(model, "eos_ids", int)
+    if manifest["kind"] == "decoder" and not wrong:
+        rows = 2 * model["layers"] * model["kv_heads"]
+        dense_bytes = 4 * rows * model["head_dim"]
+        # Bundles from before caches had formats do not mention them.
+        cache_format, cache_bytes = (
+            _field(model, key, type(default)) if key in model else model.setdefault(key, default)
+            for key, default in (("cache_format", _DENSE_CACHE), ("cache_bytes_per_token", dense_bytes))
+        )
+        fits = cache_bytes == dense_bytes if cache_format == _DENSE_CACHE else cache_bytes > 0 == cache_bytes % rows
+        wrong += [] if fits else ["cache_bytes_per_token"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model

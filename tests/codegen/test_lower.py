@@ -22,8 +22,11 @@ from compressor.codegen.lower import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
+from compressor.graph_cache import empty_caches
+from compressor.passes.kv_cache import KvCache
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
+from compressor.samples import Samples
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,9 +92,9 @@ class Program:
         return self.vm["main"](*given, self.parameters).numpy()
 
     def caches(self, batch: int, capacity: int) -> list[Any]:
-        """NaN shows where a kernel reads what nothing has written."""
-        shape = (batch, self.info.kv_heads, capacity, self.info.head_dim)
-        return [tvm.runtime.tensor(np.full(shape, np.nan, np.float32)) for _ in range(2 * self.info.layers)]
+        """NaN, also of packed scales, shows where a kernel reads what nothing has written."""
+        empty = [cache.numpy() for cache in empty_caches(self.info, batch, capacity)]
+        return [tvm.runtime.tensor(np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype)) for x in empty]
 
 
 def relative_error(got: np.ndarray, expected: Any) -> float:
@@ -139,6 +142,17 @@ def test_integer_activations() -> None:
     """Where sums differ in their last bit, an activation may be rounded to the next int8."""
     graph = quantized(capture(build(transformers.LlamaConfig(**GROUPED))), "W4A8_G32", ("q_proj", "up_proj"))
     assert decoding_error(graph, compile_graph(graph, X86(), tune="off")) < 0.02
+
+
+def test_packed_caches() -> None:
+    """Where sums differ in their last bit, a key may be rounded to the next code."""
+    rng = torch.Generator().manual_seed(0)
+    samples = Samples(torch.randint(3, 97, (4, 16), generator=rng), torch.arange(0), "", "")
+    step, dense = KvCache("BFP4_G8", permute=True), capture(build(transformers.LlamaConfig(**GROUPED)))
+    graph = step.run(dense, Context(samples=samples))
+    library = compile_graph(graph, X86(), tune="off")
+    assert decoding_error(graph, library) < 0.01
+    assert {"pack_cache", "packed_attention"} < {kernel["family"] for kernel in library.kernels}
 
 
 def test_the_other_instruction_set() -> None:

@@ -5,7 +5,7 @@ Scores of one query row are kept whole (two passes); rows and heads are divided 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 from tvm.script import tirx as T
@@ -24,7 +24,7 @@ def cached_attention(
     ``position``), position int64 [S], sinks [H] (where there are any), out [B, S, H, D]; floats are float32.
     """
     repeat, windowed = heads // kv_heads, window > 0
-    row = _Row(head_dim, scale, softcap, has_sinks)
+    row = Row(head_dim, scale, softcap, has_sinks)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -62,7 +62,9 @@ def cached_attention(
             first = T.meta_var(T.max(last - window, T.int64(0)) if windowed else T.int64(0))
             # Filled up to whole vectors, so that the exponentials need no scalar tail.
             scores = T.alloc_buffer((last - first + VECTOR,), "float32")
-            row.emit(q, k_cache, v_cache, out, scores, sinks, None, b, h, h // repeat, s, first, last - first)
+            held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
+            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
+            row.emit(held, query, result, scores, sinks[h] if has_sinks else None, None, first, last - first)
 
     *params, sinks, out = kernel.params
     params += [sinks, out] if has_sinks else [out]
@@ -75,7 +77,7 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], out [B, S, H, D], all float32.
     """
     repeat = heads // kv_heads
-    row = _Row(head_dim, scale, 0.0, False)
+    row = Row(head_dim, scale, 0.0, False)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, out_: T.handle) -> None:
@@ -91,79 +93,136 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
             s = T.meta_var(task // heads % length)
             b = T.meta_var(task // heads // length)
             scores = T.alloc_buffer((length + VECTOR,), "float32")
-            row.emit(q, k, v, out, scores, None, mask, b, h, h // repeat, s, T.int64(0), length)
+            held = T.meta_var(DenseRows(k, v, b, h // repeat, head_dim))
+            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
+            row.emit(held, query, result, scores, None, Place(mask, b), T.int64(0), length)
 
     return kernel
 
 
-class _Row:
+class Place:
+    """The last dimension of a buffer at fixed indices of the others."""
+
+    def __init__(self, buffer: Any, *indices: Any) -> None:
+        self.buffer, self.indices = buffer, indices
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.buffer[(*self.indices, at)]
+
+    def emit_store(self, at: Any, value: Any) -> None:
+        """Emit a store."""
+        T.buffer_store(self.buffer, value, [*self.indices, at])
+
+
+class Rows(Protocol):
+    """Keys and values of one head, as an attention row reads them.
+
+    Attributes:
+        lanes: of all vectors; divides the head's width.
+    """
+
+    lanes: int
+
+    def products(self, query: Place, row: Any) -> Any:
+        """A vector whose elements add up to the product of the query and a row's key."""
+
+    def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
+        """Emit ``acc += weight * value`` of a row."""
+
+
+class DenseRows:
+    """Rows of float32 [B, Hkv, T, D]: those of batch entry ``b`` and key-value head ``kv``."""
+
+    def __init__(self, keys: Any, values: Any, b: Any, kv: Any, head_dim: int) -> None:
+        self.keys, self.values, self.b, self.kv, self.head_dim = keys, values, b, kv, head_dim
+        self.lanes = next(n for n in (16, 8, 4, 2, 1) if head_dim % n == 0)
+
+    def products(self, query: Place, row: Any) -> Any:
+        """See :class:`Rows`."""
+        value = splat_float(0, self.lanes)
+        for d in range(0, self.head_dim, self.lanes):
+            at = ramp(d, self.lanes)
+            value = value + query[at] * self.keys[self.b, self.kv, row, at]
+        return value
+
+    def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
+        """See :class:`Rows`."""
+        p = widen(weight, self.lanes)
+        for d in range(0, self.head_dim, self.lanes):
+            at = ramp(d, self.lanes)
+            T.buffer_store(acc, acc[at] + p * self.values[self.b, self.kv, row, at], [at])
+
+
+def ramp(first: Any, lanes: int) -> Any:
+    """The index of ``lanes`` elements in a row; of one element, its own."""
+    return T.ramp(first, 1, lanes) if lanes > 1 else first
+
+
+def widen(value: Any, lanes: int) -> Any:
+    """A scalar in every lane."""
+    return T.broadcast(value, lanes) if lanes > 1 else value
+
+
+def splat_float(value: float, lanes: int) -> Any:
+    """A float32 constant in every lane."""
+    return widen(T.float32(value), lanes)
+
+
+class Row:
     """One query row: scores, softmax and the weighted sum of values, emitted into the current function."""
 
     def __init__(self, head_dim: int, scale: float, softcap: float, has_sinks: bool) -> None:
         self.head_dim, self.scale, self.softcap, self.has_sinks = head_dim, scale, softcap, has_sinks
-        self.vector = next(n for n in (16, 8, 4, 2, 1) if head_dim % n == 0)
-
-    def _at(self, d: int) -> Any:
-        return T.ramp(d, 1, self.vector) if self.vector > 1 else d
-
-    def _zero(self) -> Any:
-        return T.broadcast(T.float32(0), self.vector) if self.vector > 1 else T.float32(0)
 
     def emit(
         self,
-        q: Any,
-        keys: Any,
-        values: Any,
-        out: Any,
+        held: Rows,
+        query: Place,
+        result: Place,
         scores: Any,
-        sinks: Any,
-        mask: Any,
-        b: Any,
-        h: Any,
-        kv: Any,
-        s: Any,
+        sink: Any,
+        mask: Place | None,
         first: Any,
         count: Any,
     ) -> None:
-        """Attend with query (b, h, s) to ``count`` keys from ``first`` of head ``kv``."""
-        lowest = T.float32(-3.0e38)
+        """Attend to ``count`` keys from ``first``.
+
+        Args:
+            query, result: where the row is read from and written to.
+            scores: a buffer for them, filled up to whole vectors.
+            mask: 0 at keys that are hidden; None hides none.
+        """
+        lowest, lanes = T.float32(-3.0e38), held.lanes
         stat = T.alloc_buffer((2,), "float32", scope="local")  # maximum, sum
-        T.buffer_store(stat, T.max(sinks[h], lowest) if self.has_sinks else lowest, [0])
+        T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
-            self._score(q, keys, scores, mask, b, h, kv, s, first, j)
+            score = self._score(held, query, first + j)
+            if mask is not None:
+                score = T.if_then_else(mask[first + j] == T.float32(0), lowest, score)
+            T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:
             T.buffer_store(scores, lowest, [count + j])
-        self._softmax(scores, stat, sinks, h, count)
+        self._softmax(scores, stat, sink, count)
         acc = T.alloc_buffer((self.head_dim,), "float32", scope="local")
-        for d in range(0, self.head_dim, self.vector):
-            T.buffer_store(acc, self._zero(), [self._at(d)])
+        for d in range(0, self.head_dim, lanes):
+            T.buffer_store(acc, splat_float(0, lanes), [ramp(d, lanes)])
         with T.serial(0, count) as j:
-            p = T.broadcast(scores[j], self.vector) if self.vector > 1 else scores[j]
-            for d in range(0, self.head_dim, self.vector):
-                T.buffer_store(acc, acc[self._at(d)] + p * values[b, kv, first + j, self._at(d)], [self._at(d)])
-        for d in range(0, self.head_dim, self.vector):
-            inverse = T.float32(1) / stat[1]
-            factor = T.broadcast(inverse, self.vector) if self.vector > 1 else inverse
-            T.buffer_store(out, acc[self._at(d)] * factor, [b, s, h, self._at(d)])
+            held.emit_weighed(acc, scores[j], first + j)
+        for d in range(0, self.head_dim, lanes):
+            factor = widen(T.float32(1) / stat[1], lanes)
+            result.emit_store(ramp(d, lanes), acc[ramp(d, lanes)] * factor)
 
-    def _score(
-        self, q: Any, keys: Any, scores: Any, mask: Any, b: Any, h: Any, kv: Any, s: Any, first: Any, j: Any
-    ) -> None:
-        dot = T.alloc_buffer((self.vector,), "float32", scope="local")
-        value = self._zero()
-        for d in range(0, self.head_dim, self.vector):
-            value = value + q[b, h, s, self._at(d)] * keys[b, kv, first + j, self._at(d)]
-        T.buffer_store(dot, value, [self._at(0)])
-        emit_tree_sum(dot, self.vector)
+    def _score(self, held: Rows, query: Place, row: Any) -> Any:
+        dot = T.alloc_buffer((held.lanes,), "float32", scope="local")
+        T.buffer_store(dot, held.products(query, row), [ramp(0, held.lanes)])
+        emit_tree_sum(dot, held.lanes)
         score = dot[0] * T.float32(self.scale)
         if self.softcap:
             score = T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap))
-        if mask is not None:
-            score = T.if_then_else(mask[b, first + j] == T.float32(0), T.float32(-3.0e38), score)
-        T.buffer_store(scores, score, [j])
+        return score
 
-    def _softmax(self, scores: Any, stat: Any, sinks: Any, h: Any, count: Any) -> None:
+    def _softmax(self, scores: Any, stat: Any, sink: Any, count: Any) -> None:
         """Scores become exp(score - maximum); their sum goes to ``stat[1]``.  Filling scores become 0."""
         every = T.ramp(0, 1, VECTOR)
         total = T.alloc_buffer((VECTOR,), "float32", scope="local")
@@ -174,6 +233,6 @@ class _Row:
             kept = T.Cast(f"float32x{VECTOR}", far > T.broadcast(T.float32(-80), VECTOR))
             T.buffer_store(scores, exp(far, VECTOR) * kept, [at])
             T.buffer_store(total, total[every] + scores[at], [every])
-        T.buffer_store(stat, T.exp(sinks[h] - stat[0]) if self.has_sinks else T.float32(0), [1])
+        T.buffer_store(stat, T.exp(sink - stat[0]) if self.has_sinks else T.float32(0), [1])
         emit_tree_sum(total, VECTOR)
         T.buffer_store(stat, stat[1] + total[0], [1])

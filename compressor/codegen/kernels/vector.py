@@ -5,6 +5,7 @@ Every function takes and returns TIR expressions over vectors of ``lanes`` 32-bi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,12 @@ def exp(x: Any, lanes: int) -> Any:
 
 def emit_tree_sum(buffer: Any, lanes: int, *prefix: Any) -> None:
     """Emit stores that leave the sum of ``buffer[*prefix, 0:lanes]`` in element 0 (LLVM makes shuffles of them)."""
+    emit_tree(operator.add, buffer, lanes, *prefix)
+
+
+def emit_tree(combine: Callable[[Any, Any], Any], buffer: Any, lanes: int, *prefix: Any) -> None:
+    """As :func:`emit_tree_sum`, for any operation that may take its operands in any order."""
     while lanes > 1:
         lanes //= 2
         for i in range(lanes):
-            T.buffer_store(buffer, buffer[(*prefix, i)] + buffer[(*prefix, lanes + i)], [*prefix, i])
+            T.buffer_store(buffer, combine(buffer[(*prefix, i)], buffer[(*prefix, lanes + i)]), [*prefix, i])

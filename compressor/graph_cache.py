@@ -1,0 +1,107 @@
+"""The key-value caches of a captured decoder: what they look like, and how a pass changes their format.
+
+Caches come in as ``k_cache`` and ``v_cache``, new rows leave as outputs, and one attention operator a layer reads both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import compressor.ops_cache  # noqa: F401  (registers the operators)
+from compressor.formats_cache import CacheFormat, cache_row
+from compressor.graph import ModelInfo, set_parameter
+
+_CACHED = torch.ops.compressor.cached_attention.default
+_PACKED = torch.ops.compressor.packed_attention.default
+_PACK = torch.ops.compressor.pack_cache.default
+_INPUTS = 3  # of a decoder, before its caches: ids, position, keep
+
+Orders = tuple[Tensor, Tensor]
+"""For keys and for values, int32 [Hkv, D]: which channel is stored at each place of a head's row."""
+
+
+def empty_caches(info: ModelInfo, batch: int, capacity: int = 1) -> list[Tensor]:
+    """Caches of all layers, keys first, in the model's format, with room for ``capacity`` tokens."""
+    kind, size = cache_row(info.cache_format, info.head_dim)
+    shape, dtype = (batch, info.kv_heads, capacity, size), getattr(torch, kind)
+    return [torch.zeros(shape, dtype=dtype) for _ in range(2 * info.layers)]
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention operator over float32 caches.
+
+    Attributes:
+        index: of its caches among those of all layers.
+        name: of the module that it is in.
+        node: the operator.
+        queries: float32 [B, H, S, D].
+        keys, values: the new ones, float32 [B, Hkv, S, D].
+    """
+
+    index: int
+    name: str
+    node: Node
+    queries: Node
+    keys: Node
+    values: Node
+
+
+def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
+    """The layers whose caches are float32 still, in dataflow order."""
+    caches = graph.graph.find_nodes(op="placeholder")[_INPUTS:]
+    found = []
+    for node in graph.graph.find_nodes(op="call_function", target=_CACHED):
+        index = caches.index(node.args[3])
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        name = stack[-1][0] if stack and stack[-1][0] else f"attention.{index}"
+        queries, keys, values = cast(tuple[Node, ...], node.args[:3])
+        found.append(AttentionLayer(index, name, node, queries, keys, values))
+    return found
+
+
+def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
+    """Make every layer store its keys and values in a format.
+
+    Args:
+        orders: by the layers' indices, stored as parameters ``<layer>.k_order`` and ``.v_order``; None stores channels
+            as they come.
+    """
+    info: ModelInfo = graph.meta["model"]
+    caches, output = graph.graph.find_nodes(op="placeholder")[_INPUTS:], graph.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for layer in attention_layers(graph):
+        old, stored = layer.node, dict[str, Node | None]()
+        with graph.graph.inserting_before(old):
+            rows = []
+            for which, (kind, source) in enumerate((("k", layer.keys), ("v", layer.values))):
+                stored[kind] = None
+                if orders is not None:
+                    set_parameter(graph, f"{layer.name}.{kind}_order", orders[layer.index][which])
+                    stored[kind] = graph.graph.get_attr(f"{layer.name}.{kind}_order")
+                packed = graph.graph.call_function(_PACK, (source, stored[kind], fmt.name))
+                packed.meta = {**source.meta, "val": _packed(source.meta["val"], fmt)}
+                rows.append(packed)
+                place = layer.index + which * info.layers
+                results[1 + place] = packed
+                caches[place].meta["val"] = _packed(caches[place].meta["val"], fmt)
+            args = (old.args[0], *rows, *old.args[3:], stored["k"], stored["v"], fmt.name)
+            new = graph.graph.call_function(_PACKED, args)
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+        graph.graph.erase_node(old)
+    output.args = (tuple(results),)
+    graph.meta["model"] = dataclasses.replace(info, cache_format=fmt.name)
+    graph.recompile()
+
+
+def _packed(value: Tensor, fmt: CacheFormat) -> Tensor:
+    """A fake tensor of rows in place of one of float32 channels."""
+    return value.new_empty(*value.shape[:-1], fmt.row_bytes(value.shape[-1]), dtype=torch.uint8)

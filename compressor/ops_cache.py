@@ -1,0 +1,98 @@
+"""Torch custom operators of packed key-value caches (namespace ``compressor``); importing registers them.
+
+As in :mod:`compressor.ops`, the eager reference defines what each operator means.  New keys and values are packed
+before anything reads them: tokens of one call attend to each other as later calls will see them, so that prompts,
+continued prompts and single tokens agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from compressor import packing_cache
+from compressor.formats_cache import CacheFormat
+from compressor.ops import attend
+
+
+@custom_op("compressor::pack_cache", mutates_args=())
+def pack_cache(x: Tensor, order: Tensor | None, format: str) -> Tensor:
+    """Keys or values as rows of a cache: quantised for each token and head alone.
+
+    Args:
+        x: float32 [B, Hkv, S, D].
+        order: int32 [Hkv, D]: which channel is stored at each place of a head's row; None keeps them as they are.
+        format: name of a :class:`compressor.formats_cache.CacheFormat`.
+    Returns:
+        uint8 [B, Hkv, S, row_bytes].
+    """
+    fmt = CacheFormat.parse(format)
+    x = x if order is None else x.gather(3, order.long()[None, :, None].expand(x.shape))
+    return packing_cache.pack_cache(*packing_cache.quantize_cache(x, fmt), fmt)
+
+
+@pack_cache.register_fake
+def _(x: Tensor, order: Tensor | None, format: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], CacheFormat.parse(format).row_bytes(x.shape[-1]), dtype=torch.uint8)
+
+
+@custom_op("compressor::packed_attention", mutates_args=())
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    k_order: Tensor | None,
+    v_order: Tensor | None,
+    format: str,
+) -> Tensor:
+    """:func:`compressor.ops.cached_attention` over packed keys and values, new ones included.
+
+    Args:
+        q: float32 [B, H, S, D].
+        k, v: uint8 [B, Hkv, S, row_bytes], from :func:`pack_cache`.
+        k_cache, v_cache: uint8 [B, Hkv, T, row_bytes], T >= position[0].
+        position, scale, window, softcap, sinks: as there.
+        k_order, v_order: as :func:`pack_cache` was given; queries and outputs are permuted to match.
+        format: of the caches.
+    Returns:
+        float32 [B, S, H, D].
+    """
+    fmt, past, width = CacheFormat.parse(format), int(position[0]), q.shape[3]
+    repeat = q.shape[1] // k.shape[1]
+    keys = packing_cache.dequantize_cache(torch.cat([k_cache[:, :, :past], k], dim=2), fmt, width)
+    values = packing_cache.dequantize_cache(torch.cat([v_cache[:, :, :past], v], dim=2), fmt, width)
+    if k_order is not None:
+        q = q.gather(3, k_order.long().repeat_interleave(repeat, dim=0)[None, :, None].expand(q.shape))
+    out = attend(q, keys.to(q.dtype), values.to(q.dtype), position, scale, window, softcap, sinks)
+    if v_order is None:
+        return out
+    back = torch.argsort(v_order, dim=1).repeat_interleave(repeat, dim=0)
+    return out.gather(3, back[None, None].expand(out.shape))
+
+
+@packed_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    k_order: Tensor | None,
+    v_order: Tensor | None,
+    format: str,
+) -> Tensor:
+    batch, heads, sequence, width = q.shape
+    return q.new_empty(batch, sequence, heads, width)
