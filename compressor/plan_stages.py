@@ -200,7 +200,8 @@ def _streaming(sites: Sequence[SitePlan], graph: GraphModule, recipe: Recipe) ->
     spec = recipe.calibration
     if spec is None or not any(site.gathering for site in sites):
         return None
-    return plan_calibration(graph, sites, spec.samples, spec.sequence_length)
+    length = 0 if spec.kind == "images" else spec.sequence_length
+    return plan_calibration(graph, sites, spec.samples, length)
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
@@ -219,7 +220,7 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
 def _text_tokens(recipe: Recipe, evaluation: Evaluation | None) -> int:
     """Tokens that are read, at most."""
     total = 0
-    if (spec := recipe.calibration) is not None:
+    if (spec := recipe.calibration) is not None and spec.kind != "images":
         total += min(_tokens(spec), 4 * spec.samples * spec.sequence_length + _SPARE_TOKENS)
     if evaluation is not None and recipe.evaluation.kind is not None:
         total += min(_tokens(recipe.evaluation), recipe.evaluation.tokens)

@@ -36,6 +36,7 @@ LAYERS = (
         "streaming",
         "tensor_files",
         "absorbers",
+        "images",
         "search",
     ),
     ("passes",),
