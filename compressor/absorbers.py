@@ -3,7 +3,7 @@
 ``x -> x / s`` together with ``W -> W diag(s)`` leaves every output as it is (Xiao et al. 2023, SmoothQuant, arXiv
 2211.10438, eq. 3).  The division is free where whatever makes ``x`` has a parameter for each of its channels.  That is
 read from the dataflow: a norm's weight, a linear's rows, either factor of a product, and through attention the rows of
-the values' linear, whose heads several heads of ``x`` may share.
+the values' linear, whose heads several heads of ``x`` may share.  A convolution's patches show a channel several times.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ class Absorber:
 
     Attributes:
         parameters: names; each is divided by the scale.
-        heads: (key-value heads, heads that share each, head width) where channels pass through attention; else None.
+        shares: (runs, repeats of each, length of one) where several channels of the tensor come from one: key-value
+            heads, heads that share each and head width; 1, pixels of a patch and channels.  None where none do.
     """
 
     parameters: tuple[str, ...]
-    heads: tuple[int, int, int] | None = None
+    shares: tuple[int, int, int] | None = None
 
     def shared(self, scale: Tensor) -> Tensor:
         """The scale with one value for all channels that come from one: the largest.  float [in] -> [in]."""
-        if self.heads is None:
+        if self.shares is None:
             return scale
-        kv_heads, repeat, width = self.heads
-        return scale.view(kv_heads, repeat, width).amax(1, keepdim=True).expand(-1, repeat, -1).reshape(-1)
+        runs, repeat, width = self.shares
+        return scale.view(runs, repeat, width).amax(1, keepdim=True).expand(-1, repeat, -1).reshape(-1)
 
     def _own(self, scale: Tensor) -> Tensor:
-        if self.heads is None:
+        if self.shares is None:
             return scale
-        kv_heads, repeat, width = self.heads
-        return scale.view(kv_heads, repeat, width)[:, 0].reshape(-1)
+        runs, repeat, width = self.shares
+        return scale.view(runs, repeat, width)[:, 0].reshape(-1)
 
     def apply(self, graph: GraphModule, group: Sequence[Site], scale: Tensor) -> None:
         """Divide what makes the group's input by ``scale``, float32 [in], and multiply the columns of its weights.
@@ -125,6 +126,8 @@ def _absorb(node: Node) -> Absorber:
             except Unabsorbable as reason:
                 reasons.append(str(reason))
         raise Unabsorbable(" and ".join(reasons) or "its input is a product without a linear or a norm")
+    if node.target is _OPS.patches.default:
+        return _through_patches(node)
     if is_attention(node):
         return _through_attention(_only(args[0]))
     raise Unabsorbable(f"its input comes from {describe(node)}")
@@ -133,6 +136,16 @@ def _absorb(node: Node) -> Absorber:
 def is_attention(x: Node) -> bool:
     """Whether a tensor is what attention gives, its heads side by side."""
     return x.target in _SHAPES and isinstance(x.args[0], Node) and x.args[0].target in _ATTENTION
+
+
+def _through_patches(patches: Node) -> Absorber:
+    """What makes the images' channels: zeros around an image have any scale."""
+    args: Any = patches.args
+    inner = _absorb(_only(args[0]))
+    if inner.shares is not None:
+        raise Unabsorbable(f"the channels of {describe(patches)} in front of it come from shared heads")
+    rows, columns = args[1]
+    return Absorber(inner.parameters, (1, rows * columns, int(args[0].meta["val"].shape[-1])))
 
 
 def _through_attention(attention: Node) -> Absorber:

@@ -18,7 +18,7 @@ from compressor.blocks import Blocks
 from compressor.errors import CompressorError
 from compressor.graph import Segment, Site, group_by_input, segments, twin
 from compressor.samples import Samples, load_evaluation, load_samples
-from compressor.streaming import Stream
+from compressor.streaming import Stream, split_samples
 from compressor.tensor_files import Spill
 
 __all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
@@ -137,21 +137,21 @@ def stream(
     and working set for one micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
 
     Args:
-        graph: a captured decoder or encoder.
-        ids: int64 [samples, sequence].
+        graph: a captured model.
+        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...].
         sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
         with_dense: also run another graph, or this one as it is now, in which these linears are dense, and show the
             statistics its inputs beside the current ones.
-        micro_batch_tokens: tokens that run at once, at least one sample.
+        micro_batch_tokens: tokens, or pixels, that run at once, at least one sample.
         blocks: finished segments.  Those that can be restored are, and their groups do not come; the samples run
             through them only when a later one needs it.
         spill: where hidden states lie; None keeps them in memory.
     Raises:
-        UsageError: the model does not read tokens, or the samples are longer than its positions.
+        UsageError: the samples are not what the model reads, or longer than its positions.
         CompressorError: inputs of a site hold NaN or inf.
     """
-    batches = torch.split(ids, max(1, micro_batch_tokens // ids.shape[1]))
+    batches = split_samples(graph, ids, micro_batch_tokens)
     run = Stream(graph, batches, spill)
     beside = with_dense if isinstance(with_dense, GraphModule) else twin(graph) if with_dense else None
     dense = Stream(beside, batches, spill) if beside is not None else None

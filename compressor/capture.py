@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture_attention import Recorder, check_masks, mask_requests
+from compressor.capture_convolutions import rewrite_convolutions
 from compressor.capture_export import explaining, export_program, unlift
 from compressor.capture_normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture_shadow import (
@@ -266,5 +267,6 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any,
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
+    rewrite_convolutions(captured)
     captured.meta["inputs"] = (tuple(args), dynamic_shapes)
     return captured

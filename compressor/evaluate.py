@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo
 from compressor.graph_cache import empty_caches
+from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.streaming import Stream, stream_outputs
 from compressor.tensor_files import Spill
@@ -29,6 +30,8 @@ Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
 """ids [B, S] -> float32 [B, S, V]; row i predicts token i + 1."""
 Hidden: TypeAlias = Callable[[Ids, NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
 """An encoder: ids [B, S], mask [B, S] -> last hidden state [B, S, H]."""
+Classes: TypeAlias = Callable[[NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
+"""A plain module: images [B, channels, height, width] -> float32 [B, classes]."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,11 @@ class EvalResult:
 
     Attributes:
         perplexity, dense_perplexity: exp of the mean negative log-likelihood of a token.
-        kl_divergence: mean over tokens of KL(dense || compressed), in nats.
-        top1_agreement: fraction of tokens whose likeliest prediction is the dense model's.
+        kl_divergence: mean over tokens, or images, of KL(dense || compressed), in nats.
+        top1_agreement: fraction of tokens, or images, whose likeliest prediction is the dense model's.
+        accuracy, dense_accuracy: fraction of labelled images whose likeliest class is the label.
         cosine_fidelity: encoders: mean cosine of the last hidden states with the dense model's.
-        tokens: number of scored tokens.
+        tokens, images: number of those scored.
         window, stride: of the sliding window, in tokens.
     """
 
@@ -48,7 +52,10 @@ class EvalResult:
     dense_perplexity: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
+    accuracy: float | None = None
+    dense_accuracy: float | None = None
     cosine_fidelity: float | None = None
+    images: int | None = None
     tokens: int | None = None
     window: int | None = None
     stride: int | None = None
@@ -60,9 +67,17 @@ class EvalResult:
             return None
         return self.perplexity / self.dense_perplexity - 1
 
+    @property
+    def accuracy_drop(self) -> float | None:
+        """How much of the accuracy is lost: 0.003 is 0.3 points."""
+        if self.accuracy is None or self.dense_accuracy is None:
+            return None
+        return self.dense_accuracy - self.accuracy
+
     def metrics(self) -> dict[str, float | int]:
         """Everything that was measured, by JSON name."""
-        values = {**dataclasses.asdict(self), "perplexity_increase": self.perplexity_increase}
+        values = dataclasses.asdict(self)
+        values |= {"perplexity_increase": self.perplexity_increase, "accuracy_drop": self.accuracy_drop}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -152,6 +167,54 @@ def _exp(x: float) -> float:
 
 
 @torch.no_grad()
+def measure_accuracy(
+    classify: Classes, images: Images, *, batch: int, dense: Classes | None = None, reporter: Reporter | None = None
+) -> EvalResult:
+    """Accuracy, and fidelity to the dense model where that is given, over all images, batch by batch.
+
+    The last batch is filled up with its first image, which does not count again.
+
+    Args:
+        classify: the model.
+        images: with labels.
+    Raises:
+        UsageError: the model's outputs are no row of classes for each image.
+    """
+    assert images.labels is not None
+    count = len(images.labels)
+    right = dense_right = agreed = 0
+    divergence = 0.0
+    with (reporter or Silent()).task("evaluate", count) as task:
+        for first in range(0, count, batch):
+            x, labels = images.inputs(slice(first, first + batch)), images.labels[first : first + batch]
+            fed = torch.cat([x, x[:1].expand(batch - len(x), -1, -1, -1)]).numpy()
+            scores = _classes(classify(fed), batch)[: len(x)]
+            right += int((scores.argmax(1) == labels).sum())
+            if dense is not None:
+                reference = _classes(dense(fed), batch)[: len(x)]
+                dense_right += int((reference.argmax(1) == labels).sum())
+                agreed += int((reference.argmax(1) == scores.argmax(1)).sum())
+                divergence += float((reference.exp() * (reference - scores)).sum())
+            task.advance(len(x))
+    result = EvalResult(accuracy=right / count, images=count)
+    if dense is None:
+        return result
+    return dataclasses.replace(
+        result, dense_accuracy=dense_right / count, kl_divergence=divergence / count, top1_agreement=agreed / count
+    )
+
+
+def _classes(outputs: Tensor | NDArray[np.float32], batch: int) -> Tensor:
+    """Log-probabilities, float64 [batch, classes]."""
+    logits = torch.as_tensor(outputs)
+    if logits.dim() != 2 or len(logits) != batch:
+        raise UsageError(
+            f"evaluation: the model gives {list(logits.shape)} for {batch} images; wanted: [{batch}, classes]"
+        )
+    return torch.log_softmax(logits.double(), dim=1)
+
+
+@torch.no_grad()
 def measure_cosine(hidden: Hidden, dense: Hidden, batches: Iterable[tuple[Ids, NDArray[np.float32]]]) -> EvalResult:
     """Mean cosine between the last hidden states of two encoders over all tokens that the masks keep."""
     total, count = 0.0, 0
@@ -162,6 +225,23 @@ def measure_cosine(hidden: Hidden, dense: Hidden, batches: Iterable[tuple[Ids, N
     if not count:
         raise UsageError("evaluation: there is no token to compare hidden states at")
     return EvalResult(cosine_fidelity=total / count, tokens=count)
+
+
+def graph_classes(graph: GraphModule) -> Classes:
+    """A captured module of one output, run in PyTorch."""
+
+    @torch.no_grad()
+    def classify(x: NDArray[np.float32]) -> Tensor:
+        result: Tensor = graph(torch.as_tensor(x))
+        return result
+
+    return classify
+
+
+def image_batch(graph: GraphModule, most: int) -> int:
+    """The batch that a captured module was fixed to; ``most`` where it takes any."""
+    fixed = graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    return fixed if isinstance(fixed, int) else most
 
 
 class GraphLogits:

@@ -1,13 +1,15 @@
 """The process that runs a bundle's kernels for an evaluation: ``python -m compressor.evaluate_child BUNDLE THREADS``.
 
 It knows neither torch nor the compiler, and what it maps and computes takes no memory of the run's own process.  A
-request is a line of JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S].  The
-answer is a line of JSON with the shape of the outputs, and these, float32.
+request is a line of JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S]; of a
+plain module the shape of its input and this, float32.  The answer is a line of JSON with the shape of the outputs, and
+these, float32.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import BinaryIO
 import numpy as np
 
 from compressor.child import serve
-from compressor.errors import UsageError
 
 
 def main() -> int:
@@ -28,11 +29,15 @@ def main() -> int:
         from compressor_runtime import load
 
         bundle = load(path, threads=threads or None)
-        if bundle.kind == "module":
-            raise UsageError(f"{path}: holds a plain module; there is no text to evaluate it on")
         send({"threads": bundle.threads})
         for line in requests:
-            batch, length = json.loads(line)
+            shape = json.loads(line)
+            if bundle.kind == "module":
+                x = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
+                outputs = np.asarray(bundle.run(x))
+                send(outputs.shape, np.ascontiguousarray(outputs, np.float32).data)
+                continue
+            batch, length = shape
             ids = np.frombuffer(requests.read(batch * length * 8), np.int64).reshape(batch, length)
             if bundle.kind == "decoder":
                 outputs = bundle.session(batch, length).step(ids, keep=np.arange(length))

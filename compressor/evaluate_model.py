@@ -14,14 +14,26 @@ from compressor.calibration import load_evaluation
 from compressor.capture import capture
 from compressor.child import Child
 from compressor.errors import UsageError
-from compressor.evaluate import EvalResult, GraphLogits, Logits, graph_hidden, measure_cosine, measure_quality
+from compressor.evaluate import (
+    EvalResult,
+    GraphLogits,
+    Logits,
+    graph_classes,
+    graph_hidden,
+    image_batch,
+    measure_accuracy,
+    measure_cosine,
+    measure_quality,
+)
 from compressor.graph import ModelInfo, weight_bytes
+from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest
 
 SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
 """Figures of a manifest."""
+_IMAGES = 64  # that run at once
 
 
 class BundleProcess(Child):
@@ -45,35 +57,44 @@ class BundleProcess(Child):
         """An encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
         return self._outputs(ids, mask)
 
+    def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A plain module's output for its one input."""
+        return self._received(self.ask(json.dumps(x.shape), x.astype(np.float32).tobytes()))
+
     def _outputs(self, ids: NDArray[np.int64], mask: NDArray[np.float32] | None) -> NDArray[np.float32]:
         payload = ids.astype(np.int64).tobytes() + (b"" if mask is None else mask.astype(np.float32).tobytes())
-        shape = self.ask(json.dumps(ids.shape), payload)
+        return self._received(self.ask(json.dumps(ids.shape), payload))
+
+    def _received(self, shape: list[int]) -> NDArray[np.float32]:
         return np.frombuffer(bytearray(self.receive(int(np.prod(shape)) * 4)), np.float32).reshape(shape)
 
 
 def bundle_quality(
     bundle: Path,
     dense: GraphLogits,
-    text: Tensor | None,
+    data: Tensor | Images | None,
     recipe: Recipe,
     reporter: Reporter,
     threads: int | None,
 ) -> EvalResult:
-    """A finished bundle against the dense model: decoders on text, encoders on random tokens.
+    """A finished bundle against the dense model: decoders on text, encoders on random tokens, modules on images.
 
     Args:
-        text: int64 [tokens]; None where a decoder has none, and then nothing is measured.
+        data: int64 [tokens], or images; None where a decoder or module has none, and then nothing is measured.
     """
     info: ModelInfo = dense.graph.meta["model"]
-    if info.kind == "module" or (info.kind == "decoder" and text is None):
+    if info.kind != "encoder" and data is None:
         return EvalResult()
     with BundleProcess(bundle, threads) as process:
-        if text is None:
+        if isinstance(data, Images):
+            batch, classify = image_batch(dense.graph, _IMAGES), graph_classes(dense.graph)
+            return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)
+        if data is None:
             rng = np.random.default_rng(recipe.seed)
             ids = rng.integers(0, info.vocab_size, (4, min(128, info.max_positions or 128)))
             return measure_cosine(process.hidden, graph_hidden(dense.graph), [(ids, np.ones(ids.shape, np.float32))])
         window, stride = evaluation_window(recipe.evaluation, info.max_positions, reporter)
-        return measure_quality(process.logits, text, window=window, stride=stride, dense=dense, reporter=reporter)
+        return measure_quality(process.logits, data, window=window, stride=stride, dense=dense, reporter=reporter)
 
 
 def evaluate_path(

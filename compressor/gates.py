@@ -23,7 +23,7 @@ class Metric:
         units: how a gate on it may be written: unit to its factor to the metric's own unit, which is that of the JSON
             output.  None: the metric is a yes or no.
         dense: whether a gate may also be written relative to the dense model's figure, ``x dense``.
-        text: whether measuring it takes text to evaluate on.
+        text: whether measuring it takes text, or images, to evaluate on.
         timing: whether it differs from one repeat to the next, so that a gate on it is decided with a confidence.
     """
 
@@ -48,6 +48,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "perplexity_increase": Metric(_PERCENT, text=True),
         "kl_divergence": Metric(_PLAIN, text=True),
         "top1_agreement": Metric(_FRACTION, text=True),
+        "accuracy": Metric(_FRACTION, dense=True, text=True),
+        "accuracy_drop": Metric(_PERCENT, text=True),
         "cosine_fidelity": Metric(_FRACTION),
         "kernel_error": Metric(_FRACTION),
         "batch_independent": Metric(None),
@@ -66,7 +68,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 """All metrics, by their names in the JSON output."""
 
 QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)
-"""Metrics that need text to evaluate on."""
+"""Metrics that need text or images to evaluate on."""
 
 _DENSE = "x dense"
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(

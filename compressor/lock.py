@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from compressor.codegen.targets import Target
+    from compressor.images import Images
     from compressor.recipe import Recipe
     from compressor.samples import Samples
 
@@ -88,12 +89,16 @@ class Lock:
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
 
-    def add_texts(self, samples: Samples | None, tokens: Tensor | None) -> None:
-        """The calibration samples as they were drawn, and the tokens to evaluate on."""
+    def add_data(self, samples: Samples | None, data: Tensor | Images | None) -> None:
+        """The calibration samples as they were drawn, and the tokens or images to evaluate on."""
+        from compressor.images import Images
         from compressor.samples import tokens_sha256
 
         self.facts["calibration"] = None if samples is None else samples.facts()
-        self.facts["evaluation"] = None if tokens is None else {"tokens": len(tokens), "sha256": tokens_sha256(tokens)}
+        if isinstance(data, Images):
+            self.facts["evaluation"] = {"images": len(data.pixels), "sha256": data.sha256}
+        else:
+            self.facts["evaluation"] = None if data is None else {"tokens": len(data), "sha256": tokens_sha256(data)}
 
     def add_schedules(self, schedules: Mapping[str, Mapping[str, Any]]) -> None:
         """The schedules that the kernels got."""
@@ -221,7 +226,7 @@ def _words(part: Part, was: Any, now: Any) -> str:
         case ("cpu", "isa"):
             what, show = "instruction set", _plain_or_json
         case ("calibration" | "evaluation" as text, *rest):
-            what = _join("calibration samples" if text == "calibration" else "evaluation tokens", rest)
+            what = _join("calibration samples" if text == "calibration" else "evaluation data", rest)
             show = _short if rest == ["sha256"] else _value
         case ("recipe", *rest):
             what, show = f"recipe {_path(tuple(rest))}", _value

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.cache import cache_folder
+from compressor.capture_convolutions import dense_convolutions
 from compressor.errors import ResourceError
 from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
 from compressor.machine import Memory, available_memory, free_disk
@@ -146,6 +147,7 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
         for step in passes
         if not step.cost_known
     ]
+    notes += dense_convolutions(final)
     spill = dense_speed = False
     for spill, dense_speed in ((False, True), (False, False), (True, True), (True, False)):
         memory = costs.memory(here, spill=spill, dense_speed=dense_speed)

@@ -198,9 +198,12 @@ def run_costs(
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
     spec = recipe.calibration
-    if spec is not None and any(site.gathering for site in step.sites):
-        return plan_calibration(graph, step.sites, spec.samples, spec.sequence_length)
-    return plan_forward(graph, spec.samples, spec.sequence_length) if spec is not None and step.runs_samples else None
+    if spec is None or not (step.runs_samples or any(site.gathering for site in step.sites)):
+        return None
+    length = 0 if spec.kind == "images" else spec.sequence_length
+    if any(site.gathering for site in step.sites):
+        return plan_calibration(graph, step.sites, spec.samples, length)
+    return plan_forward(graph, spec.samples, length)
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
@@ -219,7 +222,7 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
 def _text_tokens(recipe: Recipe, evaluation: Evaluation | None) -> int:
     """Tokens that are read, at most."""
     total = 0
-    if (spec := recipe.calibration) is not None:
+    if (spec := recipe.calibration) is not None and spec.kind != "images":
         total += min(_tokens(spec), 4 * spec.samples * spec.sequence_length + _SPARE_TOKENS)
     if evaluation is not None and recipe.evaluation.kind is not None:
         total += min(_tokens(recipe.evaluation), recipe.evaluation.tokens)

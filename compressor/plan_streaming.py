@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from compressor.graph import Segment, group_by_input, segments
+from compressor.graph import Segment, Site, group_by_input, segments
 from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.sites_plan import SitePlan, Work
 from compressor.streaming import ancestors
@@ -44,17 +44,17 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
 
     Args:
         plans: of the pass, all with the same gathering.
-        samples, length: of the calibration.
+        samples, length: of the calibration; of a plain module, whose costs are those of its example, length is 0.
     """
     chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
     gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
     if gathering.gradients:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     twofold = 2 if gathering.with_dense else 1
-    batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length))
+    batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
     dense = node_costs(graph, batch, length)
     current = dict(dense)
-    runs, tokens = samples / batch, samples * length
+    runs = samples / batch
     work: dict[str, float] = defaultdict(float)
     working, weights, hidden, done = 0, 0, 0, 0
     cut = segments(graph)
@@ -80,12 +80,13 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
             needed = ancestors([group[0].input for group in round_], set(segment.nodes))
             nodes = [node for node in segment.nodes if node in needed]
             run(nodes)
-            width = sum(group[0].in_features for group in round_)
+            read = [_elements(dense[group[0].node], group[0]) for group in round_]  # in one run
             square = sum(group[0].in_features ** 2 for group in round_) if gathering.squares else 0
-            work["matmul_flop"] += twofold * 2 * tokens * square
-            work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * tokens * width
+            products = sum(size * group[0].in_features for size, group in zip(read, round_, strict=True))
+            work["matmul_flop"] += twofold * 2 * runs * products if gathering.squares else 0
+            work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * runs * sum(read)
             statistics = 4 * twofold * square
-            widest = max(4 * batch * length * group[0].in_features for group in round_)
+            widest = 4 * max(read)
             running = max(peak_bytes(nodes, current), peak_bytes(nodes, dense) + widest if twofold == 2 else 0)
             quantising = 0
             for site in (site for group in round_ for site in group):
@@ -159,6 +160,11 @@ def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
         peak = max(peak, live + costs[node].working_bytes)
         live -= sum(costs[gone].held_bytes for gone in dying.get(i, ()))
     return peak
+
+
+def _elements(cost: NodeCost, site: Site) -> int:
+    """Of a linear's input."""
+    return int(cost.flops) // (2 * site.out_features)
 
 
 def _weight_bytes(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> int:

@@ -11,7 +11,7 @@ from compressor.recipe_yaml import LARGEST_BYTES, KeyPath, Origin, Source, neare
 from compressor.resources import Kind, resource
 
 DATA_KEYS = ("calibration", "evaluation")
-SOURCE_KEYS = ("text", "json", "parquet", "hub")
+SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
 _LONGEST_CHAIN = 16
 _UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
 

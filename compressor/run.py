@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.bench_child import peak_rss_bytes
 from compressor.cache import cache_folder
-from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets import Target
@@ -39,8 +37,8 @@ from compressor.recipe import Recipe
 from compressor.report import Check, finite
 from compressor.results import Results, digest
 from compressor.run_assemble import assemble
+from compressor.run_data import load_data
 from compressor.runtime import Bundle, load, read_manifest
-from compressor.samples import Samples
 from compressor.tensor_files import Spill, trim
 from compressor.verify import verify_stage
 from compressor.verify_smoke import smoke_test
@@ -84,6 +82,7 @@ def compress(
     output: str | Path | None = None,
     *,
     example: tuple[Any, ...] | None = None,
+    dynamic_shapes: Any = None,
     reporter: Reporter | None = None,
 ) -> Bundle:
     """Compress a model by a recipe and load the bundle.
@@ -93,11 +92,17 @@ def compress(
         recipe: a recipe, or plain data with the keys of its YAML form.
         output: the bundle's folder; None takes the recipe's.
         example: example inputs, for a module that is no Hugging Face model.
+        dynamic_shapes: which of their sizes may vary, as for torch.export.export; left out, the bundle takes inputs of
+            exactly these shapes.
     Raises:
         CompressorError: see ``compressor.errors``; nothing is left behind.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe)
-    return load(run_recipe(recipe, output, model=model, example=example, reporter=reporter).bundle)
+    return load(
+        run_recipe(
+            recipe, output, model=model, example=example, dynamic_shapes=dynamic_shapes, reporter=reporter
+        ).bundle
+    )
 
 
 def run_recipe(
@@ -106,6 +111,7 @@ def run_recipe(
     *,
     model: str | Path | nn.Module | None = None,
     example: tuple[Any, ...] | None = None,
+    dynamic_shapes: Any = None,
     reporter: Reporter | None = None,
     dump: Path | None = None,
     threads: int | None = None,
@@ -117,6 +123,7 @@ def run_recipe(
     ``<output>.rejected``.
 
     Args:
+        example, dynamic_shapes: as for :func:`compress`.
         dump: folder for the graph after each pass and the program after each lowering phase.
         threads: for tuning and for timing; None takes the physical cores.
         locked: what :func:`compressor.lock.read_lock` gave: the run repeats that one, or refuses.
@@ -148,19 +155,19 @@ def run_recipe(
         lock.add_model(source, recipe.trust_remote_code)
     lock.check()
     with clock.stage("capture"):
-        graph = capture(source, example, trust_remote_code=recipe.trust_remote_code)
+        graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
         dense = twin(graph)  # for comparison
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
     with clock.stage("text"):
-        samples, text = _texts(recipe, info)
+        samples, data = load_data(recipe, info)
     machine()  # measured once and remembered; that is no part of what the plan predicts
     with clock.stage("plan", shown=False):
         plan = plan_graph(graph, recipe, destination)
     check_plan(plan)
     if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
         lock.add_model(info.source, recipe.trust_remote_code)
-    lock.add_texts(samples, text)
+    lock.add_data(samples, data)
     lock.check()
     context = Context(
         samples=samples,
@@ -201,7 +208,7 @@ def run_recipe(
             checks.append(Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch"))
             with clock.stage("evaluate", shown=False):
                 reference = GraphLogits(dense, spill=context.spill)
-                quality = bundle_quality(partial, reference, text, recipe, clock.reporter, threads)
+                quality = bundle_quality(partial, reference, data, recipe, clock.reporter, threads)
             metrics.update(quality.metrics())
             del dense, reference
             gc.collect()  # graphs are cyclic, and two more processes are about to need memory
@@ -270,16 +277,6 @@ class _Clock:
         status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
         children = sum(int(metrics.get(name, 0)) for name in ("peak_rss_bytes", "dense_peak_rss_bytes"))
         return max(peak_rss_bytes(), int(status.split()[0]) * 1024 + children)
-
-
-def _texts(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | None]:
-    """Samples to calibrate on, and tokens to evaluate on."""
-    samples = text = None
-    if recipe.calibration is not None:
-        samples = load_samples(recipe.calibration, info.source, info.vocab_size)
-    if info.kind == "decoder" and (recipe.evaluation.kind is not None or samples is not None):
-        text, _ = load_evaluation(recipe.evaluation, samples, info.source, info.vocab_size)
-    return samples, text
 
 
 def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:

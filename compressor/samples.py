@@ -28,13 +28,13 @@ _SEPARATOR = "<|endoftext|>"  # of documents, in plain-text corpora
 
 @dataclass(frozen=True)
 class Samples:
-    """Token windows to calibrate on, and the rest of the text.
+    """Token windows to calibrate on, and the rest of the text; or a plain module's inputs.
 
     Attributes:
-        ids: int64 [samples, sequence_length].
+        ids: int64 [samples, sequence_length]; inputs are float32 [samples, ...].
         rest: int64 [tokens], everything that was read and not sampled, in order.
-        sha256: of ``ids``, as little-endian int64.
-        source: where the text came from.
+        sha256: of ``ids``, as little-endian int64; of images as :class:`compressor.images.Images` says.
+        source: where the text or the images came from.
     """
 
     ids: Tensor
@@ -44,8 +44,8 @@ class Samples:
 
     def facts(self) -> dict[str, str | int]:
         """What a bundle says about its calibration."""
-        samples, length = self.ids.shape
-        return {"source": self.source, "samples": samples, "sequence_length": length, "sha256": self.sha256}
+        length = {} if self.ids.is_floating_point() else {"sequence_length": self.ids.shape[1]}
+        return {"source": self.source, "samples": len(self.ids), **length, "sha256": self.sha256}
 
 
 def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0) -> Samples:
@@ -173,6 +173,8 @@ def _texts(spec: DataSource) -> Iterator[str]:
     from datasets.exceptions import DatasetNotFoundError
 
     kind, field = spec.kind, "text" if spec.kind == "text" else spec.field
+    if kind == "images":
+        raise UsageError(f"{_label(spec)}: images are for plain modules, and this model reads text; name a text")
     try:
         with TemporaryDirectory() as scratch:  # for a lock file that would otherwise stay in the user's cache
             options = {"streaming": True, "cache_dir": scratch}

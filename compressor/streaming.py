@@ -1,4 +1,4 @@
-"""Token batches on their way through a graph, one segment after another.
+"""Batches of tokens or images on their way through a graph, one segment after another.
 
 All batches pass a segment before the next one is read, so that of a model of any size only one segment's weights are
 in memory, beside the hidden states between two segments.
@@ -6,6 +6,7 @@ in memory, beside the hidden states between two segments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,20 +22,18 @@ from compressor.tensor_files import Spill, release, trim
 
 
 class Stream:
-    """Batches of tokens, and the hidden states of each between two segments.
+    """Batches of samples, and the hidden states of each between two segments.
 
     Args:
-        graph: a captured decoder or encoder; its linears may be replaced meanwhile.
-        batches: int64 [samples, sequence] each.
+        graph: a captured model; its linears may be replaced meanwhile.
+        batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
     Raises:
-        UsageError: the model does not read tokens, or a batch is longer than its positions.
+        UsageError: a batch is longer than the model's positions.
     """
 
     def __init__(self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None) -> None:
         info: ModelInfo = graph.meta["model"]
-        if info.kind == "module":
-            raise UsageError(f"{info.name}: calibration runs text through decoders and encoders, not plain modules")
         longest = max(ids.shape[1] for ids in batches)
         if info.max_positions and longest > info.max_positions:
             raise UsageError(
@@ -110,6 +109,43 @@ class Stream:
         return self.shared[shape]
 
 
+def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[Tensor]:
+    """Samples in batches of about so many tokens, or pixels, and at least one sample.
+
+    A plain module that was captured with a fixed batch gets batches of that size.
+
+    Args:
+        samples: as for :class:`Stream`, all in one.
+    Raises:
+        UsageError: the samples are not what the model reads, or no whole number of fixed batches.
+    """
+    info: ModelInfo = graph.meta["model"]
+    if (info.kind == "module") != samples.is_floating_point():
+        reads = "a plain module, which reads no tokens: calibrate on `images:`"
+        raise UsageError(f"{info.name}: is {reads if info.kind == 'module' else 'a model of text, not of images'}")
+    if info.kind != "module":
+        return torch.split(samples, max(1, tokens // samples.shape[1]))
+    inputs = [node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder")]
+    if len(inputs) != 1 or not _fits(inputs[0], samples):
+        shapes = " and ".join(str(list(shape)) for shape in inputs)
+        raise UsageError(f"{info.name}: reads {shapes}, and the samples are {list(samples.shape)}")
+    fixed = inputs[0][0]
+    if not isinstance(fixed, int):
+        return torch.split(samples, max(1, tokens // math.prod(samples.shape[2:])))
+    if len(samples) % fixed:
+        raise UsageError(
+            f"{info.name}: was captured with a batch of {fixed}, and {len(samples)} samples are no multiple of that; "
+            "take another number, or give dynamic_shapes with the example"
+        )
+    return torch.split(samples, fixed)
+
+
+def _fits(shape: Sequence[Any], samples: Tensor) -> bool:
+    """Whether samples are of that shape, but for the batch; symbolic sizes are any."""
+    sizes = list(zip(shape, samples.shape, strict=False))[1:]
+    return len(shape) == samples.dim() and all(not isinstance(size, int) or size == given for size, given in sizes)
+
+
 def stream_outputs(stream: Stream, reporter: Reporter, first: int = 0) -> Iterator[Tensor]:
     """What a captured model gives, one batch after another: a decoder's logits of all tokens, float32 [batch, sequence,
     vocabulary], or an encoder's hidden states.
@@ -137,6 +173,8 @@ def _is_parameter(graph: GraphModule, name: str) -> bool:
 
 def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
     """Flat inputs of the captured forward: a first run, all tokens kept, empty caches."""
+    if info.kind == "module":
+        return [ids]
     batch, length = ids.shape
     if info.kind == "encoder":
         return [ids, torch.ones(batch, length, dtype=torch.float32)]

@@ -59,6 +59,7 @@ def progress() -> Iterator[Reporter]:
 
 _ROWS = (
     ("perplexity", "perplexity", "{:.3f}"),
+    ("accuracy", "accuracy", "{:.2%}"),
     ("weights", "weight_bytes", "bytes"),
     ("keys and values a token", "cache_bytes_per_token", "bytes"),
     ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
@@ -89,6 +90,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     console.print(table)
     for label, key, form in (
         ("perplexity increase", "perplexity_increase", "{:+.2%}"),
+        ("accuracy lost, points", "accuracy_drop", "{:.2%}"),
         ("top-1 agreement", "top1_agreement", "{:.2%}"),
         ("KL divergence", "kl_divergence", "{:.4f} nats"),
         ("cosine of hidden states", "cosine_fidelity", "{:.5f}"),

@@ -1,4 +1,4 @@
-"""Where text comes from, and how much of it is used: ``calibration:`` and ``evaluation:`` of a recipe."""
+"""Where text or images come from, and how much of them is used: ``calibration:`` and ``evaluation:`` of a recipe."""
 
 from __future__ import annotations
 
@@ -23,20 +23,28 @@ from compressor.errors import RecipeError
 from compressor.recipe_source import SOURCE_KEYS, is_file
 from compressor.resources import resource
 
-Kind = Literal["text", "json", "parquet", "hub"]
+Kind = Literal["text", "json", "parquet", "hub", "images"]
 
 
 def _listed(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    return (value,) if isinstance(value, str | int | float) else tuple(value) if isinstance(value, list) else value
 
 
-_FITTING: Mapping[str, tuple[Kind, ...]] = {
+_TEXTS: tuple[Kind, ...] = ("text", "json", "parquet", "hub")
+_FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "config": ("hub",),
     "split": ("hub",),
     "field": ("json", "parquet", "hub"),
-    "sha256": ("text", "json", "parquet"),
+    "sha256": ("text", "json", "parquet", "images"),
+    "mean": ("images",),
+    "std": ("images",),
+    **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
 }
+"""Keys that have a meaning for some sources only; None is an evaluation without one of its own."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), Field(min_length=1)]
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Numbers = Annotated[tuple[_Number, ...], BeforeValidator(_listed), Field(min_length=1)]
+Positive = Annotated[tuple[Annotated[_Number, Field(gt=0)], ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -58,13 +66,15 @@ class Section(BaseModel):
 
 
 class DataSource(Section):
-    """Text from exactly one of: text files, JSON (lines) files, parquet files, a data set on the Hugging Face hub.
+    """Data from exactly one of: files of text, JSON (lines), parquet or images, a data set on the Hugging Face hub.
 
     Attributes:
         name: what it is called in reports; a shipped set's own name.
         description: for people.
         text, json_files (key ``json``), parquet: one file or several, as written; :meth:`find_files` locates them.
         hub: id of a data set.
+        images: numpy ``.npz`` files with labelled images, for plain modules (:mod:`compressor.images`).
+        mean, std: of the images' channels, one number or one a channel: the model reads (pixels / 255 - mean) / std.
         config, split: of the hub's data set; the split is ``train`` unless given.
         field: the field or column that holds the text (JSON, parquet, hub).
         held_out: kept for evaluation; calibration refuses it.
@@ -78,6 +88,9 @@ class DataSource(Section):
     parquet: Names | None = None
     # An id and no path: `datasets` would read a folder of that name.
     hub: Annotated[StrictStr, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$", max_length=200)] | None = None
+    images: Names | None = None
+    mean: Numbers = (0.0,)
+    std: Positive = (1.0,)
     config: StrictStr | None = None
     split: StrictStr = "train"
     field: StrictStr = "text"
@@ -96,7 +109,7 @@ class DataSource(Section):
         chosen = given[0] if given else None
         for key, kinds in _FITTING.items():
             if key in self.model_fields_set and chosen not in kinds and getattr(self, key) != self._default(key):
-                raise ValueError(f"`{key}` has no meaning without {' or '.join(kinds)}; remove it")
+                raise ValueError(f"`{key}` has no meaning without {' or '.join(filter(None, kinds))}; remove it")
         return self
 
     @classmethod
@@ -110,13 +123,13 @@ class DataSource(Section):
     @property
     def kind(self) -> Kind | None:
         """Which source it has; None for an evaluation on the rest of the calibration data."""
-        kinds: tuple[Kind, ...] = ("text", "json", "parquet", "hub")
+        kinds: tuple[Kind, ...] = (*_TEXTS, "images")
         return next((key for key in kinds if getattr(self, self.yaml_keys()[key]) is not None), None)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files as written; empty for the hub."""
-        return self.text or self.json_files or self.parquet or ()
+        return self.text or self.json_files or self.parquet or self.images or ()
 
     def find_files(self) -> tuple[Path, ...]:
         """Absolute paths of the files, looked for beside the recipe, in the current folder and among those shipped.
@@ -160,7 +173,7 @@ class DataSource(Section):
 
 
 class TextSpec(DataSource):
-    """Calibration data: ``samples`` windows of ``sequence_length`` tokens, drawn with ``seed``."""
+    """Calibration data: ``samples`` windows of ``sequence_length`` tokens, or images, drawn with ``seed``."""
 
     samples: StrictInt = Field(default=128, ge=1, le=1_000_000)
     sequence_length: StrictInt = Field(default=512, ge=2, le=1_048_576)
@@ -168,7 +181,7 @@ class TextSpec(DataSource):
 
 
 class EvaluationSpec(DataSource):
-    """Evaluation data: the first ``tokens`` tokens, scored in windows of ``window`` tokens, ``stride`` apart.
+    """Evaluation data: images, or the first ``tokens`` tokens, scored in windows of ``window``, ``stride`` apart.
 
     Without a source it is the part of the calibration data that was not sampled.  The first
     ``window - stride`` tokens of a window (but the first) are context only.  A stride left out is half a window.

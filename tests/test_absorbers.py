@@ -79,7 +79,7 @@ def test_heads_that_share_values_share_a_scale() -> None:
     graph = llama()
     group = next(g for g in group_by_input(linear_sites(graph)) if g[0].name.endswith("o_proj"))
     absorber, _ = find_absorber(graph, group[0].input)
-    assert absorber.heads == (2, 2, 16) and absorber.parameters == ("model.layers.0.self_attn.v_proj.weight",)
+    assert absorber.shares == (2, 2, 16) and absorber.parameters == ("model.layers.0.self_attn.v_proj.weight",)
     scale = torch.arange(1.0, 65.0)
     shared = absorber.shared(scale).view(2, 2, 16)
     assert torch.equal(shared[:, 0], shared[:, 1])

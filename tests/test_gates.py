@@ -88,7 +88,8 @@ def test_a_gate_reads_what_it_writes() -> None:
 
 
 def test_every_metric_of_quality_needs_text_and_every_timing_repeats() -> None:
-    assert {"perplexity", "perplexity_increase", "kl_divergence", "top1_agreement"} == QUALITY
+    of_text = {"perplexity", "perplexity_increase", "kl_divergence", "top1_agreement"}
+    assert of_text | {"accuracy", "accuracy_drop"} == QUALITY
     timings = {name for name, metric in METRICS.items() if metric.timing}
     assert timings == {"latency_ms", "first_token_ms", "load_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
 

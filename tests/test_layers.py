@@ -38,6 +38,7 @@ LAYERS = (
         "tensor_files",
         "absorbers",
         "residual",
+        "images",
         "search",
     ),
     ("passes",),

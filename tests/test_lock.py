@@ -31,7 +31,7 @@ def gather(recipe: Any = RECIPE, model: nn.Module | None = None, ids: torch.Tens
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lock.add_model(model or nn.Linear(3, 2))
-    lock.add_texts(Samples(ids, ids[0], tokens_sha256(ids), "story"), ids.flatten())
+    lock.add_data(Samples(ids, ids[0], tokens_sha256(ids), "story"), ids.flatten())
     lock.add_schedules({"packed:1": {"tiles": 4}, "packed:64": {"tiles": 4, "tokens": 8}})
     return lock
 
@@ -93,7 +93,7 @@ def test_drift_of_a_real_run_is_told_in_words(file: Path) -> None:
     assert "recipe passes[0].rtn.group_size: was 0, is 64" in lines
     before, now = tokens_sha256(IDS)[:12], tokens_sha256(IDS + 1)[:12]
     assert f"calibration samples: sha256 was {before}, is {now}" in lines
-    assert f"evaluation tokens: sha256 was {before}, is {now}" in lines
+    assert f"evaluation data: sha256 was {before}, is {now}" in lines
     assert any(line.startswith("the model's parameters and buffers: sha256 was ") for line in lines)
     assert len(lines) == 6 and "--locked" in lines[0] and "without --locked" in lines[-1]
 

@@ -13,11 +13,12 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_cache, packed_linear
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_cache, packed_linear, patches
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats import TILE_ROWS, Format
 from compressor.formats_cache import CacheFormat
+from compressor.ops import outputs
 
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""
@@ -52,6 +53,7 @@ class Converter:
         return {
             "dense_linear.default": self._dense_linear,
             "packed_linear.default": self._packed_linear,
+            "patches.default": self._patches,
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,
             "cached_attention.default": self._cached_attention,
@@ -122,6 +124,16 @@ class Converter:
             return build(schedule), details
 
         return self._rowwise(importer, name, make, x, [*parts, *([bias] if has_bias else [])], rows)
+
+    def _patches(self, node: fx.Node, importer: Any) -> Any:
+        x, *geometry = importer.retrieve_args(node)
+        batch, *size, channels = x.ty.shape
+        kernel, channels = geometry[0], int(channels)
+        name = "_".join(["patches", str(channels), *("x".join(map(str, pair)) for pair in geometry)])
+        make = lambda: (patches.patches(channels, *geometry), {"family": "patches"})  # noqa: E731
+        counts = [outputs(n, *each) for n, *each in zip(size, *geometry, strict=True)]
+        out = relax.TensorType([batch, *counts, kernel[0] * kernel[1] * channels], "float32")
+        return importer.block_builder.emit(relax.call_tir(self._kernel(importer, name, make), [x], out_ty=out))
 
     def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:
         return self.tuner.choose(kernel, space, build, operands, source)

@@ -22,7 +22,7 @@ from compressor.pipeline import Context, Silent
 from compressor.search import choose_within
 from compressor.sites import choose_sites, naming
 from compressor.sites_plan import SitePlan, scaled_work
-from compressor.streaming import Stream, stream_outputs
+from compressor.streaming import Stream, split_samples, stream_outputs
 
 _TOKENS = 2048  # that sensitivities are measured on
 
@@ -108,10 +108,10 @@ def sensitivities(
     proportion to the squared error of the linear's outputs on inputs of the measured sizes.
 
     Args:
-        ids: int64 [samples, sequence]; the first 2,048 tokens serve.
+        ids: as for :func:`compressor.calibration.stream`; the first 2,048 tokens, or pixels, serve.
         formats: the smallest first.
     """
-    few = ids[: max(1, _TOKENS // ids.shape[1])]
+    few = split_samples(graph, ids, _TOKENS)[0]
     (dense,) = stream_outputs(Stream(graph, [few]), Silent())
     run, names = Stream(graph, [few], ctx.spill), {site.name for site in sites}
     squares = {

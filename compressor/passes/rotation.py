@@ -173,8 +173,8 @@ def _rotate_values(
 ) -> None:
     """The values of each head are rotated by the rows that make them, and back by the columns that read them."""
     absorber, readers = find_absorber(graph, group[0].input)
-    assert absorber.heads is not None
-    kv_heads, repeat, width = absorber.heads
+    assert absorber.shares is not None
+    kv_heads, repeat, width = absorber.shares
     makers = [site for site in linear_sites(graph) if site.weight_name in absorber.parameters]
     if fixed := [site.name for site in (*makers, *readers) if site.name not in chosen]:
         raise Unabsorbable(f"{fixed[0]} is left as it is")

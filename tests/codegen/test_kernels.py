@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import tvm
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, vector
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, patches, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import Format
+from compressor.ops import outputs
 from compressor.outliers import add_columns, add_outliers
 from compressor.packing import PackedWeight, pack, round_scales
 
@@ -153,6 +156,24 @@ def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: b
                 x = torch.randn(batch, tokens, columns, generator=rng)
                 got = run(kernel, x, weight, bias, out=(batch, tokens, rows))
                 assert relative_error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE
+
+
+@settings(deadline=None, max_examples=3)
+@given(
+    st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 35),
+    *[st.tuples(st.integers(low, high), st.integers(low, high)) for low, high in ((1, 3), (1, 3), (0, 2), (1, 2))],
+)  # fmt: skip
+def test_patches(
+    batch: int, height: int, width: int, channels: int,
+    kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    """Ragged images, every geometry: a gather is exact."""
+    geometry = (kernel, stride, padding, dilation)
+    assume(all(outputs(n, *g) > 0 for n, *g in zip((height, width), *geometry, strict=True)))
+    x = torch.randn(batch, height, width, channels, generator=torch.Generator().manual_seed(channels))
+    expected = OPS.patches(x, *geometry)
+    got = run(build(patches.patches(channels, *geometry), vector.AVX2), x, out=tuple(expected.shape))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("width", [8, 64, 172, 2048])

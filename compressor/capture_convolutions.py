@@ -1,0 +1,218 @@
+"""Convolutions as linears over patches, and batch norms folded into what is in front of them.
+
+A 2-d convolution becomes ``dense_linear(patches(x), weight, bias)``, its weight as [out, kernel rows * kernel columns *
+in], so that every pass, format and kernel of linears serves it.  Between convolutions channels stay last.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.graph import drop_dead_parameters, set_parameter
+
+_ATEN, _OPS = torch.ops.aten, torch.ops.compressor
+_CONVOLUTIONS = (
+    _ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d, _ATEN.conv_transpose1d, _ATEN.conv_transpose2d, _ATEN.conv_transpose3d,
+    _ATEN.convolution,
+)  # fmt: skip
+_CONV2D = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
+_NORM = _ATEN.batch_norm.default
+_NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export makes of it where others write in place
+_TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
+
+
+def rewrite_convolutions(graph: GraphModule) -> None:
+    """Fold batch norms, rewrite convolutions, and let element-wise operators keep the channels last; in place.
+
+    Batch norms that nothing can take in become a product and a sum.  Convolutions that are no linear over patches stay
+    as they are; :func:`dense_convolutions` names them.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target in (_NORM, _NORM_ALONE) and _is_inference(node):
+            _rewrite_batch_norm(graph, node)
+    for node in list(graph.graph.nodes):
+        if node.target in _CONV2D and not _obstacle(node):
+            _rewrite_conv2d(graph, node)
+    for node in list(graph.graph.nodes):
+        _keep_channels_last(graph, node)
+    drop_dead_parameters(graph)
+    graph.graph.lint()
+
+
+def dense_convolutions(graph: GraphModule) -> list[str]:
+    """The convolutions that are no linears over patches and stay as they are, a line each with the reason."""
+    found = []
+    for node in graph.graph.nodes:
+        if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS:
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            name = stack[-1][0] if stack and stack[-1][0] else node.name
+            found.append(f"{name}: stays dense: {_obstacle(node) or 'its weight is shared or computed'}")
+    return found
+
+
+def _obstacle(node: Node) -> str:
+    """Why a convolution is no linear over patches; empty where it is one."""
+    if node.target not in _CONV2D:
+        return f"{node.target} is no 2-d convolution"
+    x, weight, _, _, padding, dilation, groups = _arguments(node)
+    if groups != 1:
+        return f"each of its {groups} groups reads other channels, so it is no one linear over patches"
+    if not (_is_parameter(weight) and len(weight.users) == 1):
+        return "its weight is shared or computed"
+    if x.meta["val"].dim() != 4 or x.meta["val"].dtype != torch.float32:
+        return f"its input is no batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
+    spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
+    if padding == "same" and any(span % 2 for span in spans):
+        return "`same` pads one side more than the other for a kernel of even size"
+    return ""
+
+
+def _arguments(node: Node) -> Any:
+    """Input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
+    given: tuple[Any, ...] = node.args
+    x, weight, bias, stride, padding, dilation, groups = given + (None, 1, 0, 1, 1)[len(given) - 2 :]
+    return x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+
+
+def _pair(value: Any) -> Any:
+    """Two numbers, of which one may stand for both; a word as it is."""
+    values = [value] if isinstance(value, int) else value
+    return [*values, *values] if len(values) == 1 else values
+
+
+def _is_parameter(node: Any) -> TypeGuard[Node]:
+    return isinstance(node, Node) and node.op == "get_attr"
+
+
+def _call(graph: GraphModule, before: Node, target: Any, args: tuple[Any, ...], value: Tensor) -> Node:
+    """A new node in front of another, whose provenance it gets."""
+    with graph.graph.inserting_before(before):
+        node = graph.graph.call_function(target, args)
+    node.meta = {**before.meta, "val": value}
+    return node
+
+
+def _permuted(graph: GraphModule, before: Node, x: Node, order: list[int]) -> Node:
+    return _call(graph, before, _ATEN.permute.default, (x, order), x.meta["val"].permute(order))
+
+
+def _parameter(graph: GraphModule, before: Node, name: str, value: Tensor, like: Tensor) -> Node:
+    """A new parameter in front of a node; ``like`` is any fake tensor."""
+    set_parameter(graph, name, value)
+    with graph.graph.inserting_before(before):
+        node = graph.graph.get_attr(name)
+    node.meta = {"val": like.new_empty(value.shape)}
+    return node
+
+
+def _rewrite_conv2d(graph: GraphModule, node: Node) -> None:
+    x, weight, bias, stride, padding, dilation, _ = _arguments(node)
+    rows, _, *kernel = weight.meta["val"].shape
+    if isinstance(padding, str):
+        padding = [d * (k - 1) // 2 if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+    last = graph.get_parameter(weight.target).detach().permute(_TO_LAST).reshape(rows, -1)
+    set_parameter(graph, weight.target, last.contiguous())
+    weight.meta = {**weight.meta, "val": weight.meta["val"].new_empty(last.shape)}
+    y = _permuted(graph, node, x, _TO_LAST)
+    if (kernel, stride, padding) != ([1, 1], [1, 1], [0, 0]):
+        geometry = (kernel, stride, padding, dilation)
+        y = _call(graph, node, _OPS.patches.default, (y, *geometry), _OPS.patches(y.meta["val"], *geometry))
+    value = y.meta["val"].new_empty(*y.meta["val"].shape[:-1], rows)
+    y = _call(graph, node, _OPS.dense_linear.default, (y, weight, bias), value)
+    node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
+    graph.graph.erase_node(node)
+
+
+def _keep_channels_last(graph: GraphModule, node: Node) -> None:
+    """Where an element-wise operator reads images whose channels come first again, let it read them as they were."""
+    given: tuple[Any, ...] = node.args
+    if _is_permute(node, _TO_LAST) and _is_permute(given[0], _TO_FIRST):
+        node.replace_all_uses_with(given[0].args[0])
+        return
+    read = [arg for arg in given if isinstance(arg, Node)]
+    if (
+        torch.Tag.pointwise not in getattr(node.target, "tags", ())
+        or not any(_is_permute(arg, _TO_FIRST) for arg in read)
+        or len(read) < len(node.all_input_nodes)
+        or any(not isinstance(arg.meta["val"], Tensor) or arg.meta["val"].dim() != 4 for arg in read)
+    ):
+        return
+    last = {arg: arg.args[0] if _is_permute(arg, _TO_FIRST) else _permuted(graph, node, arg, _TO_LAST) for arg in read}
+    args = tuple(last[arg] if isinstance(arg, Node) else arg for arg in given)
+    y = _call(graph, node, node.target, args, node.meta["val"].permute(_TO_LAST))
+    y.kwargs = node.kwargs
+    node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
+
+
+def _is_permute(node: Any, order: list[int]) -> bool:
+    return isinstance(node, Node) and node.target is _ATEN.permute.default and node.args[1] == order
+
+
+def _is_inference(node: Node) -> bool:
+    """Whether a batch norm is a fixed affine map: it takes stored statistics, and the graph holds all that it takes."""
+    gain, shift, *statistics = node.args[1:5]
+    held = [*statistics, *(arg for arg in (gain, shift) if arg is not None)]
+    return all(_is_parameter(arg) for arg in held) and (node.target is _NORM_ALONE or node.args[5] is False)
+
+
+def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, as rows of the weight in front or as a product and a sum."""
+    args: Any = node.args
+    x, gain, shift, mean, variance = args[:5]
+    scale = (_held(graph, variance.target) + (args[7] if node.target is _NORM else args[6])).rsqrt()
+    scale = scale if gain is None else scale * _held(graph, gain.target)
+    offset = -_held(graph, mean.target) * scale
+    offset = offset if shift is None else offset + _held(graph, shift.target)
+    results = [node] if node.target is _NORM else [user for user in node.users if user.target is operator.getitem]
+    folded = _fold(graph, x, scale, offset)
+    if folded is None:
+        folded = _affine(graph, node, x, scale, offset)
+    for result in results:
+        result.replace_all_uses_with(folded)
+    for gone in dict.fromkeys([*results, node]):
+        graph.graph.erase_node(gone)
+
+
+def _held(graph: GraphModule, name: str) -> Tensor:
+    """A parameter or buffer in float64; on the meta device where parameters are, whose values nobody has read."""
+    path, _, leaf = name.rpartition(".")
+    value: Tensor = getattr(graph.get_submodule(path), leaf)
+    return value.detach().double().to("meta" if any(held.is_meta for held in graph.parameters()) else "cpu")
+
+
+def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | None:
+    """The linear or convolution that makes x, with the map ``scale * y + offset`` of its outputs taken in; or None."""
+    if x.target not in (*_CONV2D, _OPS.dense_linear.default) or len(x.users) > 1:
+        return None
+    args: Any = x.args
+    weight, bias = args[1], args[2] if len(args) > 2 else None
+    if not all(_is_parameter(arg) and len(arg.users) == 1 for arg in (weight, bias) if arg is not None):
+        return None
+    if x.target is _OPS.dense_linear.default and x.meta["val"].dim() != 2:
+        return None  # the norm is over another dimension
+    rows = _held(graph, weight.target)
+    shifted = offset.float() if bias is None else (_held(graph, bias.target) * scale + offset).float()
+    set_parameter(graph, weight.target, (rows * scale.view(-1, *[1] * (rows.dim() - 1))).float())
+    if bias is not None:
+        set_parameter(graph, bias.target, shifted)
+    else:
+        name = f"{weight.target.removesuffix('.weight')}.bias"
+        x.args = (*args[:2], _parameter(graph, x, name, shifted, x.meta["val"]), *args[3:])
+    return x
+
+
+def _affine(graph: GraphModule, node: Node, x: Node, scale: Tensor, offset: Tensor) -> Node:
+    """The map as two operators over the last dimension."""
+    dims = x.meta["val"].dim()
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    name = stack[-1][0] if stack and stack[-1][0] else node.name
+    y = _permuted(graph, node, x, [0, *range(2, dims), 1])
+    for target, leaf, value in ((_ATEN.mul.Tensor, "scale", scale), (_ATEN.add.Tensor, "shift", offset)):
+        held = _parameter(graph, node, f"{name}.{leaf}", value.float(), x.meta["val"])
+        y = _call(graph, node, target, (y, held), y.meta["val"])
+    return _permuted(graph, node, y, [0, dims - 1, *range(1, dims - 1)])

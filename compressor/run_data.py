@@ -1,0 +1,37 @@
+"""What a recipe's model is calibrated and evaluated on: text for models of text, images for plain modules."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compressor.calibration import load_evaluation, load_samples
+from compressor.errors import UsageError
+from compressor.gates import QUALITY
+from compressor.graph import ModelInfo
+from compressor.images import Images, load_evaluation_images, load_image_samples
+from compressor.recipe import Recipe
+from compressor.samples import Samples
+
+
+def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Images | None]:
+    """Samples to calibrate on, and tokens or labelled images to evaluate on; None for what the recipe does not have.
+
+    Raises:
+        UsageError: data of the wrong kind, or too little; a gate on quality and nothing to measure it on.
+    """
+    for key, spec in (("calibration", recipe.calibration), ("evaluation", recipe.evaluation)):
+        if spec is not None and spec.kind is not None and (spec.kind == "images") != (info.kind == "module"):
+            reads = "images, as a plain module" if info.kind == "module" else "text"
+            raise UsageError(f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}")
+    given, wanted = recipe.calibration, recipe.evaluation
+    if info.kind == "module":
+        samples = None if given is None else load_image_samples(given)
+        images = load_evaluation_images(wanted, given)
+        if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
+            raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
+        return samples, images
+    samples = None if given is None else load_samples(given, info.source, info.vocab_size)
+    text: Tensor | None = None
+    if info.kind == "decoder" and (wanted.kind is not None or samples is not None):
+        text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
+    return samples, text
