@@ -29,8 +29,7 @@ def _formats() -> dict[str, str]:
     from compressor.formats import FORMATS
 
     return {
-        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, "
-        + ("float activations" if fmt.activation_bits == 16 else "int8 activations, dynamic per token")
+        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, " + _activations_text(fmt)
         for name, fmt in FORMATS.items()
     }
 
@@ -111,11 +110,24 @@ def _format_text(name: str) -> str:
             fmt.name,
             f"  weights      {_element_text(fmt)}",
             f"  scales       {scales}, one for {span[fmt.strategy]}",
-            f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
+            f"  activations  {_activations_text(fmt)}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
         ]
     )
+
+
+def _activations_text(fmt: Any) -> str:
+    fed = fmt.activations
+    if fed is None:
+        return "float activations"
+    kind = f"int{fed.bits}" if fed.element is None else fed.numbers
+    how = {
+        "token": "dynamic per token",
+        "group": f"dynamic per {fed.group_size} columns",
+        "tensor": "static per tensor",
+    }
+    return f"{kind} activations, {how[fed.granularity]}{', a calibrated scale' if fed.calibrated else ''}"
 
 
 def _element_text(fmt: Any) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn.functional import linear
 
+from compressor.activations_rounding import round_activations
 from compressor.formats import Format
 from compressor.packing import PackedWeight, dequantize
 
@@ -32,13 +33,6 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic symmetric int8 per token: float32 [..., in] -> codes int8 [..., in], scale float32 [..., 1]."""
-    absmax = x.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(absmax > 0, 127.0 / absmax, 0.0)
-    return torch.round(x * inverse).to(torch.int8), absmax / 127.0
-
-
 @custom_op("compressor::packed_linear", mutates_args=())
 def packed_linear(
     x: Tensor,
@@ -46,6 +40,7 @@ def packed_linear(
     scales: Tensor,
     zeros: Tensor | None,
     tensor_scale: Tensor | None,
+    input_scale: Tensor | None,
     bias: Tensor | None,
     format: str,
     in_features: int,
@@ -54,17 +49,13 @@ def packed_linear(
     """A linear whose weight is stored packed (:mod:`compressor.formats` has the layout).
 
     Args:
-        x: float32 [..., in]; quantised to int8 per token first where the format says A8.
-        codes, scales, zeros, tensor_scale: as in :class:`compressor.packing.PackedWeight`.
+        x: float32 [..., in]; rounded first where the format says so (:func:`round_activations`).
+        codes, scales, zeros, tensor_scale, input_scale: as in :class:`compressor.packing.PackedWeight`.
         bias: float32 [out] or None.
     """
     fmt = Format.parse(format)
     weight = dequantize(PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale))
-    if fmt.activation_bits == 16:
-        return linear(x, weight, bias)
-    quantized, scale = quantize_activations(x)
-    y = linear(quantized.float(), weight) * scale
-    return y if bias is None else y + bias
+    return linear(round_activations(x, fmt.activations, input_scale), weight, bias)
 
 
 @packed_linear.register_fake
@@ -74,6 +65,7 @@ def _(
     scales: Tensor,
     zeros: Tensor | None,
     tensor_scale: Tensor | None,
+    input_scale: Tensor | None,
     bias: Tensor | None,
     format: str,
     in_features: int,

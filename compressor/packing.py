@@ -30,11 +30,13 @@ class PackedWeight:
     format: Format
     shape: tuple[int, int]  # (out_features, in_features)
     tensor_scale: Tensor | None = None  # float32 [1], of NVFP4
+    input_scale: Tensor | None = None  # float32 [1], of activations with a calibrated scale
 
     @classmethod
     def from_parts(cls, parts: Mapping[str, Tensor], fmt: Format, shape: tuple[int, int]) -> PackedWeight:
         """The inverse of :attr:`parts`."""
-        return cls(parts["codes"], parts["scales"], parts.get("zeros"), fmt, shape, parts.get("tensor_scale"))
+        optional = (parts.get("tensor_scale"), parts.get("input_scale"))
+        return cls(parts["codes"], parts["scales"], parts.get("zeros"), fmt, shape, *optional)
 
     @property
     def parts(self) -> dict[str, Tensor]:

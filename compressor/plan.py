@@ -17,7 +17,9 @@ from torch.fx import GraphModule
 
 from compressor.cache import cache_folder
 from compressor.errors import ResourceError
+from compressor.formats import Format
 from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
+from compressor.input_scales import has_input_scale
 from compressor.machine import Memory, available_memory, free_disk
 from compressor.machine_probe import Machine, machine
 from compressor.pipeline import Context, pass_name
@@ -223,7 +225,8 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
         known = callable(getattr(step, "plan", None))
         sites = tuple(step.plan(shadow, context)) if known else ()
         if recipe.calibration is None and any(site.gathering for site in sites):
-            context.calibration(pass_name(step))  # raises, as in the run
+            needs = next((s.format for s in sites if s.format and has_input_scale(Format.parse(s.format))), "")
+            context.calibration(pass_name(step), needs and f"stored scales of {needs}")  # raises, as in the run
         passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known))
     return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 

@@ -21,7 +21,7 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
     except RuntimeError as error:
         raise VerificationError(f"after {name}: the graph is not well formed: {error}") from error
     for key, parameter in graph.named_parameters():
-        if key.endswith((".scales", ".tensor_scale")) and not bool(torch.isfinite(parameter).all()):
+        if key.endswith((".scales", ".tensor_scale", ".input_scale")) and not bool(torch.isfinite(parameter).all()):
             raise VerificationError(f"after {name}: {key} holds NaN or inf")
     latest = {record.site: record for record in ctx.records}
     for record in latest.values():

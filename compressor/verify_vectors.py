@@ -1,7 +1,7 @@
 """What a bundle's kernels must compute: inputs, and the graph's outputs for them, to be stored in the bundle.
 
 The outputs are those of the graph run in PyTorch, node by node, in float64.  In float32 a sum depends on how it is
-split between threads; where activations are rounded to int8, a last bit that differs falls here and there on the other
+split between threads; where activations are rounded, a last bit that differs falls here and there on the other
 side of a rounding boundary, and the logits differ in their third digit.  In float64 the differences are some 10^9
 times smaller, such boundaries are practically never met, and what is left of them goes when the outputs are rounded
 to 16 significant bits (off by 2^-16 at most, far below the tolerance).  So threads, BLAS and vector width do not change
@@ -20,10 +20,10 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import Target
 from torch.utils._pytree import tree_map
 
+from compressor.activations_rounding import round_activations
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.formats import Format
 from compressor.graph import ModelInfo
-from compressor.ops import quantize_activations
 from compressor.packing import PackedWeight, dequantize_rows
 from compressor.tensor_files import release
 
@@ -49,7 +49,7 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears are off by 2^-20.  That is some sixteen roundings of a float32,
-    in place of those of all the operators: where activations are rounded to int8, sums that differ by so little fall
+    in place of those of all the operators: where activations are rounded, sums that differ by so little fall
     on two sides of a boundary now and then, and deep models amplify it.
 
     Returns:
@@ -136,6 +136,7 @@ class _Exact(Interpreter):
         scales: Tensor,
         zeros: Tensor | None,
         tensor_scale: Tensor | None,
+        input_scale: Tensor | None,
         bias: Tensor | None,
         format: str,
         in_features: int,
@@ -143,13 +144,9 @@ class _Exact(Interpreter):
     ) -> Tensor:
         fmt = Format.parse(format)
         packed = PackedWeight(codes, scales, zeros, fmt, (out_features, in_features), tensor_scale)
-        x, scale = x.double(), None
-        if fmt.activation_bits == 8:
-            x, scale = quantize_activations(x)
-            x = x.double()
+        x = round_activations(x.double(), fmt.activations, input_scale)
         y = torch.cat([x @ piece.double().T for _, piece in dequantize_rows(packed)], dim=-1)
         release(packed.parts.values())
-        y = y if scale is None else y * scale
         y = y if bias is None else y + bias
         if self._noisy_from is not None:
             noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)

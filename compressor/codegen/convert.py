@@ -92,7 +92,9 @@ class Converter:
         return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
 
     def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
-        x, codes, scales, zeros, tensor_scale, bias, format_name, columns, rows = importer.retrieve_args(node)
+        x, codes, scales, zeros, tensor_scale, input_scale, bias, format_name, columns, rows = importer.retrieve_args(
+            node
+        )
         fmt, has_bias = Format.parse(format_name), bias is not None
         tiles = -(-rows // TILE_ROWS)
         self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
@@ -116,7 +118,7 @@ class Converter:
             details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
             return build(schedule), details
 
-        weights = [part for part in (codes, scales, zeros, tensor_scale, bias) if part is not None]
+        weights = [part for part in (codes, scales, zeros, tensor_scale, input_scale, bias) if part is not None]
         return self._rowwise(importer, name, make, x, weights, rows)
 
     def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:

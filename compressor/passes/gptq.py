@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -18,6 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
+from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
@@ -270,13 +271,14 @@ class Gptq:
         """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
         sites = [site for site in linear_sites(graph) if site.name in formats]
         options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
-        ids = ctx.calibration(pass_name).ids
+        ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
         for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
             hessian, cross = statistic.value, statistic.cross
             for site in group:
                 weight = graph.get_parameter(site.weight_name).detach().float()
                 with naming(site):
                     packed, info = self._quantize(weight, hessian, cross, formats[site.name])
+                packed = replace(packed, input_scale=scales.get(site.name))
                 compress_site(
                     graph,
                     ctx,

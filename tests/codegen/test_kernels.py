@@ -5,6 +5,7 @@ A kernel for an instruction set that this machine lacks is skipped with the reas
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 import tvm
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, vector
+from compressor.activations import Activations
+from compressor.activations_rounding import round_activations
+from compressor.codegen.kernels import activations, attention, dense_linear, embedding, norm, packed_linear, vector
 from compressor.codegen.targets.x86 import X86
-from compressor.formats import Format
+from compressor.formats import PARTS, Format
 from compressor.packing import PackedWeight, pack, round_scales
 
 OPS = torch.ops.compressor
@@ -51,7 +54,9 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
         codes = usable[codes.long() % len(usable)]
     scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
-    return pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
+    packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
+    has_scale = fmt.activations is not None and fmt.activations.calibrated
+    return dataclasses.replace(packed, input_scale=torch.tensor([0.02]) if has_scale else None)
 
 
 @pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
@@ -62,7 +67,8 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     rng = torch.Generator().manual_seed(bits)
     strategy = pick.choice(["tensor", "channel", "group", "group"])
     size = pick.choice([32, 64]) if strategy == "group" else 0
-    fmt = Format(bits, pick.random() < 0.5, strategy, size, activation_bits)  # type: ignore[arg-type]
+    fed = Activations() if activation_bits == 8 else None
+    fmt = Format(bits, pick.random() < 0.5, strategy, size, fed)  # type: ignore[arg-type]
     check_packed_linear(fmt, isa, pick, rng)
 
 
@@ -76,20 +82,71 @@ def test_packed_linear_of_floats_and_tables(name: str, isa: vector.Isa) -> None:
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
-def check_packed_linear(fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator) -> None:
-    """A ragged shape, a schedule and a bias by chance, for one token and several."""
+@pytest.mark.parametrize(("name", "isa"), [
+    ("W8A8_ASYM_STATIC", vector.AVX2), ("W8A5_ASYM_AG32", vector.AVX512_VNNI),
+    *((name, isa) for name in ("W4A4_G32_AG64", "NVFP4_ANVFP4") for isa in vector.ISAS.values()),
+], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_packed_linear_of_rounded_activations(name: str, isa: vector.Isa) -> None:
+    """The ways that scales of activations reach outputs; what rounding does to them is the next test's."""
+    pick = random.Random(f"{name} {isa.name}")
+    check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)), schedules=1)
+
+
+@pytest.mark.parametrize("name", [
+    "4", "8", "FP8_E4M3", "FP8_E5M2", "FP6_E2M3", "FP6_E3M2", "FP4_E2M1", "FP4_E1M2", "FP5_E2M2", "MXFP4",
+    "MXFP8_E5M2", "NVFP4",
+])  # fmt: skip
+def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
+    """Scale, and numbers a register and one at a time, of rows of 16; ties among them."""
+    from tvm.script import tirx as T
+
+    fed = Activations.parse(name, "_AG16" if name[0] in "48F" else None)
+    assert fed is not None
+    every = T.ramp(0, 1, 16)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel(x_: T.handle, top_: T.handle, y_: T.handle) -> None:
+        n = T.int64()
+        x = T.match_buffer(x_, (n, 16), "float32")
+        top = T.match_buffer(top_, (n,), "float32")
+        y = T.match_buffer(y_, (n, 32), "float32")
+        for i in range(n):
+            scale = T.alloc_buffer((1,), "float32", scope="local")
+            scale[0] = activations.span_scale(top[i], fed, T.float32(0.03))
+            inverse = T.meta_var(activations.inverse_scale(scale[0]))
+            y[i, every] = activations.on_grid(x[i, every], inverse, fed, 16) * T.broadcast(scale[0], 16)
+            for j in range(16):
+                y[i, 16 + j] = activations.on_grid(x[i, j], inverse, fed, 1) * scale[0]
+
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 16, generator=rng) * torch.logspace(-32, 3, 400, 10.0)[:, None]
+    x[200:] = torch.randint(-64, 65, (200, 16), generator=rng) / 8.0  # ties and values of the grid
+    x[200:, 0] = fed.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
+    x[7] = 0.0
+    expected = round_activations(x, fed, torch.tensor([0.03]))
+    got = run(build(kernel, vector.AVX2), x, x.abs().amax(1), out=(400, 32))
+    assert torch.equal(got[:, :16], expected) and torch.equal(got[:, 16:], expected)
+    assert bool(torch.isfinite(expected).all()) and float((expected != 0).float().mean()) > 0.4
+
+
+def check_packed_linear(
+    fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator, schedules: int | None = None
+) -> None:
+    """A ragged shape, one of the first schedules and a bias by chance, for one token and several."""
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(5, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
     tiles = packed.codes.shape[0]
-    schedule = pick.choice(packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt))
+    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt)
+    schedule = pick.choice(space[:schedules])
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
     for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
         x = torch.randn(batch, tokens, columns, generator=rng)
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
         got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))
-        args = (packed.codes, packed.scales, packed.zeros, packed.tensor_scale, bias, fmt.name, columns, rows)
-        assert relative_error(got, OPS.packed_linear(x, *args)) < TOLERANCE, (fmt.name, rows, columns, tokens)
+        parts = [getattr(packed, part) for part in PARTS]
+        expected = OPS.packed_linear(x, *parts, bias, fmt.name, columns, rows)
+        assert relative_error(got, expected) < TOLERANCE, (fmt.name, rows, columns, tokens)
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -109,7 +166,7 @@ def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> No
     for tokens in (1, 5, 16):
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(kernel, x, packed.codes, packed.scales, out=(1, tokens, rows))
-        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, None, name, columns, rows)
+        expected = OPS.packed_linear(x, packed.codes, packed.scales, None, None, None, None, name, columns, rows)
         assert relative_error(got, expected) < TOLERANCE
 
 
@@ -117,7 +174,7 @@ def test_integer_sums_do_not_saturate() -> None:
     """The largest codes against the largest activations, where a 16-bit intermediate would overflow."""
     for isa in vector.ISAS.values():
         for bits in (7, 8):
-            fmt = Format(bits, False, "channel", 0, 8)
+            fmt = Format(bits, False, "channel", 0, Activations())
             codes = torch.full((16, 64), fmt.levels - 1, dtype=torch.uint8)
             packed = pack(codes, torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8), fmt)
             schedule = packed_linear.gemv_space(1)[0]

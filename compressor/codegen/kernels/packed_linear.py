@@ -1,21 +1,24 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
-Integer path (A8): activations are quantised to int8 per token, dot products run in int32 within a group of
-columns, and one float multiply-add a group applies the scale.  Float path (A16): codes become floats in
-registers, integers by conversion, small floats by way of float16, tables by a permutation.  A single token takes
-a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that
-unpacks each code once a block.
+Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of
+columns, and one float multiply-add a group applies the scales.  Float path: activations stay as they are, or become the
+floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in registers,
+integers by conversion, small floats by way of float16, tables by a permutation.  A single token takes a loop over
+``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
+code once a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from tvm.script import tirx as T
 
+from compressor.activations import Activations
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, emit_tree_sum, scale_values
 from compressor.formats import TILE_ROWS, Format
 
@@ -51,18 +54,22 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format) -> list[Schedule]:
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """TIR for ``y = x @ dequantize(codes, scales, zeros, tensor_scale).T + bias``.
+    """TIR for ``y = x @ dequantize(codes, scales, zeros, tensor_scale).T + bias``, x rounded as the format says.
 
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
     (where there is one), y float32 [d0, d1, out].
     """
     body = _Body(out_features, in_features, fmt, isa)
-    integer, symmetric, ragged = fmt.activation_bits == 8, fmt.symmetric, out_features % TILE_ROWS != 0
-    scale_kind, has_unit = fmt.parts(16, 16)["scales"][0], "tensor_scale" in fmt.parts(16, 16)
+    integer, symmetric, ragged = body.integer, fmt.symmetric, out_features % TILE_ROWS != 0
+    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
+    parts = fmt.parts(out_features, in_features)
+    scale_kind, has_unit, is_calibrated = parts["scales"][0], "tensor_scale" in parts, "input_scale" in parts
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
-    group_columns = fmt.columns(columns)
+    group_columns = body.group_columns
+    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
+    fed_groups, by_group = body.fed_groups, body.fed_groups > 1
     step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -72,6 +79,7 @@ def packed_linear(
         scales_: T.handle,
         zeros_: T.handle,
         unit_: T.handle,
+        input_scale_: T.handle,
         bias_: T.handle,
         y_: T.handle,
     ) -> None:
@@ -79,9 +87,10 @@ def packed_linear(
         d1 = T.int64()
         x3 = T.match_buffer(x_, (d0, d1, columns), "float32")
         codes = T.match_buffer(codes_, (tiles, chunks, fmt.chunk_words, TILE_ROWS), "int32")
-        scales = T.match_buffer(scales_, (tiles, groups, TILE_ROWS), scale_kind)
-        zeros = T.meta_var(None if symmetric else T.match_buffer(zeros_, (tiles, groups, TILE_ROWS), "uint8"))
+        scales = T.match_buffer(scales_, parts["scales"][1], scale_kind)
+        zeros = T.meta_var(None if symmetric else T.match_buffer(zeros_, parts["zeros"][1], "uint8"))
         unit = T.meta_var(T.match_buffer(unit_, (1,), "float32") if has_unit else None)
+        input_scale = T.meta_var(T.match_buffer(input_scale_, (1,), "float32") if is_calibrated else None)
         bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
         y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
         tokens = T.meta_var(d0 * d1)
@@ -90,53 +99,66 @@ def packed_linear(
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
-        factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale...
+        # What an output, or a group's part of it, is multiplied by: the activations' scale...
+        factor = T.alloc_buffer((slots, fed_groups), "float32")
 
         @T.inline
-        def peak(m, out):
+        def peak(m, out, begin, n_vectors, n_tail):
             lane = T.alloc_buffer((16,), "float32", scope="local")
             lane[every] = T.broadcast(T.float32(0), 16)
-            for k in range(vectors):
-                lane[every] = T.max(lane[every], T.abs(x[m, T.ramp(k * 16, 1, 16)]))
-            for k in range(tail):
-                lane[0] = T.max(lane[0], T.abs(x[m, vectors * 16 + k]))
+            for k in range(n_vectors):
+                lane[every] = T.max(lane[every], T.abs(x[m, T.ramp(begin + k * 16, 1, 16)]))
+            for k in range(n_tail):
+                lane[0] = T.max(lane[0], T.abs(x[m, begin + n_vectors * 16 + k]))
             out[0] = T.float32(0)
             for i in T.unroll(16):
                 out[0] = T.max(out[0], lane[i])
 
         @T.inline
-        def prepare_integer(m):
-            # Symmetric int8, as compressor.ops.quantize_activations defines it.
-            top = T.alloc_buffer((1,), "float32", scope="local")
-            peak(m, top)
-            factor[m] = top[0] / T.float32(127)
+        def round_span(m, g, begin, n_vectors, n_tail):
+            # Columns that share a scale: int8 codes and their factor, or floats on their grid.
+            scale = T.alloc_buffer((1,), "float32", scope="local")
+            if fed.granularity != "tensor":
+                peak(m, scale, begin, n_vectors, n_tail)
+            scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
             inverse = T.alloc_buffer((1,), "float32", scope="local")
-            inverse[0] = T.if_then_else(top[0] > T.float32(0), T.float32(127) / top[0], T.float32(0))
-            for k in range(vectors):
-                a[m, T.ramp(k * 16, 1, 16)] = T.Cast(
-                    "int8x16", T.nearbyint(x[m, T.ramp(k * 16, 1, 16)] * T.broadcast(inverse[0], 16))
-                )
-            for k in range(tail):
-                a[m, vectors * 16 + k] = T.Cast("int8", T.nearbyint(x[m, vectors * 16 + k] * inverse[0]))
-            for k in range(padded - columns):
-                a[m, columns + k] = T.int8(0)
+            inverse[0] = inverse_scale(scale[0])
+            for k in range(n_vectors):
+                at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
+                near = T.meta_var(on_grid(x[m, at], inverse[0], fed, 16))
+                a[m, at] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
+            for k in range(n_tail):
+                one = T.meta_var(begin + n_vectors * 16 + k)
+                near = T.meta_var(on_grid(x[m, one], inverse[0], fed, 1))
+                a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
+            if integer:
+                factor[m, g] = scale[0]
 
         @T.inline
-        def prepare_float(m):
-            factor[m] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
+        def round_token(m):
+            for g in range(columns // fed_columns):
+                round_span(m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
+            if columns % fed_columns > 0:
+                begin = T.meta_var(columns // fed_columns * fed_columns)
+                round_span(m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
+
+        @T.inline
+        def copy_token(m):
             for k in range(vectors):
                 a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
             for k in range(tail):
                 a[m, vectors * 16 + k] = x[m, vectors * 16 + k]
-            for k in range(padded - columns):
-                a[m, columns + k] = T.float32(0)
 
         @T.inline
         def prepare(m):
-            if integer:
-                prepare_integer(m)
+            if is_rounded:
+                round_token(m)
             else:
-                prepare_float(m)
+                copy_token(m)
+            for k in range(padded - columns):
+                a[m, columns + k] = T.int8(0) if integer else T.float32(0)
+            if not integer:
+                factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
             for g in range(groups if body.has_zeros else 0):
                 lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
                 lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
@@ -160,7 +182,7 @@ def packed_linear(
                 body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
                 for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                     body.add_chunk(acc, a, codes, first, m0, g * body.group_chunks + c, n_tokens, n_tiles)
-                body.end_group(out, acc, scales, first, g, n_tokens, n_tiles)
+                body.end_group(out, acc, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
@@ -168,11 +190,12 @@ def packed_linear(
                             for r in range(TILE_ROWS):
                                 row = T.meta_var((first + n) * TILE_ROWS + r)
                                 if row < rows:
-                                    value = T.meta_var(out[t, n, r] * factor[m0 + t])
+                                    value = T.meta_var(out[t, n, r] if by_group else out[t, n, r] * factor[m0 + t, 0])
                                     y[m0 + t, row] = value + bias[row] if has_bias else value
                         else:
                             at = T.meta_var(T.ramp((first + n) * TILE_ROWS, 1, TILE_ROWS))
-                            wide = T.meta_var(out[t, n, every] * T.broadcast(factor[m0 + t], TILE_ROWS))
+                            whole = T.meta_var(T.broadcast(factor[m0 + t, 0], TILE_ROWS))
+                            wide = T.meta_var(out[t, n, every] if by_group else out[t, n, every] * whole)
                             y[m0 + t, at] = wide + bias[at] if has_bias else wide
 
         if tokens == 1:
@@ -186,8 +209,8 @@ def packed_linear(
                 for j in range((tokens + (step - 1)) // step):
                     block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
 
-    x, codes, scales, zeros, unit, bias, y = kernel.params
-    optional = [(not symmetric, zeros), (has_unit, unit), (has_bias, bias)]
+    x, codes, scales, zeros, unit, input_scale, bias, y = kernel.params
+    optional = [(not symmetric, zeros), (has_unit, unit), (is_calibrated, input_scale), (has_bias, bias)]
     params = [x, codes, scales, *(param for there, param in optional if there), y]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
@@ -196,9 +219,15 @@ class _Body:
     """The unrolled inner statements; each method emits stores into the function that is being built."""
 
     def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
-        self.fmt, self.isa, self.integer = fmt, isa, fmt.activation_bits == 8
-        self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
-        self.group_chunks = -(-fmt.columns(columns) // fmt.chunk_columns)
+        self.fmt, self.isa, self.integer, self.tiles = fmt, isa, fmt.integer_products, -(-rows // TILE_ROWS)
+        fed = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
+        # A group here shares both scales, of the weight and of integer activations; the larger is a multiple.
+        self.group_columns = min(fmt.columns(columns), fed or fmt.columns(columns))
+        self.scale_groups = -(-fmt.columns(columns) // self.group_columns)
+        self.fed_span = max(1, fed // self.group_columns)
+        self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
+        self.fed_groups = -(-columns // fed) if fed else 1
+        self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
         self.has_zeros = fmt.element is None  # codes of integers are unsigned: their zero point is subtracted
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
@@ -225,7 +254,9 @@ class _Body:
             if zeros is None:
                 value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
             else:
-                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", zeros[first + n, g, at])
+                value = T.broadcast(minus_sum, lanes) * T.Cast(
+                    f"{kind}x{lanes}", zeros[first + n, g // self.scale_groups, at]
+                )
             T.buffer_store(acc, value, [t, n, at])
 
     def add_chunk(self, acc: Any, a: Any, codes: Any, first: Any, m0: Any, c: Any, n_tokens: int, n_tiles: int) -> None:
@@ -246,10 +277,14 @@ class _Body:
                         value = value + code_values(last, i, fmt, lanes) * T.broadcast(a[m0 + t, column + i], lanes)
                 T.buffer_store(acc, value, [t, n, at])
 
-    def end_group(self, out: Any, acc: Any, scales: Any, first: Any, g: Any, n_tokens: int, n_tiles: int) -> None:
-        """Apply the group's scales."""
+    def end_group(
+        self, out: Any, acc: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
-            scale = scale_values(scales[first + n, g, at], self.fmt, lanes)
+            scale = scale_values(scales[first + n, g // self.scale_groups, at], self.fmt, lanes)
+            if factor is not None:
+                scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
             T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])
