@@ -72,7 +72,7 @@ def search_input_scale(rows: Tensor, absmax: float, activations: Activations) ->
     """The stored scale with the least squared error on some rows, and never worse there than that of the largest size.
 
     One token that is much larger than the others would cost them all their bits: the range is cut in steps of a quarter
-    of a power of two, as far as the error falls.  NVFP4's block scales follow each block, so its range is kept.
+    of a power of two, as far as the error falls.
 
     Args:
         rows: float32 [n, in].
@@ -82,16 +82,24 @@ def search_input_scale(rows: Tensor, absmax: float, activations: Activations) ->
     Raises:
         CompressorError: the inputs hold NaN or inf.
     """
+    return min(range_cuts(absmax, activations, _STEPS), key=lambda scale: input_error(rows, activations, scale))
+
+
+def range_cuts(absmax: float, activations: Activations, steps: int) -> list[Tensor]:
+    """Scales to try, float32 [1] each: that of the largest size, and so many in all, a quarter of a power of two apart.
+
+    NVFP4's block scales follow each block, so its range is kept.
+
+    Raises:
+        CompressorError: the largest size is NaN or inf.
+    """
     if not 0 <= absmax < float("inf"):
         raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
     blocks = _LARGEST_E4M3 if activations.scale_type == "E4M3" else 1.0
-    widest = few_bits(torch.tensor([absmax / (activations.largest * blocks)], dtype=torch.float64)).float()
+    widest = torch.tensor([absmax / (activations.largest * blocks)], dtype=torch.float64)
     if float(widest) <= SMALLEST:
-        return torch.ones(1)
-    if blocks > 1:
-        return widest
-    scales = [widest * 2.0 ** (-step / 4) for step in range(_STEPS)]
-    return few_bits(min(scales, key=lambda scale: input_error(rows, activations, scale)))
+        return [torch.ones(1)]
+    return [few_bits(widest * 2.0 ** (-step / 4)).float() for step in range(1 if blocks > 1 else steps)]
 
 
 def input_error(rows: Tensor, activations: Activations, scale: Tensor) -> float:

@@ -22,7 +22,7 @@ Work = Mapping[str, float]
 
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
-_KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
+KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
 
 
@@ -144,7 +144,7 @@ def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: boo
     return {
         "rtn_element": rounded * size,
         "dequantize_element": rounded * size,
-        "matmul_flop": tries * 4 * _KEPT_ROWS * size,
+        "matmul_flop": tries * 4 * KEPT_ROWS * size,
         "stream_byte": 12 * size * tries + _ERROR_BYTES * size * chosen,
         "grid_element": grids,
     }
