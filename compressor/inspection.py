@@ -29,7 +29,7 @@ def _formats() -> dict[str, str]:
     from compressor.formats import FORMATS
 
     return {
-        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, " + _activations_text(fmt)
+        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, activations {_activations_text(fmt)}"
         for name, fmt in FORMATS.items()
     }
 
@@ -120,14 +120,15 @@ def _format_text(name: str) -> str:
 def _activations_text(fmt: Any) -> str:
     fed = fmt.activations
     if fed is None:
-        return "float activations"
+        return "float32"
     kind = f"int{fed.bits}" if fed.element is None else fed.numbers
     how = {
         "token": "dynamic per token",
         "group": f"dynamic per {fed.group_size} columns",
         "tensor": "static per tensor",
     }
-    return f"{kind} activations, {how[fed.granularity]}{', a calibrated scale' if fed.calibrated else ''}"
+    stored = ", one calibrated scale" if fed.calibrated else ""
+    return f"{kind}, symmetric, {how[fed.granularity]}{stored}"
 
 
 def _element_text(fmt: Any) -> str:
