@@ -121,14 +121,14 @@ def _activations_text(fmt: Any) -> str:
     fed = fmt.activations
     if fed is None:
         return "float32"
-    kind = f"int{fed.bits}" if fed.element is None else fed.numbers
+    kind = f"int{fed.bits}, symmetric" if fed.element is None else fed.numbers
     how = {
         "token": "dynamic per token",
         "group": f"dynamic per {fed.group_size} columns",
         "tensor": "static per tensor",
     }
-    stored = ", one calibrated scale" if fed.calibrated else ""
-    return f"{kind}, symmetric, {how[fed.granularity]}{stored}"
+    stored = ", one calibrated scale" if fed.calibrated and fed.granularity == "group" else ""
+    return f"{kind}, {how[fed.granularity]}{stored}"
 
 
 def _element_text(fmt: Any) -> str:
