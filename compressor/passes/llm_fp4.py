@@ -68,12 +68,14 @@ def llm_fp4_quantize(
         x: rows that the linear reads, float32 [n, in].
         mean_square, absmax: of the inputs; float [in], and the largest of all.
         fmt: bits and granularity; its own exponent bits are where the search begins.
-    Raises:
-        CompressorError: weight or rows hold NaN or inf.
     Returns:
         The packed weight, ||X W^T - X' W'^T||^2 / ||X W^T||^2, and the same for round to nearest without any search:
         the former is never larger.
+    Raises:
+        CompressorError: weight or inputs hold NaN or inf.
     """
+    if not bool(torch.isfinite(mean_square).all()):
+        raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
     y, fed = x @ weight.t(), fmt.activations
     tries = [rtn_quantize(weight, fmt)]
     tries += [awq_quantize(weight, mean_square, replace(fmt, element=e)) for e in layouts(fmt.bits, 0)]
@@ -82,8 +84,6 @@ def llm_fp4_quantize(
     def lost(rows: Tensor, index: int) -> float:
         return float(total((y - rows @ dense[index].t()).double().square()))
 
-    if not bool(torch.isfinite(x).all()):
-        raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
     if fed is not None:
         own = fed.element
         named_first = sorted(layouts(fed.bits, 1), key=lambda element: element != own)
