@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.graph import Site, linear_sites, set_parameter
 from compressor.pipeline import Context
+from compressor.steady import few_bits
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
@@ -98,9 +99,7 @@ def scale_inputs(
     except Unabsorbable as reason:
         ctx.notes.append(f"{pass_name}: {', '.join(site.name for site in group)}: inputs are not scaled: {reason}")
         return None
-    # Ten bits: the last ones of a mean depend on the number of threads.
-    mantissa, exponent = torch.frexp(absorber.shared(choose(absorber)))
-    scale = torch.ldexp(torch.round(mantissa * 1024) / 1024, exponent).float()
+    scale = few_bits(absorber.shared(choose(absorber))).float()
     absorber.apply(graph, readers, scale)
     return scale
 

@@ -1,13 +1,15 @@
 """Number formats as data.
 
 A :class:`Format` says how the weights of a linear are stored and how its activations are fed: what a code
-stands for, granularity and type of the scales, and float or int8 activations.  Names follow the field:
+stands for, granularity and type of the scales, and the same of the activations.  Names follow the field:
 ``W4A16_G128``, ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor); ``FP6_E3M2_G128``,
-``FP8_E4M3``, ``NF4_G64`` (floats and tables, float activations); ``MXFP4``, ``MXFP6_E2M3``, ``MXFP8_E4M3`` (OCP
+``FP8_E4M3``, ``NF4_G64`` (floats and tables); ``MXFP4``, ``MXFP6_E2M3``, ``MXFP8_E4M3`` (OCP
 Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32 scale a tensor);
-``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``_S0.45`` at the end: 0.45% of the
-weights are stored as float16 beside the codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629);
-``_F8``: eight input columns are (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
+``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``A16`` or nothing leaves activations as
+they are; ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round
+them (:mod:`compressor.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
+codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
+al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -25,6 +27,7 @@ words are interleaved::
     zeros         uint8    [ceil(out / 16), groups, 16]    asymmetric formats only
     tensor_scale  float32  [1]                             NVFP4 only
     codebook      float16  [ceil(out / 16), groups, 2 ** b, 16]  in place of scales; values rise with the code
+    input_scale   float32  [1]                             activations with a calibrated scale only
 
 What is stored as floats is added to what the codes stand for.  Single weights are in CSR over the rows of all tiles,
 and their number is the percentage of rows and columns filled up to tiles and chunks, rounded; columns are whole::
@@ -49,6 +52,7 @@ from math import prod
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
+from compressor.activations import NUMBERS, SCALES, SHORT, Activations
 from compressor.elements import Element
 from compressor.errors import UsageError
 
@@ -56,8 +60,8 @@ Strategy = Literal["tensor", "channel", "group"]
 ScaleType = Literal["F16", "E8M0", "E4M3"]
 
 PARTS = (
-    "codes", "scales", "zeros", "tensor_scale", "codebook", "outlier_starts", "outlier_columns", "outlier_values",
-    "float_columns", "float_values",
+    "codes", "scales", "zeros", "tensor_scale", "codebook", "input_scale", "outlier_starts", "outlier_columns",
+    "outlier_values", "float_columns", "float_values",
 )  # fmt: skip
 """Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
 TILED = ("codes", "scales", "zeros", "codebook")
@@ -68,12 +72,14 @@ PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
 _GRANULARITY = r"(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?"
-_NAME = re.compile(rf"W(?P<bits>\d{{1,3}})A(?P<act>\d{{1,3}})(?P<asym>_ASYM)?{_GRANULARITY}", re.ASCII)
+_NAME = re.compile(
+    rf"W(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?", re.ASCII
+)
+_FED = re.compile(rf"(?P<weights>.+?)(?:_A(?P<act>{NUMBERS})(?P<fed>{SCALES})?)?", re.ASCII)
 _ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
 _CODEBOOK_NAME = re.compile(rf"LUT(?P<bits>\d){_GRANULARITY}", re.ASCII)
 _FLOATS_NAME = re.compile(r"(.+?)(?:_S(?P<outliers>\d{1,2}(?:\.\d{1,3})?))?(?:_F(?P<columns>\d{1,5}))?", re.ASCII)
 _MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
-_SHORT = {"FP4": "FP4_E2M1", "FP6": "FP6_E3M2", "FP8": "FP8_E4M3", "MXFP4": "MXFP4_E2M1"}
 _BLOCKS: Mapping[ScaleType, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
 """Columns a scale of the types that standards fix."""
 
@@ -89,7 +95,7 @@ class Format:
         strategy: one scale per ``tensor``, output ``channel`` or ``group`` of columns of a row.
             (The tensor's scale is stored once a row, so that one kernel serves all strategies.)
         group_size: columns a group; 0 unless the strategy is ``group``.  The last group may be shorter.
-        activation_bits: 16 computes on float activations; 8 quantises them to int8, symmetric, dynamic, per token.
+        activations: what they are rounded to; None computes on floats as they come.
         element: what a code stands for; None for integers.
         scale_type: ``F16``, or what MX and NVFP4 prescribe.
         codebook: each row or group has values of its own, float16, in place of a scale.
@@ -101,7 +107,7 @@ class Format:
     symmetric: bool = True
     strategy: Strategy = "group"
     group_size: int = 0
-    activation_bits: int = 16
+    activations: Activations | None = None
     element: Element | None = None
     scale_type: ScaleType = "F16"
     codebook: bool = False
@@ -111,8 +117,9 @@ class Format:
     example: ClassVar[str] = "W4A16_G128"
 
     def __post_init__(self) -> None:
+        fed = self.activations
         if self.codebook and not (
-            2 <= self.bits <= 4 and self.element is None and self.symmetric and self.activation_bits == 16
+            2 <= self.bits <= 4 and self.element is None and self.symmetric and (fed is None or fed.element is not None)
         ):
             raise UsageError("format: codebooks have 2 to 4 bits, and float activations")
         if self.codebook and self.strategy == "tensor":
@@ -121,17 +128,15 @@ class Format:
             raise UsageError(f"format: {self.outlier_percent:g}% of outliers; at most 10 pay")
         if self.float_columns and (self.element is not None or self.codebook):
             raise UsageError("format: columns in float16 stand beside integers")
-        if self.element is not None and (self.bits, self.symmetric, self.activation_bits) != (
-            self.element.bits, True, 16
-        ):  # fmt: skip
+        if self.element is not None and (
+            (self.bits, self.symmetric) != (self.element.bits, True) or (fed is not None and fed.element is None)
+        ):
             raise UsageError(f"format: {self.element.name} has {self.element.bits} bits, and float activations")
         block = _BLOCKS.get(self.scale_type, self.group_size)
         if self.group_size != block or (self.scale_type != "F16" and self.element is None):
             raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
         if self.bits not in PLANES:
             raise UsageError(f"format: {self.bits} bits; integer formats have 2 to 8 bits")
-        if self.activation_bits not in (8, 16):
-            raise UsageError(f"format: A{self.activation_bits}; activations are 16 (float) or 8 (int8 per token)")
         if (self.strategy == "group") != (self.group_size > 0):
             raise UsageError(f"format: group_size {self.group_size} with strategy {self.strategy!r}")
         if self.group_size > LARGEST_GROUP:
@@ -142,6 +147,14 @@ class Format:
                 f"{self.chunk_columns}, the columns of one packed chunk; use {self._nearest_group_size()}"
             )
 
+        if self.integer_products and fed is not None and fed.group_size:
+            sizes = sorted((fed.group_size, self.group_size or fed.group_size))
+            if sizes[1] % sizes[0] or fed.group_size % self.chunk_columns:
+                raise UsageError(
+                    f"format: integer activations in groups of {fed.group_size}, weights in groups of "
+                    f"{self.group_size}; one must be a multiple of the other, and both of {self.chunk_columns}"
+                )
+
     def _nearest_group_size(self) -> int:
         return max(1, round(self.group_size / self.chunk_columns)) * self.chunk_columns
 
@@ -150,18 +163,22 @@ class Format:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
         floats = f"_S{self.outlier_percent:g}" if self.outlier_percent else ""
         floats += f"_F{self.float_columns}" if self.float_columns else ""
-        if self.codebook:
-            return f"LUT{self.bits}{f'_G{self.group_size}' if self.group_size else ''}{floats}"
         suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
-        suffix_floats = suffix[self.strategy] + floats
-        if self.element is None:
-            return f"W{self.bits}A{self.activation_bits}{'' if self.symmetric else '_ASYM'}{suffix_floats}"
-        element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
-        if self.scale_type == "E4M3":
-            return f"NVFP4{floats}"
-        if self.scale_type == "E8M0":
-            return ("MXFP4" if element == "FP4_E2M1" else f"MX{element}") + floats
-        return element + suffix_floats
+        fed = self.activations
+        numbers, scales = ("16", "") if fed is None else (fed.numbers, fed.scales)
+        if self.element is None and not self.codebook:
+            return f"W{self.bits}A{numbers}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}{scales}{floats}"
+        if self.codebook or self.element is None:
+            element = f"LUT{self.bits}{f'_G{self.group_size}' if self.group_size else ''}"
+        elif self.scale_type == "E4M3":
+            element = "NVFP4"
+        else:
+            element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
+            if self.scale_type == "E8M0":
+                element = "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
+            else:
+                element += suffix[self.strategy]
+        return element + ("" if fed is None else f"_A{numbers}{scales}") + floats
 
     @classmethod
     def parse(cls, name: str) -> Format:
@@ -178,9 +195,9 @@ class Format:
             )
         near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
-            f"format {name!r:.80} is unknown; a name is W<bits>A<16|8>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
-            f"[_G<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, "
-            f"and then [_S<percent>][_F<columns>]; nearest: {near[0]}"
+            f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
+            f"[_G<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may "
+            f"go on with _A<activations>, _STATIC or _AG<size>, and _S<percent>; nearest: {near[0]}"
         )
 
     @classmethod
@@ -188,24 +205,28 @@ class Format:
         """The format of a name without what is stored as floats; None if it is none."""
         if (match := _NAME.fullmatch(given)) is not None:
             bits = int(match["bits"])
-            return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), int(match["act"]))
+            fed = Activations.parse(match["act"], match["fed"])
+            return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), fed)
+        fed = None
+        if (sides := _FED.fullmatch(given)) is not None and sides["act"] not in (None, "16"):
+            given, fed = sides["weights"], Activations.parse(sides["act"], sides["fed"])
         if (match := _CODEBOOK_NAME.fullmatch(given)) is not None:
             strategy, size = _granularity(match, 8, 0)  # a row has one codebook unless a group size is given
-            return cls(int(match["bits"]), True, strategy, size, codebook=True)
+            return cls(int(match["bits"]), True, strategy, size, fed, codebook=True)
         if given == "NVFP4":
-            return cls(4, True, "group", _BLOCKS["E4M3"], 16, Element.parse("E2M1"), "E4M3")
+            return cls(4, True, "group", _BLOCKS["E4M3"], fed, Element.parse("E2M1"), "E4M3")
         head, _, tail = given.partition("_")
-        if head in _SHORT and not tail.startswith("E"):
-            given = _SHORT[head] + (f"_{tail}" if tail else "")
+        if head in SHORT and not tail.startswith("E"):
+            given = SHORT[head] + (f"_{tail}" if tail else "")
         for pattern in (_ELEMENT_NAME, _MX_NAME):
             match = pattern.fullmatch(given)
             element = None if match is None else Element.parse(match["element"])
             if match is None or element is None or (match["bits"] or "4") != str(element.bits):
                 continue
             if pattern is _MX_NAME:
-                return cls(element.bits, True, "group", _BLOCKS["E8M0"], 16, element, "E8M0")
+                return cls(element.bits, True, "group", _BLOCKS["E8M0"], fed, element, "E8M0")
             default = 128 if element.is_float else 64  # QLoRA's blocks
-            return cls(element.bits, True, *_granularity(match, element.bits, default), 16, element)
+            return cls(element.bits, True, *_granularity(match, element.bits, default), fed, element)
         return None
 
     @property
@@ -227,6 +248,11 @@ class Format:
     def middle(self) -> int:
         """The zero point of a symmetric grid."""
         return 1 << (self.bits - 1)
+
+    @property
+    def integer_products(self) -> bool:
+        """Whether codes and activations are both integers, and so are their products."""
+        return self.element is None and self.activations is not None and self.activations.element is None
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -269,6 +295,8 @@ class Format:
             found["tensor_scale"] = ("float32", (1,))
         if self.codebook:
             found["codebook"] = ("float16", (tiles, groups, self.levels, TILE_ROWS))
+        if self.activations is not None and self.activations.calibrated:
+            found["input_scale"] = ("float32", (1,))
         if count := self.outliers(out_features, in_features):
             found["outlier_starts"] = ("int32", (tiles * TILE_ROWS + 1,))
             found["outlier_columns"] = ("int16" if in_features < 1 << 15 else "int32", (count,))
@@ -295,16 +323,16 @@ def _granularity(match: re.Match[str], bits: int, group_size: int) -> tuple[Stra
 
 def _presets() -> dict[str, Format]:
     integers = [
-        Format(bits, symmetric, "group", group_size, activation_bits)
+        Format(bits, symmetric, "group", group_size, activations)
         for bits in (2, 3, 4, 5, 6, 7, 8)
-        for activation_bits in (16, 8)
+        for activations in (None, Activations())
         for symmetric in (True, False)
         for group_size in (32, 64, 128)
     ]
     integers += [
-        Format(bits, symmetric, strategy, 0, activation_bits)
+        Format(bits, symmetric, strategy, 0, activations)
         for bits in (4, 8)
-        for activation_bits in (16, 8)
+        for activations in (None, Activations())
         for symmetric in (True, False)
         for strategy in ("channel", "tensor")
     ]
@@ -314,6 +342,9 @@ def _presets() -> dict[str, Format]:
     names += ["NF4_G32", "NF4_G64", "NF4_G128", "NVFP4", "MXFP4"]
     names += [f"MX{name}" for name in floats[:4]]
     names += [f"LUT{bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "_G128", "_S0.45")]
+    names += ["W4A4_G128", "W6A6_G128", "W8A8_STATIC", "W4A8_G128_AG128", "W4A4_G128_AG128", "W4AFP8_E4M3_G128"]
+    names += ["FP8_E4M3_AFP8_E4M3", "FP8_E4M3_AFP8_E4M3_STATIC", "FP8_E5M2_AFP8_E5M2", "FP4_E2M1_G128_AFP4_E2M1_STATIC"]
+    names += ["MXFP4_AMXFP4", "MXFP6_E2M3_AMXFP6_E2M3", "MXFP8_E4M3_AMXFP8_E4M3", "NVFP4_ANVFP4"]
     return {fmt.name: fmt for fmt in map(Format.parse, names)}
 
 

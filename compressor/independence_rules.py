@@ -101,7 +101,7 @@ def _attention(call: Call) -> Label:
 
 def _rules() -> dict[Any, Rule]:
     groups: list[tuple[str, Rule]] = [
-        ("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to tril triu bucketize", _keep()),
+        ("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to tril triu bucketize frexp", _keep()),
         ("native_dropout", _keep("input")),  # the mask is drawn without looking at the data
         ("copy where masked_fill", pointwise),
         ("empty_like new_empty new_empty_strided", _shared),

@@ -35,8 +35,7 @@ def _formats() -> dict[str, str]:
         for name, fmt in CACHE_FORMATS.items()
     }
     weights = {
-        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, "
-        + ("float activations" if fmt.activation_bits == 16 else "int8 activations, dynamic per token")
+        name: f"{_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096, activations {_activations_text(fmt)}"
         for name, fmt in FORMATS.items()
     }
     names = dict.fromkeys((*weights, *caches))  # one name may be both
@@ -123,7 +122,7 @@ def _format_text(name: str) -> str:
             fmt.name,
             f"  weights      {_element_text(fmt)}",
             f"{floats}  {one}, one for {span[fmt.strategy]}",
-            f"  activations  {'float32' if fmt.activation_bits == 16 else 'int8, symmetric, dynamic per token'}",
+            f"  activations  {_activations_text(fmt)}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",
         ]
@@ -145,6 +144,20 @@ def _cache_format_text(name: str) -> str:
             f"  size          {fmt.row_bytes(128) * 8 / 128:.3f} bits a channel of a head of 128",
         ]
     )
+
+
+def _activations_text(fmt: Any) -> str:
+    fed = fmt.activations
+    if fed is None:
+        return "float32"
+    kind = f"int{fed.bits}, symmetric" if fed.element is None else fed.numbers
+    how = {
+        "token": "dynamic per token",
+        "group": f"dynamic per {fed.group_size} columns",
+        "tensor": "static per tensor",
+    }
+    stored = ", one calibrated scale" if fed.calibrated and fed.granularity == "group" else ""
+    return f"{kind}, {how[fed.granularity]}{stored}"
 
 
 def _element_text(fmt: Any) -> str:

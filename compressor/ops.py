@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn.functional import linear, pad
 
+from compressor.activations_rounding import round_activations
 from compressor.formats import Format
 from compressor.packing import PackedWeight, coded_rows, dequantize_rows, float_part
 
@@ -63,30 +64,24 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic symmetric int8 per token: float32 [..., in] -> codes int8 [..., in], scale float32 [..., 1]."""
-    absmax = x.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(absmax > 0, 127.0 / absmax, 0.0)
-    return torch.round(x * inverse).to(torch.int8), absmax / 127.0
-
-
 def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
     """``x @ W.T`` as the format computes it, in the float type of x, with one piece of W in memory at a time.
 
-    Where activations are quantised, what the weight stores as floats is multiplied by them as they were; input columns
-    that it stores whole take no part in the quantisation.
+    Where activations are rounded, what the weight stores as floats is multiplied by them as they were; input columns
+    that it stores whole take no part in the rounding.
 
     Args:
         x: float [..., in].
     """
-    fmt = packed.format
-    if fmt.activation_bits == 16:
+    fed, parts = packed.format.activations, packed.parts
+    if fed is None:
         return torch.cat([x @ values.to(x.dtype).T for _, values in dequantize_rows(packed)], dim=-1)
-    columns = packed.parts.get("float_columns")
-    codes, scale = quantize_activations(x if columns is None else x.index_fill(-1, columns.long(), 0.0))
+    columns = parts.get("float_columns")
+    plain = x if columns is None else x.index_fill(-1, columns.long(), 0.0)
+    rounded = round_activations(plain, fed, parts.get("input_scale"))
     pieces = []
     for rows, values in coded_rows(packed):
-        y, floats = (codes.to(x.dtype) @ values.to(x.dtype).T) * scale, float_part(packed, rows)
+        y, floats = rounded @ values.to(x.dtype).T, float_part(packed, rows)
         pieces.append(y if floats is None else y + x @ floats.to(x.dtype).T)
     return torch.cat(pieces, dim=-1)
 
@@ -103,7 +98,7 @@ def packed_linear(
     """A linear whose weight is stored packed (:mod:`compressor.formats` has the layout).
 
     Args:
-        x: float32 [..., in]; quantised to int8 per token first where the format says A8.
+        x: float32 [..., in]; rounded first where the format says so (:func:`round_activations`).
         parts: of the weight, as in :class:`compressor.packing.PackedWeight`.
         bias: float32 [out] or None.
     """

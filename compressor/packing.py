@@ -44,6 +44,12 @@ class PackedWeight:
         """From the parts in order, as :func:`compressor.ops.packed_linear` takes them."""
         return cls(dict(zip(fmt.parts(*shape), tensors, strict=True)), fmt, shape)
 
+    def fed_with(self, input_scale: Tensor | None) -> PackedWeight:
+        """The same with a stored scale of its activations, float32 [1]; None where the format has none."""
+        parts = {**self.parts, **({} if input_scale is None else {"input_scale": input_scale})}
+        order = [name for name in self.format.parts(*self.shape) if name in parts]
+        return PackedWeight({name: parts[name] for name in order}, self.format, self.shape)
+
     @property
     def nbytes(self) -> int:
         """Bytes of storage, counted on the tensors."""

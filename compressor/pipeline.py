@@ -140,14 +140,15 @@ class Context:
     blocks: int = 0
     reused: int = 0
 
-    def calibration(self, pass_name: str) -> Samples:
+    def calibration(self, pass_name: str, purpose: str = "") -> Samples:
         """The calibration samples.
 
         Raises:
-            UsageError: there are none.
+            UsageError: there are none; says what for, if that is given.
         """
         if self.samples is None:
-            raise UsageError(f"{pass_name}: needs calibration samples and the recipe has none; add `calibration:`")
+            what = f"calibration samples{purpose and ' for the '}{purpose}"
+            raise UsageError(f"{pass_name}: needs {what} and the recipe has none; add `calibration:`")
         return self.samples
 
 

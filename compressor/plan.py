@@ -18,7 +18,9 @@ from torch.fx import GraphModule
 from compressor.cache import cache_folder
 from compressor.capture_convolutions import dense_convolutions
 from compressor.errors import ResourceError
+from compressor.formats import Format
 from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
+from compressor.input_scales import has_input_scale
 from compressor.machine import Memory, available_memory, free_disk
 from compressor.machine_probe import Machine, machine
 from compressor.pipeline import Context, pass_name
@@ -228,7 +230,8 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
         sites = tuple(step.plan(shadow, context)) if known else ()
         runs_samples = bool(getattr(step, "runs_samples", False))
         if recipe.calibration is None and (runs_samples or any(site.gathering for site in sites)):
-            context.calibration(pass_name(step))  # raises, as in the run
+            needs = next((s.format for s in sites if s.format and has_input_scale(Format.parse(s.format))), "")
+            context.calibration(pass_name(step), needs and f"stored scales of {needs}")  # raises, as in the run
         passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known, runs_samples))
     return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 

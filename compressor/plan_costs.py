@@ -135,8 +135,9 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
         if node.target is _PACKED:
             fmt = str(args[-3])
             working_bytes = 4 * weights + _UNPACKED_BYTES * min(weights, PIECE_ELEMENTS)
-            if Format.parse(fmt).activation_bits == 8:
-                working_bytes, passes = working_bytes + 9 * x.numel(), 4 * _bytes(x) + 2 * _bytes(y)
+            if (fed := Format.parse(fmt).activations) is not None:
+                tensors = 3 if fed.element is None else 6
+                working_bytes, passes = working_bytes + tensors * 4 * x.numel(), 2 * tensors * _bytes(x)
         elif inputs[args[1]].dtype is not torch.float32:
             cast, working_bytes = weights, 4 * weights
     elif node.target in _ATTENTION:

@@ -114,7 +114,7 @@ def _layer(name: str, costs: Iterable[NodeCost], machine: Machine) -> Layer:
     ops = seconds = 0.0
     bytes_ = 0
     for cost in costs:
-        integer = bool(cost.format) and Format.parse(cost.format).activation_bits == 8
+        integer = bool(cost.format) and Format.parse(cost.format).integer_products
         ops += cost.flops
         seconds += cost.flops * machine.seconds["int8_op" if integer else "matmul_flop"]
         bytes_ += cost.weight_bytes + cost.cache_bytes + (0 if cost.kind == "other" else cost.activation_bytes)

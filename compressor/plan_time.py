@@ -102,7 +102,7 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
             fmt, tiles = Format.parse(format_name), -(-rows // TILE_ROWS)
             name = packed_linear_name(rows, columns, fmt, bias is not None)
             counts = (len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, fmt)))
-            stored, integer = fmt.packed_bytes(rows, columns), fmt.activation_bits == 8
+            stored, integer = fmt.packed_bytes(rows, columns), fmt.integer_products
         elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
             weight = graph.get_parameter(args[1].target)
             rows, columns = weight.shape

@@ -107,6 +107,11 @@ def compress_site(
     notes: Sequence[str] = (),
 ) -> None:
     """Put a packed weight in the place of a dense one and record it, with a note on whatever is out of the ordinary."""
+    if set(packed.parts) != set(packed.format.parts(*packed.shape)):
+        raise UsageError(
+            f"{pass_name}: {site.name}: the pass calibrates no scale of activations, which {packed.format.name} "
+            "stores; take a format without one, or rtn, gptq or awq"
+        )
     weight = graph.get_parameter(site.weight_name)
     before = weight.numel() * weight.element_size()
     notes = [*notes, *site_notes(site, packed, before)]

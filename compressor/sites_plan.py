@@ -26,7 +26,7 @@ _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric o
 _CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.codebooks.cluster
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
 _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes an element of a weight
-_KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
+KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
 
 
@@ -186,7 +186,7 @@ def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: boo
     work.update({
         "rtn_element": rounded * size,
         "dequantize_element": rounded * size,
-        "matmul_flop": tries * 4 * _KEPT_ROWS * size,
+        "matmul_flop": tries * 4 * KEPT_ROWS * size,
         "stream_byte": 12 * size * tries + _ERROR_BYTES * size * chosen,
     })  # fmt: skip
     return work

@@ -27,6 +27,12 @@ def column_sums(rows: Tensor) -> Tensor:
     return rows.double().t().contiguous().sum(1)
 
 
+def few_bits(values: Tensor) -> Tensor:
+    """Rounded to ten bits: the last ones of what comes out of a model depend on the number of threads."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp(torch.round(mantissa * 1024) / 1024, exponent)
+
+
 def inverse_cholesky(A: Tensor) -> Tensor | None:
     """Lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
 

@@ -1,7 +1,7 @@
 """What a bundle's kernels must compute: inputs, and the graph's outputs for them, to be stored in the bundle.
 
 The outputs are those of the graph run in PyTorch, node by node, in float64.  In float32 a sum depends on how it is
-split between threads; where activations are rounded to int8, a last bit that differs falls here and there on the other
+split between threads; where activations are rounded, a last bit that differs falls here and there on the other
 side of a rounding boundary, and the logits differ in their third digit.  In float64 the differences are some 10^9
 times smaller, such boundaries are practically never met, and what is left of them goes when the outputs are rounded
 to 16 significant bits (off by 2^-16 at most, far below the tolerance).  So threads, BLAS and vector width do not change
@@ -51,8 +51,8 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20.  That is some
-    sixteen roundings of a float32, in place of those of all the operators: where activations or keys are rounded to
-    integers, sums that differ by so little fall on two sides of a boundary now and then, and deep models amplify it.
+    sixteen roundings of a float32, in place of those of all the operators: where activations or keys are rounded,
+    sums that differ by so little fall on two sides of a boundary now and then, and deep models amplify it.
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in

@@ -163,7 +163,7 @@ def test_round_to_nearest_stores_the_folded_weight() -> None:
     torch.testing.assert_close(folded, by_hand, rtol=1e-6, atol=1e-7)
     graph = Rtn(fmt.name, targets=("Conv2d",)).run(graph, Context())
     expected = rtn_quantize(folded, fmt)
-    assert torch.equal(graph.get_parameter("second.codes"), expected.codes)
+    assert torch.equal(graph.get_parameter("second.codes"), expected.parts["codes"])
     weight = dequantize(expected).view(12, 3, 3, 12).permute(0, 3, 1, 2)
     bias = graph.get_parameter("second.bias")
     node = next(n for n in graph.graph.nodes if n.op == "get_attr" and n.target == "second.codes")

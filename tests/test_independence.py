@@ -321,13 +321,15 @@ class Linear(nn.Module):
 
 def test_every_format_keeps_entries_apart() -> None:
     dense = capture(Linear(), (torch.randn(3, 5, 128),), dynamic_shapes=({0: Dim("batch")},))
-    kinds = {(f.bits, f.symmetric, f.strategy, f.activation_bits, f.codebook): f for f in FORMATS.values()}
+    kinds = {(f.bits, f.symmetric, f.strategy, f.activations, f.codebook): f for f in FORMATS.values()}
     kinds |= {(name,): Format.parse(name) for name in ("LUT3_S0.45", "W4A8_G64_S1", "NVFP4_S1")}
-    assert {f.activation_bits for f in kinds.values()} == {8, 16} and len(kinds) > 30
+    assert len({f.activations for f in FORMATS.values()}) > 10 and len(kinds) > 40
     for fmt in kinds.values():
         graph = copy.deepcopy(dense)
         (site,) = linear_sites(graph)
-        replace_linear(graph, site, rtn_quantize(graph.get_parameter(site.weight_name), fmt))
+        packed = rtn_quantize(graph.get_parameter(site.weight_name), fmt)
+        has_scale = fmt.activations is not None and fmt.activations.calibrated
+        replace_linear(graph, site, packed.fed_with(torch.ones(1) if has_scale else None))
         assert "compressor.packed_linear.default" in {str(node.target) for node in graph.graph.nodes}
         assert leaks(graph) == (), fmt.name
 
@@ -344,13 +346,13 @@ def test_the_verdict_on_a_format_comes_from_its_definition(monkeypatch: pytest.M
     """The packed linear as it would be with one activation scale a tensor."""
     import compressor.ops
 
-    def per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    def per_tensor(x: Tensor, activations: object, _: Tensor | None) -> Tensor:
         scale = x.abs().amax() / 127
-        return torch.round(x / scale).to(torch.int8), scale
+        return x if activations is None else torch.round(x / scale) * scale
 
     dense = capture(Linear(), (torch.randn(3, 128),), dynamic_shapes=({0: Dim("batch")},))
     found = {}
-    monkeypatch.setattr(compressor.ops, "quantize_activations", per_tensor)
+    monkeypatch.setattr(compressor.ops, "round_activations", per_tensor)
     for name in ("W4A16_G32", "W4A8_G32", "W8A8"):
         graph = copy.deepcopy(dense)
         (site,) = linear_sites(graph)

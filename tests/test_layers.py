@@ -19,7 +19,18 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
     ("errors", "resources", "cache", "fingerprint", "timing"),
-    ("elements", "formats", "codebooks", "packing", "outliers", "grid_search", "ops", "steady", "hadamard"),
+    (
+        "elements",
+        "activations",
+        "formats",
+        "codebooks",
+        "packing",
+        "outliers",
+        "grid_search",
+        "ops",
+        "steady",
+        "hadamard",
+    ),
     (
         "recipe",
         "text_spec",
@@ -39,6 +50,7 @@ LAYERS = (
         "absorbers",
         "residual",
         "images",
+        "input_scales",
         "search",
     ),
     ("passes",),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressor.activations import Activations
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import FORMATS, Format
 from compressor.packing import (
@@ -31,7 +32,7 @@ def formats(draw: st.DrawFn) -> Format:
     bits = draw(st.integers(2, 8))
     strategy = draw(st.sampled_from(["tensor", "channel", "group"]))
     size = 32 * draw(st.integers(1, 3)) if strategy == "group" else 0
-    return Format(bits, draw(st.booleans()), strategy, size, draw(st.sampled_from([8, 16])))
+    return Format(bits, draw(st.booleans()), strategy, size, draw(st.sampled_from([None, Activations()])))
 
 
 @settings(deadline=None, max_examples=80)

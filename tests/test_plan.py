@@ -209,6 +209,8 @@ def test_what_would_stop_the_run_stops_the_plan(shape_graph: GraphModule) -> Non
         plan_graph(shape_graph, recipe({"rtn": {"scheme": "W4A16_G128", "targets": "no_such_linear"}}))
     with pytest.raises(UsageError, match="calibration samples and the recipe has none"):
         plan_graph(shape_graph, recipe(gptq()))
+    with pytest.raises(UsageError, match="for the stored scales of W8A8_STATIC and the recipe has none"):
+        plan_graph(shape_graph, recipe({"rtn": {"scheme": "W8A8_STATIC"}}))
 
 
 def test_operations_and_bytes_of_a_linear(shape_graph: GraphModule) -> None:

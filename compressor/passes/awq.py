@@ -13,6 +13,7 @@ from compressor.absorbers import scale_inputs
 from compressor.calibration import Inputs, stream
 from compressor.formats import Format
 from compressor.grid_search import search_grid
+from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.passes.smoothquant import search_scale
@@ -87,7 +88,10 @@ class Awq:
                 for site in group:
                     squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())
                 task.advance(len(group))
-            round_sites(graph, ctx, "awq", sites, task, lambda site, w: awq_quantize(w, squares[site.name], fmt))
+            scales = calibrate_inputs(graph, ctx, "awq", {site.name: fmt for site in sites})
+            round_sites(
+                graph, ctx, "awq", sites, task, lambda site, w: awq_quantize(w, squares[site.name], fmt), scales
+            )
         graph.recompile()
         return graph
 

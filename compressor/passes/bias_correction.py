@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.activations import Activations
+from compressor.activations_rounding import round_activations
 from compressor.calibration import stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import PARTS
 from compressor.graph import Site, linear_sites, packed_sites, ties
 from compressor.graph_packed import packed_weight, set_bias
-from compressor.ops import quantize_activations
+from compressor.input_scales import has_input_scale
 from compressor.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
 from compressor.pipeline import Context
 from compressor.sites import choose_sites
@@ -29,25 +31,24 @@ class Means:
     """Means of each channel over all tokens, float64 [in]: of the inputs now, as linears take them, and when dense.
 
     Args:
-        activation_bits: of the formats that read them, 16 or 8.
+        kinds: what the formats that read them round them to.
     """
 
-    def __init__(self, in_features: int, activation_bits: Collection[int]) -> None:
+    def __init__(self, in_features: int, kinds: Collection[Activations | None]) -> None:
         self.tokens = 0
-        self._sums = {bits: torch.zeros(in_features, dtype=torch.float64) for bits in activation_bits}
+        self._sums = {kind: torch.zeros(in_features, dtype=torch.float64) for kind in kinds}
         self._dense = torch.zeros(in_features, dtype=torch.float64)
 
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in rows, float32 [tokens, in_features]."""
-        for bits, sums in self._sums.items():
-            codes, scale = quantize_activations(x) if bits == 8 else (x, torch.ones(()))
-            sums += column_sums(codes.float() * scale)
+        for kind, sums in self._sums.items():
+            sums += column_sums(round_activations(x, kind))
         self._dense += column_sums(dense)
         self.tokens += len(x)
 
-    def now(self, activation_bits: int) -> Tensor:
-        """Of the inputs, rounded to int8 where the format does that."""
-        return self._sums[activation_bits] / max(1, self.tokens)
+    def now(self, kind: Activations | None) -> Tensor:
+        """Of the inputs, rounded as the format does it."""
+        return self._sums[kind] / max(1, self.tokens)
 
     @property
     def dense(self) -> Tensor:
@@ -102,23 +103,25 @@ class BiasCorrection:
         dense = _comparable(graph, ctx)
         by_name = {site.name: site for site in linear_sites(dense)}
         chosen = [site for site in chosen if site.name in by_name]  # a rotation's matrix never was dense
-        bits = {packed_weight(graph, site).format.activation_bits for site in chosen}
+        kinds = {packed_weight(graph, site).format.activations for site in chosen}
         added = sum(4 * site.out_features for site in chosen if site.bias_name is None)
-        means = partial(Means, activation_bits=bits)
+        means = partial(Means, kinds=kinds)
         with ctx.reporter.task("bias_correction", len(chosen)) as task:
             for group, inputs in stream(graph, samples.ids, chosen, means, with_dense=dense, spill=ctx.spill):
                 for site in group:
                     was, packed = by_name[site.name], packed_weight(graph, site)
                     weight = dense.get_parameter(was.weight_name).detach()
                     bias = None if was.bias_name is None else dense.get_parameter(was.bias_name).detach()
-                    mean = inputs.now(packed.format.activation_bits)
+                    mean = inputs.now(packed.format.activations)
                     set_bias(graph, site, corrected_bias(weight, bias, packed, inputs.dense, mean))
                     release([weight])
                     task.advance()
         if added:
             ctx.notes.append(f"bias_correction: biases that were added take {added:,} bytes")
         if names := ", ".join(site.name for site in left):
-            ctx.notes.append(f"bias_correction: no bias of its own, not corrected: {names}")
+            ctx.notes.append(
+                "bias_correction: no bias of its own, or activations with a stored scale, not corrected: " + names
+            )
         graph.recompile()
         return graph
 
@@ -144,7 +147,11 @@ class BiasCorrection:
             raise UsageError("bias_correction: no linear is packed; put it after the passes that quantise")
         matched = choose_sites(graph, "bias_correction", None, self.targets, self.ignore, packed_sites)
         shared = {name for name, users in ties(graph).items()}
-        served = [site for site in matched if (self.add or site.bias_name) and site.bias_name not in shared]
+        served = [
+            site for site in matched
+            if (self.add or site.bias_name) and site.bias_name not in shared
+            and not has_input_scale(packed_weight(graph, site).format)
+        ]  # fmt: skip
         if not served:
             raise UsageError(
                 "bias_correction: none of the linears that `targets` matches has a bias of its own; `add: true` gives "

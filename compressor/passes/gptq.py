@@ -18,6 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
+from compressor.input_scales import calibrate_inputs
 from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
@@ -283,13 +284,14 @@ class Gptq:
         """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
         sites = [site for site in linear_sites(graph) if site.name in formats]
         options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
-        ids = ctx.calibration(pass_name).ids
+        ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
         for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
             hessian, cross = statistic.value, statistic.cross
             for site in group:
                 weight = graph.get_parameter(site.weight_name).detach().float()
                 with naming(site):
                     packed, info = self._quantize(weight, hessian, cross, formats[site.name])
+                packed = packed.fed_with(scales.get(site.name))
                 compress_site(
                     graph,
                     ctx,

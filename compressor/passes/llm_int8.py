@@ -52,7 +52,7 @@ class LlmInt8:
 
     Attributes:
         threshold: the least size of an activation that keeps its column in float16.
-        scheme: of the other columns; a format with int8 activations.
+        scheme: of the other columns; integers with activations that are rounded while running.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
     """
@@ -63,8 +63,9 @@ class LlmInt8:
     ignore: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if choose_format(self.scheme).activation_bits != 8:
-            raise UsageError(f"llm_int8: scheme {self.scheme} has float activations: nothing to keep columns from")
+        fed = choose_format(self.scheme).activations
+        if fed is None or fed.calibrated:
+            raise UsageError(f"llm_int8: scheme {self.scheme}: activations are to be rounded while running, as in W8A8")
         if not self.threshold > 0:
             raise UsageError(f"llm_int8: threshold {self.threshold:g} is not above 0")
 

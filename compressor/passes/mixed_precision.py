@@ -15,6 +15,7 @@ from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, replace_linear, segments, twin
+from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
@@ -119,6 +120,7 @@ def sensitivities(
         for group, inputs in stream(graph, few, sites, Inputs, true_sequential=False)
         for site in group
     }
+    steps = calibrate_inputs(graph, ctx, "mixed_precision", {site.name: formats[0] for site in sites})
     cut = segments(graph)
     for index, segment in enumerate(cut):
         for site in segment.sites:
@@ -128,7 +130,8 @@ def sensitivities(
             with naming(site):
                 rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
             errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
-            worst = _divergence(graph, dense, _outputs_with(graph, site.name, rounded[0], run, index))
+            smallest = rounded[0].fed_with(steps.get(site.name))
+            worst = _divergence(graph, dense, _outputs_with(graph, site.name, smallest, run, index))
             scale = worst / errors[0] if errors[0] > 0 else 0.0
             yield site.name, [float(f"{scale * error:.4g}") for error in errors]
         if segment.exit is not None:

@@ -1,9 +1,13 @@
-"""Round to nearest: every weight to the nearest point of a min-max grid, without calibration."""
+"""Round to nearest: every weight to the nearest point of a min-max grid, without calibration.
+
+Only a format with a stored scale of the activations needs calibration samples, for that scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -13,6 +17,7 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.formats import Format
 from compressor.graph import Site
+from compressor.input_scales import calibrate_inputs, gathering_for
 from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
 from compressor.pipeline import Context, Task
@@ -22,6 +27,8 @@ from compressor.steady import total
 from compressor.tensor_files import release
 
 ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def rtn_quantize(
@@ -72,17 +79,19 @@ def round_sites(
     sites: Sequence[Site],
     task: Task,
     quantize: Callable[[Site, Tensor], PackedWeight],
+    input_scales: Mapping[str, Tensor] = _NONE,
 ) -> None:
     """Replace linears one after another, each recorded with the error of its weight.
 
     Args:
         quantize: (site, weight float32 [out, in]) -> what it is stored as.
+        input_scales: of :func:`compressor.input_scales.calibrate_inputs`.
     """
     for site in sites:
         stored = graph.get_parameter(site.weight_name).detach()
         weight = stored.float()
         with naming(site):
-            packed = quantize(site, weight)
+            packed = quantize(site, weight).fed_with(input_scales.get(site.name))
         compress_site(graph, ctx, site, packed, pass_name, error=_weight_error(weight, packed))
         release([stored])
         task.advance()
@@ -112,11 +121,13 @@ class Rtn:
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
         with ctx.reporter.task("rtn", len(sites)) as task:
-            blocks = Blocks(ctx, "rtn", self, task, chained=False)
+            scales = calibrate_inputs(graph, ctx, "rtn", {site.name: fmt for site in sites})
+            learnt_from = ctx.calibration("rtn").sha256 if scales else None
+            blocks = Blocks(ctx, "rtn", self, task, decides=learnt_from, chained=False)
             for block in by_segment(graph, sites):
                 if blocks.restore(graph, block):
                     continue
-                round_sites(graph, ctx, "rtn", block, task, lambda _, weight: rtn_quantize(weight, fmt))
+                round_sites(graph, ctx, "rtn", block, task, lambda _, weight: rtn_quantize(weight, fmt), scales)
                 blocks.keep(graph, block)
         graph.recompile()
         return graph
@@ -125,4 +136,6 @@ class Rtn:
         """What :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
-        return plan_sites(graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes)
+        return plan_sites(
+            graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes, gathering_for(fmt)
+        )

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.absorbers import Absorber, scale_inputs
+from compressor.activations_rounding import round_activations, search_input_scale
 from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats import Format
-from compressor.ops import quantize_activations
+from compressor.input_scales import has_input_scale
 from compressor.packing import dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
@@ -47,9 +48,10 @@ def output_error(x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Forma
         scale: float32 [in].
     """
     smoothed, lost = x / scale, 0.0
-    if fmt.activation_bits == 8:
-        codes, step = quantize_activations(smoothed)
-        smoothed = codes.float() * step
+    if fmt.activations is not None:
+        stored = has_input_scale(fmt)
+        step = search_input_scale(smoothed, float(smoothed.abs().max()), fmt.activations) if stored else None
+        smoothed = round_activations(smoothed, fmt.activations, step)
     for weight in weights:
         difference = x @ weight.t() - smoothed @ dequantize(rtn_quantize(weight * scale, fmt)).t()
         lost += float(difference.double().square().sum())

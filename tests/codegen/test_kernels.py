@@ -15,7 +15,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear, patches, vector
+from compressor.activations import Activations
+from compressor.activations_rounding import round_activations
+from compressor.codegen.kernels import (
+    activations,
+    attention,
+    dense_linear,
+    embedding,
+    norm,
+    packed_linear,
+    patches,
+    vector,
+)
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import Format
 from compressor.ops import outputs
@@ -59,6 +70,8 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
         scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
+    if fmt.activations is not None and fmt.activations.calibrated:
+        packed = packed.fed_with(torch.tensor([0.02]))
     other = torch.randn(rows, columns, generator=rng)
     if fmt.float_columns:
         packed = add_columns(packed, other, torch.randperm(columns, generator=rng)[: fmt.float_columns].sort().values)
@@ -75,7 +88,8 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     rng = torch.Generator().manual_seed(bits)
     strategy = pick.choice(["tensor", "channel", "group", "group"])
     size = pick.choice([32, 64]) if strategy == "group" else 0
-    fmt = Format(bits, pick.random() < 0.5, strategy, size, activation_bits)  # type: ignore[arg-type]
+    fed = Activations() if activation_bits == 8 else None
+    fmt = Format(bits, pick.random() < 0.5, strategy, size, fed)  # type: ignore[arg-type]
     check_packed_linear(fmt, isa, pick, rng)
 
 
@@ -91,13 +105,63 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
-def check_packed_linear(fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator) -> None:
-    """A ragged shape, a schedule and a bias by chance, for one token and several."""
+@pytest.mark.parametrize(("name", "isa"), [
+    ("W8A8_ASYM_STATIC", vector.AVX2), ("W8A5_ASYM_AG32", vector.AVX512_VNNI),
+    *((name, isa) for name in ("W4A4_G32_AG64", "NVFP4_ANVFP4") for isa in vector.ISAS.values()),
+], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_packed_linear_of_rounded_activations(name: str, isa: vector.Isa) -> None:
+    """The ways that scales of activations reach outputs; what rounding does to them is the next test's."""
+    pick = random.Random(f"{name} {isa.name}")
+    check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)), schedules=1)
+
+
+@pytest.mark.parametrize("name", [
+    "4", "8", "FP8_E4M3", "FP8_E5M2", "FP6_E2M3", "FP6_E3M2", "FP4_E2M1", "FP4_E1M2", "FP5_E2M2", "MXFP4",
+    "MXFP8_E5M2", "NVFP4",
+])  # fmt: skip
+def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
+    """Scale, and numbers a register and one at a time, of rows of 16; ties among them."""
+    from tvm.script import tirx as T
+
+    fed = Activations.parse(name, "_AG16" if name[0] in "48F" else None)
+    assert fed is not None
+    every = T.ramp(0, 1, 16)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel(x_: T.handle, top_: T.handle, y_: T.handle) -> None:
+        n = T.int64()
+        x = T.match_buffer(x_, (n, 16), "float32")
+        top = T.match_buffer(top_, (n,), "float32")
+        y = T.match_buffer(y_, (n, 32), "float32")
+        for i in range(n):
+            scale = T.alloc_buffer((1,), "float32", scope="local")
+            scale[0] = activations.span_scale(top[i], fed, T.float32(0.03))
+            inverse = T.meta_var(activations.inverse_scale(scale[0]))
+            y[i, every] = activations.on_grid(x[i, every], inverse, fed, 16) * T.broadcast(scale[0], 16)
+            for j in range(16):
+                y[i, 16 + j] = activations.on_grid(x[i, j], inverse, fed, 1) * scale[0]
+
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 16, generator=rng) * torch.logspace(-32, 3, 400, 10.0)[:, None]
+    x[200:] = torch.randint(-64, 65, (200, 16), generator=rng) / 8.0  # ties and values of the grid
+    x[200:, 0] = fed.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
+    x[7] = 0.0
+    expected = round_activations(x, fed, torch.tensor([0.03]))
+    got = run(build(kernel, vector.AVX2), x, x.abs().amax(1), out=(400, 32))
+    assert torch.equal(got[:, :16], expected) and torch.equal(got[:, 16:], expected)
+    assert bool(torch.isfinite(expected).all()) and float((expected != 0).float().mean()) > 0.4
+
+
+def check_packed_linear(
+    fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator, schedules: int | None = None
+) -> None:
+    """A ragged shape, one of the first schedules and a bias by chance, for one token and several."""
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(9, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
     tiles = packed.parts["codes"].shape[0]
-    schedule = pick.choice(packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt))
+    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt)
+    schedule = pick.choice(space[:schedules])
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
     for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
         x = torch.randn(batch, tokens, columns, generator=rng)
@@ -132,7 +196,7 @@ def test_integer_sums_do_not_saturate() -> None:
     """The largest codes against the largest activations, where a 16-bit intermediate would overflow."""
     for isa in vector.ISAS.values():
         for bits in (7, 8):
-            fmt = Format(bits, False, "channel", 0, 8)
+            fmt = Format(bits, False, "channel", 0, Activations())
             codes = torch.full((16, 64), fmt.levels - 1, dtype=torch.uint8)
             packed = pack(codes, torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8), fmt)
             schedule = packed_linear.gemv_space(1)[0]

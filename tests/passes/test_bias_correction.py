@@ -11,12 +11,12 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from compressor.activations_rounding import round_activations
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
 from compressor.graph_packed import packed_weight
-from compressor.ops import quantize_activations
 from compressor.packing import dequantize
 from compressor.passes.bias_correction import BiasCorrection, Means, corrected_bias
 from compressor.passes.rotation import Rotation
@@ -73,18 +73,15 @@ def test_the_bias_is_the_definition(scheme: str) -> None:
     weight, bias = torch.randn(40, 64, generator=rng), torch.randn(40, generator=rng)
     x, dense = torch.randn(100, 64, generator=rng) + 0.5, torch.randn(100, 64, generator=rng) + 0.6
     packed = rtn_quantize(weight, Format.parse(scheme))
-    inputs = Means(64, {packed.format.activation_bits})
+    inputs = Means(64, {packed.format.activations})
     for part in (slice(0, 60), slice(60, 100)):
         inputs.add(x[part], dense[part])
-    fixed = corrected_bias(weight, bias, packed, inputs.dense, inputs.now(packed.format.activation_bits))
-    taken = x
-    if packed.format.activation_bits == 8:
-        codes, scale = quantize_activations(x)
-        taken = codes.float() * scale
+    fixed = corrected_bias(weight, bias, packed, inputs.dense, inputs.now(packed.format.activations))
+    taken = round_activations(x, packed.format.activations)
     now = (taken.double() @ dequantize(packed).double().t()).mean(0)
     wanted = (dense.double() @ weight.double().t() + bias).mean(0)
     assert furthest(now + fixed, wanted) < 1e-6
-    without = corrected_bias(weight, None, packed, inputs.dense, inputs.now(packed.format.activation_bits))
+    without = corrected_bias(weight, None, packed, inputs.dense, inputs.now(packed.format.activations))
     assert torch.allclose(without + bias, fixed, atol=1e-5)
 
 

@@ -78,8 +78,8 @@ def test_the_block_size_changes_nothing(blocksize: int, name: str) -> None:
         gptq_quantize(weight, hessian, Format.parse(name), actorder=False, static_groups=False, blocksize=size)[0]
         for size in (128, blocksize)
     ]
-    assert torch.equal(results[0].codes, results[1].codes)
-    assert torch.equal(results[0].scales, results[1].scales)
+    assert torch.equal(results[0].parts["codes"], results[1].parts["codes"])
+    assert torch.equal(results[0].parts["scales"], results[1].parts["scales"])
 
 
 def loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:

@@ -1,11 +1,12 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
-Integer path (A8): activations are quantised to int8 per token, dot products run in int32 within a group of
-columns, and one float multiply-add a group applies the scale.  Float path (A16): codes become floats in
-registers, integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of
-choices.  What a weight stores as floats meets the activations as they came, after that.  A single token takes
-a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that
-unpacks each code once a block.
+Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of
+columns, and one float multiply-add a group applies the scales.  Float path: activations stay as they are, or become the
+floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in registers,
+integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a
+weight stores as floats meets the activations as they came, after that.  A single token takes a loop over
+``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
+code once a block.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from tvm.script import tirx as T
 
+from compressor.activations import Activations
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, emit_tree_sum, scale_values
 from compressor.formats import PARTS, TILE_ROWS, Format
 
@@ -59,13 +62,17 @@ def packed_linear(
     (where there is one), y float32 [d0, d1, out].
     """
     body = _Body(out_features, in_features, fmt, isa)
-    integer, ragged = fmt.activation_bits == 8, out_features % TILE_ROWS != 0
+    integer, ragged = body.integer, out_features % TILE_ROWS != 0
+    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
     parts = fmt.parts(out_features, in_features)
-    has_unit, has_outliers, has_columns = "tensor_scale" in parts, "outlier_starts" in parts, "float_columns" in parts
+    has_unit, is_calibrated = "tensor_scale" in parts, "input_scale" in parts
+    has_outliers, has_columns = "outlier_starts" in parts, "float_columns" in parts
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
-    group_columns = fmt.columns(columns)
+    group_columns = body.group_columns
+    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
+    fed_groups, by_group = body.fed_groups, body.fed_groups > 1
     step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -76,6 +83,7 @@ def packed_linear(
         zeros_: T.handle,
         unit_: T.handle,
         codebook_: T.handle,
+        input_scale_: T.handle,
         starts_: T.handle,
         places_: T.handle,
         outliers_: T.handle,
@@ -92,6 +100,7 @@ def packed_linear(
         zeros = T.meta_var(_part(parts, "zeros", zeros_))
         unit = T.meta_var(_part(parts, "tensor_scale", unit_))
         codebook = T.meta_var(_part(parts, "codebook", codebook_))
+        input_scale = T.meta_var(_part(parts, "input_scale", input_scale_))
         starts = T.meta_var(_part(parts, "outlier_starts", starts_))
         places = T.meta_var(_part(parts, "outlier_columns", places_))
         outliers = T.meta_var(_part(parts, "outlier_values", outliers_))
@@ -105,61 +114,72 @@ def packed_linear(
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
-        factor = T.alloc_buffer((slots,), "float32")  # what an output is multiplied by: the activations' scale...
-        rest = T.meta_var(
-            T.alloc_buffer((slots, columns), "float32") if integer and has_columns else x
-        )  # to be rounded
+        # What an output, or a group's part of it, is multiplied by: the activations' scale...
+        factor = T.alloc_buffer((slots, fed_groups), "float32")
+        rest = T.meta_var(T.alloc_buffer((slots, columns), "float32") if has_columns else x)  # what is rounded
 
         @T.inline
-        def peak(m, out):
+        def peak(m, out, begin, n_vectors, n_tail):
             lane = T.alloc_buffer((16,), "float32", scope="local")
             lane[every] = T.broadcast(T.float32(0), 16)
-            for k in range(vectors):
-                lane[every] = T.max(lane[every], T.abs(rest[m, T.ramp(k * 16, 1, 16)]))
-            for k in range(tail):
-                lane[0] = T.max(lane[0], T.abs(rest[m, vectors * 16 + k]))
+            for k in range(n_vectors):
+                lane[every] = T.max(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
+            for k in range(n_tail):
+                lane[0] = T.max(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
             out[0] = T.float32(0)
             for i in T.unroll(16):
                 out[0] = T.max(out[0], lane[i])
 
         @T.inline
-        def prepare_integer(m):
-            # Symmetric int8, as compressor.ops.quantize_activations defines it.
+        def round_span(m, g, begin, n_vectors, n_tail):
+            # Columns that share a scale: int8 codes and their factor, or floats on their grid.
+            scale = T.alloc_buffer((1,), "float32", scope="local")
+            if fed.granularity != "tensor":
+                peak(m, scale, begin, n_vectors, n_tail)
+            scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
+            inverse = T.alloc_buffer((1,), "float32", scope="local")
+            inverse[0] = inverse_scale(scale[0])
+            for k in range(n_vectors):
+                at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
+                near = T.meta_var(on_grid(rest[m, at], inverse[0], fed, 16))
+                a[m, at] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
+            for k in range(n_tail):
+                one = T.meta_var(begin + n_vectors * 16 + k)
+                near = T.meta_var(on_grid(rest[m, one], inverse[0], fed, 1))
+                a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
+            if integer:
+                factor[m, g] = scale[0]
+
+        @T.inline
+        def round_token(m):
             if has_columns:
                 for k in range(columns):
                     rest[m, k] = x[m, k]
                 for k in range(fmt.float_columns):
                     rest[m, float_columns[k]] = T.float32(0)
-            top = T.alloc_buffer((1,), "float32", scope="local")
-            peak(m, top)
-            factor[m] = top[0] / T.float32(127)
-            inverse = T.alloc_buffer((1,), "float32", scope="local")
-            inverse[0] = T.if_then_else(top[0] > T.float32(0), T.float32(127) / top[0], T.float32(0))
-            for k in range(vectors):
-                a[m, T.ramp(k * 16, 1, 16)] = T.Cast(
-                    "int8x16", T.nearbyint(rest[m, T.ramp(k * 16, 1, 16)] * T.broadcast(inverse[0], 16))
-                )
-            for k in range(tail):
-                a[m, vectors * 16 + k] = T.Cast("int8", T.nearbyint(rest[m, vectors * 16 + k] * inverse[0]))
-            for k in range(padded - columns):
-                a[m, columns + k] = T.int8(0)
+            for g in range(columns // fed_columns):
+                round_span(m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
+            if columns % fed_columns > 0:
+                begin = T.meta_var(columns // fed_columns * fed_columns)
+                round_span(m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
 
         @T.inline
-        def prepare_float(m):
-            factor[m] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
+        def copy_token(m):
             for k in range(vectors):
                 a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
             for k in range(tail):
                 a[m, vectors * 16 + k] = x[m, vectors * 16 + k]
-            for k in range(padded - columns):
-                a[m, columns + k] = T.float32(0)
 
         @T.inline
         def prepare(m):
-            if integer:
-                prepare_integer(m)
+            if is_rounded:
+                round_token(m)
             else:
-                prepare_float(m)
+                copy_token(m)
+            for k in range(padded - columns):
+                a[m, columns + k] = T.int8(0) if integer else T.float32(0)
+            if not integer:
+                factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
             for g in range(groups if body.has_zeros else 0):
                 lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
                 lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
@@ -175,7 +195,8 @@ def packed_linear(
 
         @T.inline
         def add_floats(out, tile, token, t, n):
-            out[t, n, every] = out[t, n, every] * T.broadcast(factor[token], TILE_ROWS)
+            if not by_group:
+                out[t, n, every] = out[t, n, every] * T.broadcast(factor[token, 0], TILE_ROWS)
             if has_columns:
                 for k in range(fmt.float_columns):
                     single = T.meta_var(T.broadcast(x[token, float_columns[k]], TILE_ROWS))
@@ -201,7 +222,7 @@ def packed_linear(
                 for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                     chunk = T.meta_var(g * body.group_chunks + c)
                     body.add_chunk(acc, a, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
-                body.end_group(out, acc, scales, first, g, n_tokens, n_tiles)
+                body.end_group(out, acc, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
@@ -246,13 +267,18 @@ class _Body:
     """The unrolled inner statements; each method emits stores into the function that is being built."""
 
     def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
-        self.fmt, self.isa, self.integer = fmt, isa, fmt.activation_bits == 8
-        self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
-        self.group_chunks = -(-fmt.columns(columns) // fmt.chunk_columns)
+        self.fmt, self.isa, self.integer, self.tiles = fmt, isa, fmt.integer_products, -(-rows // TILE_ROWS)
+        fed = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
+        # A group here shares both scales, of the weight and of integer activations; the larger is a multiple.
+        self.group_columns = min(fmt.columns(columns), fed or fmt.columns(columns))
+        self.scale_groups = -(-fmt.columns(columns) // self.group_columns)
+        self.fed_span = max(1, fed // self.group_columns)
+        self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
+        self.fed_groups = -(-columns // fed) if fed else 1
+        self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
         self.table_size = fmt.levels if fmt.codebook else 1
-        self.has_zeros = (
-            fmt.element is None and not fmt.codebook
-        )  # codes of integers are unsigned: their zero point is subtracted
+        # Codes of integers are unsigned: their zero point is subtracted.
+        self.has_zeros = fmt.element is None and not fmt.codebook
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -278,7 +304,9 @@ class _Body:
             if zeros is None:
                 value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
             else:
-                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", zeros[first + n, g, at])
+                value = T.broadcast(minus_sum, lanes) * T.Cast(
+                    f"{kind}x{lanes}", zeros[first + n, g // self.scale_groups, at]
+                )
             T.buffer_store(acc, value, [t, n, at])
 
     def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
@@ -312,13 +340,17 @@ class _Body:
                         value = value + values[i, at] * T.broadcast(a[m0 + t, column + i], lanes)
                 T.buffer_store(acc, value, [t, n, at])
 
-    def end_group(self, out: Any, acc: Any, scales: Any, first: Any, g: Any, n_tokens: int, n_tiles: int) -> None:
-        """Apply the group's scales."""
+    def end_group(
+        self, out: Any, acc: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
             if scales is None:
                 T.buffer_store(out, out[t, n, at] + total, [t, n, at])
                 continue
-            scale = scale_values(scales[first + n, g, at], self.fmt, lanes)
+            scale = scale_values(scales[first + n, g // self.scale_groups, at], self.fmt, lanes)
+            if factor is not None:
+                scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
             T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])

@@ -1,0 +1,67 @@
+"""Expressions that round activations, as :func:`compressor.activations_rounding.round_activations` defines it.
+
+Every function takes and returns TIR expressions over ``lanes`` float32; the same operations in the same order as there,
+so that no value falls on the other side of a tie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.activations import Activations
+from compressor.activations_rounding import SMALLEST
+from compressor.codegen.kernels.vector import splat
+from compressor.elements import Element
+
+_EXPONENT = 0x7F800000  # float32's field
+
+
+def span_scale(top: Any, fed: Activations, input_scale: Any) -> Any:
+    """The scale of a span of columns whose largest size is ``top``; ``input_scale`` where one is stored."""
+    if fed.scale_type == "E8M0":
+        assert fed.element is not None
+        return _binade(top, 1) * T.float32(2.0**-fed.element.largest_exponent)
+    if fed.scale_type == "E4M3":
+        blocks = T.min(top / (input_scale * T.float32(fed.largest)), T.float32(448))
+        return _to_element(blocks, Element("E4M3", 4, 3), 1) * input_scale
+    return input_scale if fed.granularity == "tensor" else top / T.float32(fed.largest)
+
+
+def inverse_scale(scale: Any) -> Any:
+    """What activations are multiplied by."""
+    return T.if_then_else(scale > T.float32(SMALLEST), T.float32(1) / scale, T.float32(0))
+
+
+def on_grid(x: Any, inverse: Any, fed: Activations, lanes: int) -> Any:
+    """Activations times the inverse of their scale, rounded and saturated."""
+    largest = _const(fed.largest, lanes)
+    scaled = T.max(T.min(x * _spread(inverse, lanes), largest), _const(-fed.largest, lanes))
+    return T.nearbyint(scaled) if fed.element is None else _to_element(scaled, fed.element, lanes)
+
+
+def _to_element(value: Any, element: Element, lanes: int) -> Any:
+    """The nearest value of a float: an even number of its binade's steps where two are as near."""
+    binade = T.max(_binade(value, lanes), _const(2.0 ** (1 - element.bias), lanes))
+    step = binade * _const(2.0**-element.mantissa_bits, lanes)
+    return T.nearbyint(value / step) * step
+
+
+def _binade(value: Any, lanes: int) -> Any:
+    """The power of two at or below a size; zero below the smallest normal number."""
+    field = splat(_EXPONENT, lanes) if lanes > 1 else T.int32(_EXPONENT)
+    bits = T.bitwise_and(T.reinterpret(value, dtype=_typed("int32", lanes)), field)
+    return T.reinterpret(bits, dtype=_typed("float32", lanes))
+
+
+def _typed(kind: str, lanes: int) -> str:
+    return f"{kind}x{lanes}" if lanes > 1 else kind
+
+
+def _const(value: float, lanes: int) -> Any:
+    return _spread(T.float32(value), lanes)
+
+
+def _spread(value: Any, lanes: int) -> Any:
+    return T.broadcast(value, lanes) if lanes > 1 else value

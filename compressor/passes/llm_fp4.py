@@ -1,0 +1,204 @@
+"""LLM-FP4: floats of few bits whose exponent bits and ranges are searched (Liu et al. 2023, arXiv 2310.16836)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.absorbers import scale_inputs
+from compressor.activations_rounding import range_cuts, round_activations
+from compressor.blocks import Blocks
+from compressor.calibration import Inputs, stream
+from compressor.elements import Element
+from compressor.errors import CompressorError, UsageError
+from compressor.formats import Format
+from compressor.graph import Site
+from compressor.packing import PackedWeight, dequantize
+from compressor.passes.awq import awq_quantize
+from compressor.passes.rtn import rtn_quantize
+from compressor.passes.smoothquant import search_scale
+from compressor.pipeline import Context, Task
+from compressor.sites import choose_format, choose_sites, compress_site, naming
+from compressor.sites_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
+from compressor.steady import total
+
+_STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_ROUNDS = 2
+_CUTS = 12  # of a quarter of a power of two
+
+
+def layouts(bits: int, least_mantissa: int) -> list[Element]:
+    """Floats of so many bits, by their exponent bits: those of 4 bits are E1M2, E2M1 and E3M0."""
+    splits = [(e, bits - 1 - e) for e in range(1, 6)]
+    return [Element(f"E{e}M{m}", e, m) for e, m in splits if m >= least_mantissa]
+
+
+def exponent_shifts(absmax: Tensor, strength: float) -> Tensor:
+    """Powers of two that bring channels' ranges together: the exponent biases b of section 4.2, by ``strength``.
+
+    Args:
+        absmax: of the inputs, float [in].
+        strength: 0 leaves the channels as they are; 1 brings them to within a factor of two, which is the paper's.
+    Returns:
+        float64 [in]; 1 for channels without input.
+    """
+    size, used = absmax.double(), absmax > 0
+    if not bool(used.any()):
+        return torch.ones_like(size)
+    exponent = torch.log2(torch.where(used, size, 1.0))
+    return torch.where(used, torch.exp2(torch.round(strength * (exponent - exponent[used].mean()))), 1.0)
+
+
+def llm_fp4_quantize(
+    weight: Tensor, x: Tensor, mean_square: Tensor, absmax: float, fmt: Format
+) -> tuple[PackedWeight, float, float]:
+    """The exponent bits and ranges of weight and activations with the least error of the outputs, by turns.
+
+    The weight's ranges are those of each group that lose least under the inputs' mean squares
+    (:func:`compressor.grid_search.search_grid`), once for each layout.
+
+    Args:
+        weight: float32 [out, in].
+        x: rows that the linear reads, float32 [n, in].
+        mean_square, absmax: of the inputs; float [in], and the largest of all.
+        fmt: bits and granularity; its own exponent bits are where the search begins.
+    Returns:
+        The packed weight, ||X W^T - X' W'^T||^2 / ||X W^T||^2, and the same for round to nearest without any search:
+        the former is never larger.
+    Raises:
+        CompressorError: weight or inputs hold NaN or inf.
+    """
+    if not bool(torch.isfinite(mean_square).all()):
+        raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
+    y, fed = x @ weight.t(), fmt.activations
+    tries = [rtn_quantize(weight, fmt)]
+    tries += [awq_quantize(weight, mean_square, replace(fmt, element=e)) for e in layouts(fmt.bits, 0)]
+    dense, best, seen, scale = [dequantize(packed) for packed in tries], 0, x, None
+
+    def lost(rows: Tensor, index: int) -> float:
+        return float(total((y - rows @ dense[index].t()).double().square()))
+
+    if fed is not None:
+        own = fed.element
+        named_first = sorted(layouts(fed.bits, 1), key=lambda element: element != own)
+        tried = [replace(fed, element=element) for element in named_first]
+        sides = [(side, step) for side in tried for step in range_cuts(absmax, side, _CUTS)]
+        fed, scale = sides[0]
+        seen = round_activations(x, fed, scale)
+    start = lost(seen, best)
+    for _ in range(_ROUNDS if fed is not None else 1):
+        best = min(range(len(tries)), key=lambda index: lost(seen, index))
+        if fed is not None:
+            fed, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
+            seen = round_activations(x, fed, scale)
+    chosen, norm = tries[best], float(total(y.double().square())) or 1.0
+    packed = PackedWeight(chosen.parts, replace(chosen.format, activations=fed), chosen.shape).fed_with(scale)
+    return packed, lost(seen, best) / norm, start / norm
+
+
+@dataclass(frozen=True)
+class LlmFp4:
+    """Search exponent bits and ranges of small floats, for weights and activations, by the outputs of each linear.
+
+    With activations, channels are first brought closer together by powers of two, which are exact: they go into
+    whatever is in front of the linears, and into the weights' columns, as the paper's pre-shifted exponent biases do.
+    Where nothing can take them the linears stay as they are, and the run's report says why.
+
+    Attributes:
+        scheme: format name, such as ``FP4_E2M1_G128_AFP4_E2M1_STATIC``, or ``FP4_E2M1_G128`` for weights only; the
+            exponent bits it names are where the search begins.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+        group_size: columns a scale; 0 keeps the scheme's.
+    """
+
+    scheme: str
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        fmt = choose_format(self.scheme, self.group_size)
+        fed = fmt.activations
+        if fmt.element is None or not fmt.element.is_float or fmt.scale_type != "F16":
+            raise UsageError(
+                f"llm_fp4: {self.scheme}: weights must be floats with float16 scales, such as FP4_E2M1_G128"
+            )
+        if fed is not None and (fed.element is None or fed.granularity != "tensor"):
+            raise UsageError(
+                f"llm_fp4: {self.scheme}: activations must be floats with a calibrated scale: _AFP4_STATIC"
+            )
+
+    @property
+    def schemes(self) -> list[str]:
+        """The formats that a linear may get."""
+        fmt = choose_format(self.scheme, self.group_size)
+        fed = fmt.activations
+        sides = [None] if fed is None else [replace(fed, element=element) for element in layouts(fed.bits, 1)]
+        return [replace(fmt, element=e, activations=side).name for e in layouts(fmt.bits, 0) for side in sides]
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Shift channels, which leaves the function as it is, and then replace every matched linear."""
+        fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "llm_fp4", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("llm_fp4")
+        with ctx.reporter.task("llm_fp4", (1 if fmt.activations is None else 2) * len(sites)) as task:
+            if fmt.activations is not None:
+                shift_channels(graph, ctx, sites, fmt, task)
+            blocks = Blocks(ctx, "llm_fp4", self, task, decides=samples.sha256, chained=True)
+            for group, inputs in stream(graph, samples.ids, sites, Inputs, blocks=blocks, spill=ctx.spill):
+                for site in group:
+                    weight, absmax = graph.get_parameter(site.weight_name).detach().float(), float(inputs.absmax.max())
+                    with naming(site):
+                        found = llm_fp4_quantize(weight, inputs.rows, inputs.mean_square, absmax, fmt)
+                    packed, error, rtn = found
+                    compress_site(graph, ctx, site, packed, "llm_fp4", error=error, error_of="output", rtn_error=rtn)
+                    task.advance()
+        graph.recompile()
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do if every linear keeps the scheme's exponent bits, on a graph without weights."""
+        fmt = choose_format(self.scheme, self.group_size)
+        formats = {site.name: fmt for site in choose_sites(graph, "llm_fp4", fmt, self.targets, self.ignore)}
+        gathering = Gathering(true_sequential=True, with_dense=False, squares=False)
+        return plan_sites(graph, formats, self.ignore, _work, _working_bytes, gathering)
+
+
+def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt: Format, task: Task) -> None:
+    """Bring the ranges of the channels that linears read together, by the strength that loses least in ``fmt``.
+
+    Powers of two: the graph computes the same bits as before.
+    """
+    ids = ctx.calibration("llm_fp4").ids
+    for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+        weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+        with naming(group[0]):
+            shifts = partial(exponent_shifts, inputs.absmax)
+            scale_inputs(
+                graph, ctx, "llm_fp4", group, partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, shifts)
+            )
+        task.advance(len(group))
+
+
+def _work(rows: int, columns: int, fmt: Format) -> Work:
+    size, fed = rows * columns, fmt.activations
+    count = len(layouts(fmt.bits, 0))
+    sides = 0 if fed is None else _ROUNDS * (_CUTS * len(layouts(fed.bits, 1)) + count)
+    work = Counter({key: count * value for key, value in scaled_work(rows, columns, fmt, 0).items()})
+    work.update({"matmul_flop": 2 * KEPT_ROWS * size * (2 + count + sides)})
+    if fed is not None:
+        work.update(scaled_work(rows, columns, fmt, len(_STRENGTHS), chosen=False))
+    return work
+
+
+def _working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """The weight and its tries in float32, their packed forms, and the codes of one."""
+    count = 1 + len(layouts(fmt.bits, 0))
+    return (4 * (1 + count) + 9) * rows * columns + count * fmt.packed_bytes(rows, columns)
