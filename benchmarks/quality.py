@@ -9,6 +9,7 @@ file).  Calibrates on 64 samples of 256 tokens; evaluates on windows of 256 toke
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 import time
@@ -54,7 +55,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|---|")
     for scheme in options.schemes.split(","):
         for method in options.methods.split(","):
-            step = pass_class(method)(scheme=scheme, ignore=("lm_head",))
+            kind = pass_class(method)
+            about_linears = "ignore" in {field.name for field in dataclasses.fields(kind)}
+            step = kind(scheme=scheme, **({"ignore": ("lm_head",)} if about_linears else {}))
             begin = time.perf_counter()
             context = Context(samples=samples)
             graph = Pipeline([step]).run(capture(options.model), context)

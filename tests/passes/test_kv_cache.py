@@ -108,11 +108,13 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
 
 
 def test_a_plan_sees_what_the_run_will_make(dense: GraphModule) -> None:
-    step = KvCache("BFP4_G8", permute=True)
-    shadow, graph = twin(dense), packed(dense, step)
+    step, shadow = KvCache("BFP4_G8", permute=True), twin(dense)
     for name, parameter in list(shadow.named_parameters()):
         set_parameter(shadow, name, parameter.detach().to("meta"))
-    assert step.plan(shadow, Context()) == [] and step.runs_samples and not KvCache("INT8").runs_samples
+    planned, ran = Context(), Context(samples=SAMPLES)
+    graph = packed(dense, step, ran)
+    assert step.plan(shadow, planned) == [] and step.runs_samples and not KvCache("INT8").runs_samples
+    assert planned.notes == ran.notes != []
     assert shadow.meta["model"] == graph.meta["model"]
     shapes = [{name: (p.shape, p.dtype) for name, p in g.named_parameters()} for g in (shadow, graph)]
     assert shapes[0] == shapes[1]
