@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture import capture
-from compressor.errors import UsageError
+from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.formats_cache import CacheFormat, cache_bytes_per_token
 from compressor.graph import ModelInfo, segments, set_parameter, twin
@@ -131,6 +131,10 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
     graph = packed(dense, KvCache("INT8", permute=True), ctx)
     assert "nothing is permuted: all 16 channels of a head share one scale" in ctx.notes[0]
     assert not [name for name, _ in graph.named_parameters() if name.endswith("_order")]
+    broken, name = twin(dense), "model.layers.1.self_attn.v_proj.weight"
+    set_parameter(broken, name, torch.full_like(dense.get_parameter(name), torch.nan))
+    with pytest.raises(CompressorError, match=r"model\.layers\.1\.self_attn: .* hold NaN or inf"):
+        packed(broken, KvCache("BFP4_G8", permute=True))
     encoder = twin(dense)
     encoder.meta["model"] = dataclasses.replace(dense.meta["model"], kind="encoder")
     with pytest.raises(UsageError, match="is no decoder"):
