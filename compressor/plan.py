@@ -46,6 +46,7 @@ class PassPlan:
         weight_bytes: of the model after it.
         cost_known: False for a pass without ``plan``: its time, memory and effect are not in the figures.
         runs_samples: it takes the calibration samples through the whole graph, beside what the sites' plans say.
+        notes: what it has to say beside the sites.
     """
 
     index: int
@@ -54,6 +55,7 @@ class PassPlan:
     weight_bytes: int
     cost_known: bool
     runs_samples: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,13 +228,14 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
     before: list[GraphModule] = []
     for index, step in enumerate(recipe.passes, start=1):
         before.append(twin(shadow))
-        known = callable(getattr(step, "plan", None))
+        known, said = callable(getattr(step, "plan", None)), len(context.notes)
         sites = tuple(step.plan(shadow, context)) if known else ()
         runs_samples = bool(getattr(step, "runs_samples", False))
         if recipe.calibration is None and (runs_samples or any(site.gathering for site in sites)):
             needs = next((s.format for s in sites if s.format and has_input_scale(Format.parse(s.format))), "")
             context.calibration(pass_name(step), needs and f"stored scales of {needs}")  # raises, as in the run
-        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known, runs_samples))
+        notes = tuple(context.notes[said:])
+        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known, runs_samples, notes))
     return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 
 

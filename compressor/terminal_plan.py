@@ -70,7 +70,10 @@ def _show_pass(console: Console, step: PassPlan) -> None:
         table.add_row(names, str(count), shape, first.format or "-", before, after, first.note)
     if not step.cost_known:
         table.add_row("cost unknown", "", "", "", "", "", "the pass says nothing of what it will do")
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    for note in step.notes:
+        console.print(f"pass {step.index}: {note}", highlight=False, markup=False)
 
 
 def _alike(sites: Iterable[SitePlan]) -> list[list[SitePlan]]:

@@ -185,6 +185,17 @@ def test_manifests_that_are_no_manifests(copy: Path, not_executed: None, text: s
 # --- bytes, with hashes that agree
 
 
+def test_bytes_of_caches_are_their_format_s(copy: Path, not_executed: None) -> None:
+    def claim_caches(manifest: dict[str, Any]) -> None:
+        sizes = {"layers": 3, "kv_heads": 2, "head_dim": 40, "cache_format": "INT4", "cache_bytes_per_token": 276}
+        manifest.update(kind="decoder")
+        manifest["model"].update(sizes)
+
+    rehash(copy, claim_caches)
+    check = find(verify_bundle(copy), "bytes")  # 3 layers, keys and values, 2 heads, 20 + 2 * 2 bytes
+    assert check.passed is False and "cache_bytes_per_token is 276, INT4 takes 288" in check.detail
+
+
 def claim(manifest: dict[str, Any], fmt: str) -> None:
     """Another format, wherever one is named."""
     manifest["formats"] = [fmt]

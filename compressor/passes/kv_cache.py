@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.errors import UsageError
+from compressor.errors import CompressorError, UsageError
 from compressor.formats_cache import CacheFormat, cache_bytes_per_token
 from compressor.graph import ModelInfo, Segment, segments
 from compressor.graph_cache import AttentionLayer, Orders, attention_layers, pack_caches
@@ -185,6 +185,11 @@ def _layer_orders(stream: Stream, segment: Segment, layer: AttentionLayer, fmt: 
             each = value.transpose(0, 1).flatten(1, 2)
             rows.append(each[:, :: max(1, each.shape[1] // _KEPT_ROWS)].clone())
     q, k, v = (torch.cat(rows, dim=1) for rows in kept)
+    if not all(bool(torch.isfinite(rows).all()) for rows in (q, k, v)):
+        raise CompressorError(
+            f"kv_cache: {layer.name}: queries, keys or values of the calibration samples hold NaN or inf; check the "
+            "checkpoint, and what earlier passes made of it"
+        )
     heads, _, width = k.shape
     costs = q.double().square().mean(1).view(heads, -1, width).mean(1)
     key_orders = [block_order(k[h], costs[h], fmt) for h in range(heads)]

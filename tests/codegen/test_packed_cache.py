@@ -15,6 +15,7 @@ import compressor.ops_cache  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import packed_cache, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats_cache import CacheFormat
+from compressor.packing_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
@@ -60,14 +61,12 @@ def test_packed_rows_are_those_of_the_operator_byte_for_byte(name: str, width: i
     for wrong in (float("nan"), float("inf")):
         x[1, 1, 1, width // 2] = wrong
         got = run(kernel, x, order, out=torch.zeros_like(expected))
-        read = packed_cache_values(got, order, fmt, width)
+        read = values_of(got, order, fmt, width)
         assert not bool(torch.isfinite(read[1, 1, 1, width // 2]))
         assert bool(torch.isfinite(read[0]).all())
 
 
-def packed_cache_values(rows: torch.Tensor, order: torch.Tensor | None, fmt: CacheFormat, width: int) -> torch.Tensor:
-    from compressor.packing_cache import dequantize_cache
-
+def values_of(rows: torch.Tensor, order: torch.Tensor | None, fmt: CacheFormat, width: int) -> torch.Tensor:
     values = dequantize_cache(rows, fmt, width)
     if order is None:
         return values

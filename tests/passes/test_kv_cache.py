@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture import capture
-from compressor.errors import UsageError
+from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.formats_cache import CacheFormat, cache_bytes_per_token
 from compressor.graph import ModelInfo, segments, set_parameter, twin
@@ -108,11 +108,13 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
 
 
 def test_a_plan_sees_what_the_run_will_make(dense: GraphModule) -> None:
-    step = KvCache("BFP4_G8", permute=True)
-    shadow, graph = twin(dense), packed(dense, step)
+    step, shadow = KvCache("BFP4_G8", permute=True), twin(dense)
     for name, parameter in list(shadow.named_parameters()):
         set_parameter(shadow, name, parameter.detach().to("meta"))
-    assert step.plan(shadow, Context()) == [] and step.runs_samples and not KvCache("INT8").runs_samples
+    planned, ran = Context(), Context(samples=SAMPLES)
+    graph = packed(dense, step, ran)
+    assert step.plan(shadow, planned) == [] and step.runs_samples and not KvCache("INT8").runs_samples
+    assert planned.notes == ran.notes != []
     assert shadow.meta["model"] == graph.meta["model"]
     shapes = [{name: (p.shape, p.dtype) for name, p in g.named_parameters()} for g in (shadow, graph)]
     assert shapes[0] == shapes[1]
@@ -129,6 +131,10 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
     graph = packed(dense, KvCache("INT8", permute=True), ctx)
     assert "nothing is permuted: all 16 channels of a head share one scale" in ctx.notes[0]
     assert not [name for name, _ in graph.named_parameters() if name.endswith("_order")]
+    broken, name = twin(dense), "model.layers.1.self_attn.v_proj.weight"
+    set_parameter(broken, name, torch.full_like(dense.get_parameter(name), torch.nan))
+    with pytest.raises(CompressorError, match=r"model\.layers\.1\.self_attn: .* hold NaN or inf"):
+        packed(broken, KvCache("BFP4_G8", permute=True))
     encoder = twin(dense)
     encoder.meta["model"] = dataclasses.replace(dense.meta["model"], kind="encoder")
     with pytest.raises(UsageError, match="is no decoder"):
