@@ -55,7 +55,8 @@ def capture(
             caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
             indices along S whose logits are wanted;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
-        other modules: as given.
+        other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
+            (:mod:`compressor.capture_convolutions`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
     memory-mapped (or shared with the module given: do not write to them); other parameters are float32.
