@@ -1,6 +1,7 @@
 """Perplexity by scheme and method: dense, the compressed graph in PyTorch, and the bundle's own kernels.
 
     python benchmarks/quality.py MODEL CALIBRATION EVALUATION [--schemes W4A16_G32,...] [--tokens 16384] [--json]
+        [--methods rtn,rotation+gptq,...]
 
 MODEL is a Hugging Face folder; CALIBRATION and EVALUATION are data specifications (a set's name, a .yaml or a text
 file).  Calibrates on 64 samples of 256 tokens; evaluates on windows of 256 tokens with stride 128.

@@ -64,10 +64,10 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
     found: list[Residual] = []
     seen: set[Node] = set()
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target not in (_LAYER_NORM, _RMS_NORM):
+        if node.op != "call_function" or node.target not in (_LAYER_NORM, _RMS_NORM) or node.args[0] in seen:
             continue
         members = _closure(node.args[0])
-        if seen & members or not any(_is_sum(member) for member in members):
+        if not any(_is_sum(member) for member in members):
             continue
         seen |= members
         ordered = [member for member in graph.graph.nodes if member in members]
@@ -212,7 +212,7 @@ class _Reading:
         ahead = list(norm.users)
         while ahead:
             user = ahead.pop(0)
-            if user.target is _ATEN.index.Tensor and carried(user):
+            if user.target in (*_VIEWS, _ATEN.index.Tensor) and carried(user):
                 ahead += user.users
             elif user not in self.sites or user.args.count(self.sites[user].input) > 1:
                 return [], f"{describe(user)} reads it"

@@ -49,7 +49,8 @@ def pack_rotation(
     R = rotate(torch.eye(width), signs, width)  # y = x R; a linear's weight is transposed
     codes = _SIGNS.middle + torch.sign(R if back else R.t()).to(torch.int8)
     scales = scale.repeat(width, 1)
-    scales[:1] *= not centered
+    if centered:
+        scales[0] = 0
     return pack(codes.to(torch.uint8), scales, None, _SIGNS), gain
 
 
