@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -11,6 +12,7 @@ from compressor.activations_rounding import search_input_scale
 from compressor.calibration import Inputs, stream
 from compressor.formats import Format
 from compressor.graph import linear_sites
+from compressor.packing import PackedWeight
 from compressor.pipeline import Context
 from compressor.sites import naming
 from compressor.sites_plan import Gathering
@@ -19,6 +21,11 @@ from compressor.sites_plan import Gathering
 def has_input_scale(fmt: Format) -> bool:
     """Whether the format stores a scale of the activations."""
     return fmt.activations is not None and fmt.activations.calibrated
+
+
+def store_input_scale(packed: PackedWeight, scale: Tensor | None) -> PackedWeight:
+    """The packed weight with the scale, float32 [1], that its format stores; None where it stores none."""
+    return packed if scale is None else replace(packed, input_scale=scale)
 
 
 def gathering_for(fmt: Format) -> Gathering | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +20,7 @@ from compressor.elements import Element
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import FORMATS, Format
 from compressor.graph import linear_sites
+from compressor.input_scales import store_input_scale
 from compressor.packing import dequantize, round_to_grid, tensor_scale
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
@@ -206,7 +206,7 @@ def test_a_pass_that_does_not_calibrate_is_told(dense: GraphModule) -> None:
     packed = rtn_quantize(graph.get_parameter(site.weight_name).detach().float(), Format.parse("W8A8_STATIC"))
     with pytest.raises(UsageError, match="calibrates no scale"):
         compress_site(graph, Context(), site, packed, "other", error=0.0)
-    compress_site(graph, Context(), site, dataclasses.replace(packed, input_scale=torch.ones(1)), "other", error=0.0)
+    compress_site(graph, Context(), site, store_input_scale(packed, torch.ones(1)), "other", error=0.0)
 
 
 def test_the_search_of_scales_goes_by_the_activations() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from compressor.errors import CompressorError
 from compressor.formats import FORMATS, Format
 from compressor.graph import linear_sites, replace_linear
 from compressor.independence import Leak, check_independence
+from compressor.input_scales import has_input_scale, store_input_scale
 from compressor.passes.rtn import rtn_quantize
 
 transformers = pytest.importorskip("transformers")
@@ -328,8 +328,7 @@ def test_every_format_keeps_entries_apart() -> None:
         graph = copy.deepcopy(dense)
         (site,) = linear_sites(graph)
         packed = rtn_quantize(graph.get_parameter(site.weight_name), fmt)
-        has_scale = fmt.activations is not None and fmt.activations.calibrated
-        replace_linear(graph, site, dataclasses.replace(packed, input_scale=torch.ones(1) if has_scale else None))
+        replace_linear(graph, site, store_input_scale(packed, torch.ones(1) if has_input_scale(fmt) else None))
         assert "compressor.packed_linear.default" in {str(node.target) for node in graph.graph.nodes}
         assert leaks(graph) == (), fmt.name
 

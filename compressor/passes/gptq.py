@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
-from compressor.input_scales import calibrate_inputs
+from compressor.input_scales import calibrate_inputs, store_input_scale
 from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
@@ -278,7 +278,7 @@ class Gptq:
                 weight = graph.get_parameter(site.weight_name).detach().float()
                 with naming(site):
                     packed, info = self._quantize(weight, hessian, cross, formats[site.name])
-                packed = replace(packed, input_scale=scales.get(site.name))
+                packed = store_input_scale(packed, scales.get(site.name))
                 compress_site(
                     graph,
                     ctx,

@@ -19,6 +19,7 @@ from compressor.elements import Element
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import Site
+from compressor.input_scales import store_input_scale
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import rtn_quantize
@@ -98,7 +99,7 @@ def llm_fp4_quantize(
             fed, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
             seen = round_activations(x, fed, scale)
     chosen, norm = tries[best], float(total(y.double().square())) or 1.0
-    packed = replace(chosen, format=replace(chosen.format, activations=fed), input_scale=scale)
+    packed = store_input_scale(replace(chosen, format=replace(chosen.format, activations=fed)), scale)
     return packed, lost(seen, best) / norm, start / norm
 
 

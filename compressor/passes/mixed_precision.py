@@ -15,7 +15,7 @@ from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, replace_linear, segments, twin
-from compressor.input_scales import calibrate_inputs
+from compressor.input_scales import calibrate_inputs, store_input_scale
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
@@ -130,7 +130,7 @@ def sensitivities(
             with naming(site):
                 rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
             errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
-            smallest = replace(rounded[0], input_scale=steps.get(site.name))
+            smallest = store_input_scale(rounded[0], steps.get(site.name))
             worst = _divergence(graph, dense, _outputs_with(graph, site.name, smallest, run, index))
             scale = worst / errors[0] if errors[0] > 0 else 0.0
             yield site.name, [float(f"{scale * error:.4g}") for error in errors]

@@ -6,7 +6,7 @@ Only a format with a stored scale of the activations needs calibration samples, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.formats import Format
 from compressor.graph import Site
-from compressor.input_scales import calibrate_inputs, gathering_for
+from compressor.input_scales import calibrate_inputs, gathering_for, store_input_scale
 from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
 from compressor.pipeline import Context, Task
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
@@ -83,7 +83,7 @@ def round_sites(
         stored = graph.get_parameter(site.weight_name).detach()
         weight = stored.float()
         with naming(site):
-            packed = replace(quantize(site, weight), input_scale=input_scales.get(site.name))
+            packed = store_input_scale(quantize(site, weight), input_scales.get(site.name))
         compress_site(graph, ctx, site, packed, pass_name, error=_weight_error(weight, packed))
         release([stored])
         task.advance()

@@ -5,7 +5,6 @@ A kernel for an instruction set that this machine lacks is skipped with the reas
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -19,6 +18,7 @@ from compressor.activations_rounding import round_activations
 from compressor.codegen.kernels import activations, attention, dense_linear, embedding, norm, packed_linear, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import PARTS, Format
+from compressor.input_scales import has_input_scale, store_input_scale
 from compressor.packing import PackedWeight, pack, round_scales
 
 OPS = torch.ops.compressor
@@ -55,8 +55,7 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
-    has_scale = fmt.activations is not None and fmt.activations.calibrated
-    return dataclasses.replace(packed, input_scale=torch.tensor([0.02]) if has_scale else None)
+    return store_input_scale(packed, torch.tensor([0.02]) if has_input_scale(fmt) else None)
 
 
 @pytest.mark.parametrize("isa", list(vector.ISAS.values()), ids=lambda isa: isa.name)
