@@ -138,8 +138,8 @@ def _rounding(element: Element) -> tuple[Tensor, Tensor]:
     return torch.tensor(codes, dtype=torch.uint8), torch.tensor(ends, dtype=torch.float64)
 
 
-@functools.cache
 def _values(element: Element) -> Tensor:
+    """Made anew each time: one that is kept from a run on fake tensors would be fake in all that follow."""
     return torch.tensor(element.values, dtype=torch.float32)
 
 
