@@ -19,7 +19,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
     ("errors", "resources", "cache", "fingerprint", "timing"),
-    ("elements", "formats", "packing", "grid_search", "ops", "steady"),
+    ("elements", "formats", "packing", "grid_search", "rounding", "ops", "steady"),
     (
         "recipe",
         "text_spec",
