@@ -102,7 +102,7 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
             assert value == yaml.safe_load(named(default)[0]) or str(value) in named(default), f"{heading} {key}"
 
 
-@pytest.mark.parametrize("name", ["rtn", "gptq", "x86"])
+@pytest.mark.parametrize("name", ["rtn", "gptq", "adaptive_rounding", "finequant", "x86"])
 def test_options_are_documented_with_their_defaults(name: str) -> None:
     from compressor.codegen.targets import target_class
     from compressor.pipeline import pass_class
