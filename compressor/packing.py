@@ -123,6 +123,22 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: For
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
 
 
+def neighbour_codes(codes: Tensor, higher: Tensor, fmt: Format) -> Tensor:
+    """Codes of the next values before they are scaled, higher or lower; at the grid's ends the codes themselves.
+
+    Args:
+        codes: uint8, as :func:`round_to_grid` gives them.
+        higher: bool, of the same shape.
+    """
+    step = torch.where(higher, 1, -1)
+    if fmt.element is None:
+        return (codes.int() + step).clamp(0, fmt.levels - 1).to(torch.uint8)
+    rising = torch.from_numpy(_rounding(fmt.element)[0])
+    places = torch.empty(fmt.levels, dtype=torch.int64)
+    places[rising.long()] = torch.arange(len(rising))
+    return rising[(places[codes.long()] + step).clamp(0, len(rising) - 1)]
+
+
 def grid_values(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Values of codes: uint8 [out, n], scales [out] -> float32 [out, n]."""
     if fmt.codebook:

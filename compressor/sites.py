@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch.fx import GraphModule
@@ -128,6 +129,15 @@ def compress_site(
         "; ".join(notes),
     )
     ctx.records.append(record)
+
+
+def summarise_formats(pass_name: str, sites: Sequence[Site], chosen: Mapping[str, Format]) -> str:
+    """One line: the bits a weight, and how many linears got which format, the smallest format first."""
+    stored = sum(chosen[site.name].packed_bytes(site.out_features, site.in_features) for site in sites)
+    bits = 8 * stored / sum(site.out_features * site.in_features for site in sites)
+    smallest_first = sorted(chosen.values(), key=lambda fmt: fmt.packed_bytes(4096, 4096))
+    parts = ", ".join(f"{count} in {name}" for name, count in Counter(fmt.name for fmt in smallest_first).items())
+    return f"{pass_name}: {bits:.3f} bits a weight: {parts}"
 
 
 def _short(error: float) -> float:

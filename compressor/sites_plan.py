@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
+from compressor.rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.sites import patterns, site_notes
 
 Work = Mapping[str, float]
@@ -224,3 +225,31 @@ def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """
     return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 8 * 5 * columns**2
+
+
+def adaptive_rounding_work(rows: int, columns: int, fmt: Format, *, steps: int, mse: bool, match_dense: bool) -> Work:
+    """Work of :func:`compressor.passes.adaptive_rounding.adaptive_round`.
+
+    A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight; a sweep of
+    the descent is two products, and per column what GPTQ does.
+    """
+    size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
+    grids = (_CANDIDATES[fmt.symmetric] if mse else 1) * size
+    return {
+        "matmul_flop": 2 * steps * size * columns,
+        "stream_byte": 400 * steps * size,
+        "node": 6 * steps * chunks,
+        "matmul64_flop": (2 * (3 + 2 * ROUNDING_SWEEPS) + (4 if match_dense else 0)) * size * columns,
+        "factor64_flop": 1 / 3 * columns**3 if match_dense else 0,
+        "rtn_element": 2 * size,
+        "grid_element": grids,
+        "dequantize_element": 6 * size,
+        "sweep_element": ROUNDING_SWEEPS * size,
+        "sweep_column": ROUNDING_SWEEPS * columns,
+    }
+
+
+def adaptive_rounding_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Memory of the descent in float64: the weight, its transpose, values and slopes, a few of which twice; and of the
+    Hessian, twice, and a half in float32.  The statistics themselves are not in it."""
+    return (4 + 8 * 7 + 4) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + (8 * 2 + 4) * columns**2

@@ -1,17 +1,22 @@
-"""Sums and factorisations whose last bit does not depend on the number of threads.
+"""Sums, factorisations and functions whose last bit does not depend on the number of threads.
 
 Threads share out the elements of a matrix product, and each element is one thread's: the same bits on any number of
 them.  A sum of a whole tensor, and LAPACK's factorisations and triangular solves, are shared out in other ways, and
-differ.  Here they are made of products, and of pieces that are too small to be shared out.
+differ.  Here they are made of products, and of pieces that are too small to be shared out.  So are functions that
+are rounded in one way for whole vectors and in another for what is left over where a thread's share ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+EVEN = 16
+"""Products of float32 matrices whose sizes are no multiples of this are shared out in other ways."""
 _PIECE = 1024
-_LEAF = 16
+_SMALL = 1 << 11  # elements, which PyTorch leaves to one thread
 
 
 def total(values: Tensor) -> Tensor:
@@ -33,6 +38,12 @@ def few_bits(values: Tensor) -> Tensor:
     return torch.ldexp(torch.round(mantissa * 1024) / 1024, exponent)
 
 
+def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """A function of each element, such as torch.sigmoid, in pieces; contiguous."""
+    pieces = torch.split(values.reshape(-1), _SMALL)
+    return torch.cat([function(piece) for piece in pieces]).view(values.shape)
+
+
 def inverse_cholesky(A: Tensor) -> Tensor | None:
     """Lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
 
@@ -43,15 +54,15 @@ def inverse_cholesky(A: Tensor) -> Tensor | None:
         A: float64 [n, n], symmetric.
     """
     size = len(A)
-    if odd := -size % _LEAF:  # products of other shapes are shared out in other ways
+    if odd := -size % EVEN:
         padded = torch.eye(size + odd, dtype=A.dtype)
         padded[:size, :size] = A
         R = inverse_cholesky(padded)
         return None if R is None else R[:size, :size].contiguous()
-    if size == _LEAF:
+    if size == EVEN:
         L, failed = torch.linalg.cholesky_ex(A)
         return None if int(failed) else torch.linalg.solve_triangular(L, torch.eye(len(A), dtype=A.dtype), upper=False)
-    half = size // 2 // _LEAF * _LEAF
+    half = size // 2 // EVEN * EVEN
     upper = inverse_cholesky(A[:half, :half])
     if upper is None:
         return None

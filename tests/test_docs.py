@@ -102,7 +102,10 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
             assert value == yaml.safe_load(named(default)[0]) or str(value) in named(default), f"{heading} {key}"
 
 
-@pytest.mark.parametrize("name", ["rtn", "gptq", "kv_cache", "x86"])
+@pytest.mark.parametrize(
+    "name",
+    ["rtn", "gptq", "kv_cache", "adaptive_rounding", "finequant", "squeezellm", "llm_int8", "llm_fp4", "x86"],
+)
 def test_options_are_documented_with_their_defaults(name: str) -> None:
     from compressor.codegen.targets import target_class
     from compressor.pipeline import pass_class

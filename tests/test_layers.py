@@ -27,6 +27,7 @@ LAYERS = (
         "packing",
         "outliers",
         "grid_search",
+        "rounding",
         "ops",
         "steady",
         "hadamard",

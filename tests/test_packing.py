@@ -14,6 +14,7 @@ from compressor.packing import (
     choose_grid,
     dequantize,
     grid_values,
+    neighbour_codes,
     pack,
     round_scales,
     round_to_grid,
@@ -133,3 +134,18 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
     ]:  # fmt: skip
         with pytest.raises(UsageError, match=expected):
             Format.parse(name)
+
+
+@pytest.mark.parametrize("name", ["W3A16_C", "FP4_E2M1_C", "FP8_E4M3", "FP8_E5M2", "NF4_C"])
+def test_neighbours_of_a_code_stand_for_the_next_values(name: str) -> None:
+    fmt = Format.parse(name)
+    codes = torch.arange(fmt.levels, dtype=torch.uint8)[None]
+    values = grid_values(codes, torch.ones(1), None, fmt)[0]
+    rising = sorted({float(value) for value in values if torch.isfinite(value)})
+    for code, value in zip(codes[0], values, strict=True):
+        if not torch.isfinite(value) or (value == 0 and torch.signbit(value)):
+            continue  # no weight gets these
+        place = rising.index(float(value))
+        for higher, expected in ((True, rising[min(place + 1, len(rising) - 1)]), (False, rising[max(place - 1, 0)])):
+            found = neighbour_codes(code.view(1, 1), torch.tensor([[higher]]), fmt)
+            assert float(grid_values(found, torch.ones(1), None, fmt)) == expected

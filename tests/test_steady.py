@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from compressor.steady import inverse_cholesky, total
+from compressor.steady import apply, inverse_cholesky, total
 
 BITS = """
 import hashlib, json, sys, torch
-from compressor.steady import inverse_cholesky, total
+from compressor.steady import apply, inverse_cholesky, total
 torch.set_num_threads(int(sys.argv[1]))
 generator = torch.Generator().manual_seed(0)
 found = {}
@@ -22,6 +22,7 @@ for size in (5, 64, 177, 352, 700):
     R = inverse_cholesky(X.t() @ X)
     found[f"cholesky {size}"] = hashlib.sha256(R.numpy().tobytes()).hexdigest()
     found[f"sum {size}"] = total(X).item().hex()
+    found[f"sigmoid {size}"] = hashlib.sha256(apply(torch.sigmoid, X.float()).numpy().tobytes()).hexdigest()
 print(json.dumps(found))
 """
 
@@ -60,3 +61,9 @@ def test_what_is_not_positive_definite_has_none(size: int, place: int) -> None:
 def test_a_sum_is_the_sum(count: int) -> None:
     values = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert float(total(values)) == pytest.approx(float(values.sum()), rel=1e-13)
+
+
+def test_a_function_is_applied_to_every_element() -> None:
+    values = torch.linspace(-120, 120, 50_001).view(3, -1).t()  # not contiguous, and more than a piece
+    torch.testing.assert_close(apply(torch.sigmoid, values), torch.sigmoid(values), rtol=1e-6, atol=0)
+    assert apply(torch.sigmoid, torch.empty(0, 4)).shape == (0, 4)

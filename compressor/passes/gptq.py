@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Hessian, stream
+from compressor.calibration import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.graph import linear_sites
 from compressor.grid_search import search_grid
-from compressor.input_scales import calibrate_inputs
 from compressor.outliers import add_outliers, largest
-from compressor.packing import PackedWeight, choose_grid, dequantize, grid_values, pack, round_to_grid, unpack
+from compressor.packing import PackedWeight, choose_grid, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites, compress_site, naming
+from compressor.sites import choose_format, choose_sites
+from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
 from compressor.steady import inverse_cholesky, total
 
@@ -98,7 +97,7 @@ def gptq_quantize(
         largest(weight.abs() * torch.diagonal(H).sqrt(), fmt.outliers(*weight.shape)) if fmt.outlier_percent else None
     )
     rtn = rtn_quantize(weight, fmt, outliers=outliers)
-    rtn_loss = _loss(W, rtn, H)
+    rtn_loss = output_loss(W, rtn, H)
     norm = float(total((W @ H) * W))
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
     blocks = list(_blocks(in_features, fmt.columns(in_features), blocksize))
@@ -113,7 +112,7 @@ def gptq_quantize(
         try:
             Hinv = _inverse_factor(H, dead, order, mean, damp)
             packed = _sweep(W, Hinv, start, order, blocks, None if static_groups else choose, outliers)
-            gptq_loss = _loss(W, packed, H)
+            gptq_loss = output_loss(W, packed, H)
         except CompressorError:
             gptq_loss = math.inf  # not positive definite, or the compensation ran away
         if gptq_loss <= rtn_loss:
@@ -151,11 +150,6 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
         return weight  # dead or overflowed inputs, which gptq_quantize speaks about
     del H  # of its size there should be as few as possible at once
     return (W + W @ cross.double() @ R.t() @ R).float()
-
-
-def _loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
-    difference = W - dequantize(packed)
-    return max(0.0, float(total((difference @ H) * difference)))
 
 
 def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
@@ -282,28 +276,8 @@ class Gptq:
         self, graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], blocks: Blocks
     ) -> None:
         """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
-        sites = [site for site in linear_sites(graph) if site.name in formats]
-        options = {"true_sequential": self.true_sequential, "with_dense": self.match_dense}
-        ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
-        for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
-            hessian, cross = statistic.value, statistic.cross
-            for site in group:
-                weight = graph.get_parameter(site.weight_name).detach().float()
-                with naming(site):
-                    packed, info = self._quantize(weight, hessian, cross, formats[site.name])
-                packed = packed.fed_with(scales.get(site.name))
-                compress_site(
-                    graph,
-                    ctx,
-                    site,
-                    packed,
-                    pass_name,
-                    error=info.error,
-                    error_of="output",
-                    rtn_error=info.rtn_error,
-                    notes=self._notes(info),
-                )
-                blocks.task.advance()
+        options = {"true_sequential": self.true_sequential, "match_dense": self.match_dense}
+        quantize_calibrated(graph, ctx, pass_name, formats, blocks, self._quantize, **options)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
@@ -325,10 +299,9 @@ class Gptq:
             Gathering(self.true_sequential, matched),
         )
 
-    def _quantize(
-        self, weight: Tensor, hessian: Tensor, cross: Tensor | None, fmt: Format
-    ) -> tuple[PackedWeight, GptqInfo]:
-        return gptq_quantize(
+    def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
+        hessian, cross = statistic.value, statistic.cross
+        packed, info = gptq_quantize(
             weight if cross is None else match_dense(weight, hessian, cross),
             hessian,
             fmt,
@@ -337,6 +310,7 @@ class Gptq:
             dampening_frac=self.dampening_frac,
             observer=self.observer,
         )
+        return Quantized(packed, info.error, info.rtn_error, self._notes(info))
 
     def _notes(self, info: GptqInfo) -> list[str]:
         """What was not as asked for."""

@@ -21,7 +21,7 @@ from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
 from compressor.pipeline import Context, Silent
 from compressor.search import choose_within
-from compressor.sites import choose_sites, naming
+from compressor.sites import choose_sites, naming, summarise_formats
 from compressor.sites_plan import SitePlan, scaled_work
 from compressor.streaming import Stream, split_samples, stream_outputs
 
@@ -71,7 +71,7 @@ class MixedPrecision:
                 costs[site] = cost
                 task.advance()
         chosen = self._choose(sites, [costs[site.name] for site in sites])
-        ctx.notes.append(_summary(sites, chosen))
+        ctx.notes.append(summarise_formats(name, sites, chosen))
         steps = Gptq(scheme=self.schemes[0])
         plain = {site: fmt.name for site, fmt in chosen.items()}
         with ctx.reporter.task(name, len(sites)) as task:
@@ -165,13 +165,3 @@ def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -
         work.update(scaled_work(plan.out_features, plan.in_features, fmt, 0))
     work.update({"matmul_flop": _TOKENS * weights})
     return replace(plan, work=work)
-
-
-def _summary(sites: Sequence[Site], chosen: dict[str, Format]) -> str:
-    stored = sum(chosen[site.name].packed_bytes(site.out_features, site.in_features) for site in sites)
-    bits = 8 * stored / sum(site.out_features * site.in_features for site in sites)
-    counts: dict[str, int] = {}
-    for fmt in sorted(chosen.values(), key=lambda fmt: fmt.packed_bytes(4096, 4096)):
-        counts[fmt.name] = counts.get(fmt.name, 0) + 1
-    parts = ", ".join(f"{count} in {name}" for name, count in counts.items())
-    return f"mixed_precision: {bits:.3f} bits a weight: {parts}"

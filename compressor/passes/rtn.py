@@ -63,7 +63,7 @@ def rtn_quantize(
     return pack(torch.cat(codes, dim=1), torch.stack(scales, dim=1), stacked_zeros, fmt, unit)
 
 
-def _weight_error(weight: Tensor, packed: PackedWeight) -> float:
+def weight_error(weight: Tensor, packed: PackedWeight) -> float:
     """||W - Q||^2 / ||W||^2, in float64."""
     loss = norm = 0.0
     for rows, values in dequantize_rows(packed):
@@ -92,7 +92,7 @@ def round_sites(
         weight = stored.float()
         with naming(site):
             packed = quantize(site, weight).fed_with(input_scales.get(site.name))
-        compress_site(graph, ctx, site, packed, pass_name, error=_weight_error(weight, packed))
+        compress_site(graph, ctx, site, packed, pass_name, error=weight_error(weight, packed))
         release([stored])
         task.advance()
 

@@ -1,0 +1,81 @@
+"""Linears that are quantised one group of shared inputs after another, on calibration samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.blocks import Blocks
+from compressor.calibration import Hessian, stream
+from compressor.formats import Format
+from compressor.graph import linear_sites
+from compressor.input_scales import calibrate_inputs
+from compressor.packing import PackedWeight, dequantize
+from compressor.pipeline import Context
+from compressor.sites import compress_site, naming
+from compressor.steady import total
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A linear's weight as it will be stored, and what its record says.
+
+    Attributes:
+        error, rtn_error: relative squared error of the outputs, and that of round to nearest.
+        notes: whatever the user should know.
+    """
+
+    packed: PackedWeight
+    error: float
+    rtn_error: float
+    notes: Sequence[str] = ()
+
+
+def output_loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
+    """tr((W - Q) H (W - Q)^T), with W and H in float64."""
+    difference = W - dequantize(packed)
+    return max(0.0, float(total((difference @ H) * difference)))
+
+
+def quantize_calibrated(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    formats: Mapping[str, Format],
+    blocks: Blocks,
+    quantize: Callable[[Tensor, Hessian, Format], Quantized],
+    *,
+    true_sequential: bool = True,
+    match_dense: bool = True,
+) -> None:
+    """Replace the linears that are named, each by one in its own format; what follows sees their new outputs.
+
+    Args:
+        blocks: of the pass.
+        quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
+        true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
+            :func:`compressor.calibration.stream`.
+    """
+    sites = [site for site in linear_sites(graph) if site.name in formats]
+    options = {"true_sequential": true_sequential, "with_dense": match_dense}
+    ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
+    for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
+        for site in group:
+            weight = graph.get_parameter(site.weight_name).detach().float()
+            with naming(site):
+                found = quantize(weight, statistic, formats[site.name])
+            compress_site(
+                graph,
+                ctx,
+                site,
+                found.packed.fed_with(scales.get(site.name)),
+                pass_name,
+                error=found.error,
+                error_of="output",
+                rtn_error=found.rtn_error,
+                notes=found.notes,
+            )
+            blocks.task.advance()
