@@ -43,9 +43,9 @@ def compress_ours(model: str, ids_file: str) -> None:
 
 def competitors(model: Path, ids: Path, peers: Path | None, dtypes: list[str]) -> dict[str, list[str]]:
     """What each is called, and its command; a peer's ends with the folder that it writes to."""
-    found = {"ours": [sys.executable, __file__, "--ours", str(model), str(ids)]}
+    found = {"ours": [sys.executable, str(Path(__file__).resolve()), "--ours", str(model), str(ids)]}
     for name, method in PEERS.items() if peers else ():
-        python = str(peers / name / "bin" / "python")  # type: ignore[operator]
+        python = str(peers.absolute() / name / "bin" / "python")  # type: ignore[operator]
         for dtype in dtypes:
             command = [python, "-m", f"benchmarks.peers.{name}", str(model), str(ids), "OUT", method, SCHEME, dtype]
             found[f"{name}, {dtype}"] = command
@@ -57,8 +57,8 @@ def run(name: str, command: list[str], scratch: Path, environment: dict[str, str
     with tempfile.TemporaryDirectory(dir=scratch) as out:
         command = [out if part == "OUT" else part for part in command]
         if name != "ours":
-            environment = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+            environment = {**environment, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=out, env=environment)
         if done.returncode:
             sys.exit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
         return json.loads(done.stdout if name == "ours" else (Path(out) / "row.json").read_text())

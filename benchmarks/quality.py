@@ -1,6 +1,7 @@
 """Bits, perplexity, KL to dense, time and memory of compressing: our methods, and peers in their own environments.
 
     python benchmarks/quality.py reference [--methods gptq,awq] [--schemes W4A16_G128] [--peers FOLDER] [--missing]
+    python benchmarks/quality.py reference --methods none   (only the table again)
 
 Rows are those of benchmarks/quality.yaml; each is measured in a process of its own and written at once to
 benchmarks/results/quality_<model>.json and .md, in the place of an older measurement.  FOLDER holds an environment for
@@ -59,7 +60,7 @@ class Evaluator:
         command = [sys.executable, str(HERE / "quality_evaluate.py"), json.dumps(entry), str(ids)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        self.dense = self._answer()
+        self._answer()  # of the dense model; by now the samples are in their file
 
     def measure(self, kind: str, folder: str) -> dict[str, Any]:
         """The quality of a ``bundle``, or of a peer's ``folder``."""
@@ -87,14 +88,14 @@ def measure_peer(
     python: Path, row: dict[str, Any], entry: dict[str, Any], ids: Path, out: str, environment: dict[str, str]
 ) -> dict[str, Any]:
     """Figures of a peer, whose dequantised model is then in ``out``."""
-    foreign = {key: value for key, value in environment.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    command = [str(python), "-m", f"benchmarks.peers.{row['who']}", entry["model"], str(ids), out]
-    _checked([*command, row["method"], row["format"]], foreign)
+    foreign = {**environment, "PYTHONPATH": str(ROOT)}  # there, and not here: some leave logs where they run
+    command = [str(python), "-m", f"benchmarks.peers.{row['who']}", str(Path(entry["model"]).resolve()), str(ids), out]
+    _checked([*command, row["method"], row["format"]], foreign, cwd=out)
     return json.loads((Path(out) / "row.json").read_text(encoding="utf-8"))
 
 
-def _checked(command: list[str], environment: dict[str, str], request: str = "") -> str:
-    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+def _checked(command: list[str], environment: dict[str, str], request: str = "", cwd: str | None = None) -> str:
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, cwd=cwd)
     if done.returncode:
         raise ChildProcessError(done.stderr[-600:])
     return done.stdout
@@ -126,9 +127,9 @@ def main() -> None:
     entry, store = entries[options.model], HERE / "results" / f"quality_{options.model}.json"
     environment = {**os.environ, "OMP_NUM_THREADS": options.threads, "TOKENIZERS_PARALLELISM": "false"}
     rows, failed = list(wanted_rows(entry)), []
+    evaluator = None
     with tempfile.TemporaryDirectory() as scratch:
         ids = Path(scratch) / "ids.npy"
-        evaluator = Evaluator(entry, ids, environment)
         for row in rows:
             if (
                 (options.methods and not {row["who"], row["method"]} & set(options.methods.split(",")))
@@ -137,12 +138,13 @@ def main() -> None:
                 or (row["who"] != "ours" and not options.peers)
             ):
                 continue
+            evaluator = evaluator or Evaluator(entry, ids, environment)
             with tempfile.TemporaryDirectory() as out:
                 try:
                     if row["who"] == "ours":
                         figures = measure_ours(row, entry, out, environment)
                     else:
-                        python = options.peers / row["who"] / "bin" / "python"
+                        python = options.peers.absolute() / row["who"] / "bin" / "python"
                         figures = measure_peer(python, row, entry, ids, out, environment)
                 except ChildProcessError as error:
                     failed.append(f"{' '.join(_key(row))}: {error}")
@@ -157,7 +159,9 @@ def main() -> None:
             print(f"{' '.join(_key(row))}: {summary}", file=sys.stderr, flush=True)
     known = stored_rows(store)
     ranked = [known[_key(row)] for row in rows if _key(row) in known]
-    text = table(options.model, evaluator.dense["perplexity"], ranked)
+    if not ranked:
+        sys.exit(f"{store}: holds no row of benchmarks/quality.yaml yet")
+    text = table(options.model, ranked)
     store.with_suffix(".md").write_text(text, encoding="utf-8")
     print(json.dumps(ranked, indent=2) if options.json else text)
     if failed:

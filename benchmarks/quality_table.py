@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from typing import Any
 
 _HEADING = """\
@@ -18,25 +18,34 @@ are the ones to compare. `lm_head` and embeddings stay dense everywhere.
 _COLUMNS = "| who | method | format | bits | perplexity | increase | KL | seconds | CPU s | peak RSS, MB |\n"
 
 
-def table(model: str, dense: float, rows: list[dict[str, Any]]) -> str:
-    """Rows by stored bits, the widths apart, each with how our best stands to the best peer."""
+def table(model: str, rows: list[dict[str, Any]]) -> str:
+    """Rows by the width that they are named for, each width with how ours stand to the peers'."""
+    dense = rows[0]["dense_perplexity"]
     threads = sorted({row["threads"] for row in rows})
     words = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")
     parts = [_HEADING.format(model=model, perplexity=dense, threads=words)]
     widths: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        widths.setdefault(math.floor(row["bits"]), []).append(row)
+        widths.setdefault(_width(row["format"]), []).append(row)
     for width in sorted(widths, reverse=True):
         group = sorted(widths[width], key=lambda row: row["perplexity"])
         body = "".join(_line(row, dense) for row in group)
-        parts.append(f"## {width} to {width + 1} bits\n\n{_COLUMNS}{'|---' * 10}|\n{body}")
-        parts.append(_verdict(group))
-    settings = {row["who"]: row["version"] for row in rows if row["who"] != "ours"}
-    if settings:
-        parts.append("Peers: " + "; ".join(f"{who} {version}" for who, version in settings.items()) + ".\n")
+        parts.append(f"## {width} bits\n\n{_COLUMNS}{'|---' * 10}|\n{body}")
+        parts.append(_verdict(group, [row for row in rows if row["who"] == "ours"]))
+    versions = {row["who"]: row["version"] for row in rows if row["who"] != "ours"}
+    if versions:
+        parts.append("Peers: " + "; ".join(f"{who} {version}" for who, version in versions.items()) + ".\n")
         described = {(row["who"], row["method"]): row["settings"] for row in rows if row["who"] != "ours"}
         parts.append("".join(f"- {who} {method}: {text}\n" for (who, method), text in described.items()))
     return "\n".join(part for part in parts if part)
+
+
+def _width(name: str) -> int:
+    """The first number of a format's name, or of a budget."""
+    found = re.search(r"\d+", name)
+    if found is None:
+        raise ValueError(f"{name}: no width in the name of the format")
+    return int(found[0])
 
 
 def _line(row: dict[str, Any], dense: float) -> str:
@@ -48,19 +57,21 @@ def _line(row: dict[str, Any], dense: float) -> str:
     )
 
 
-def _verdict(group: list[dict[str, Any]]) -> str:
-    """Our best row of no more bits than the best peer's, if there are both."""
-    peers = [row for row in group if row["who"] != "ours"]
-    if not peers:
-        return ""
-    best = peers[0]
-    ours = [row for row in group if row["who"] == "ours" and row["bits"] <= best["bits"] + 5e-4]
-    peer = f"{best['who']} {best['method']} {best['format']} ({best['bits']:.3f} bits, {best['perplexity']:.4f})"
-    if not ours:
-        return f"Best peer: {peer}; no row of ours with as few bits.\n"
-    mine = ours[0]
-    verdict = "ahead" if mine["perplexity"] < best["perplexity"] else "behind"
-    return (
-        f"Best peer: {peer}; ours within its bits: {mine['method']} {mine['format']} ({mine['bits']:.3f} bits, "
-        f"{mine['perplexity']:.4f}): {verdict}.\n"
-    )
+def _verdict(group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    """For each peer's row, best first, our best row of whatever width with no more stored bits."""
+    lines = []
+    for row in group:
+        if row["who"] == "ours":
+            continue
+        peer = f"{row['who']} {row['method']} {row['format']}"
+        within = [mine for mine in ours if mine["bits"] <= row["bits"] + 5e-4]
+        if not within:
+            lines.append(f"- {peer} ({row['bits']:.3f} bits): no row of ours with as few bits\n")
+            continue
+        mine = min(within, key=lambda mine: mine["perplexity"])
+        verdict = "ours ahead" if mine["perplexity"] <= row["perplexity"] else "ours BEHIND"
+        lines.append(
+            f"- {peer} ({row['bits']:.3f} bits, {row['perplexity']:.4f}) against {mine['method']} {mine['format']} "
+            f"({mine['bits']:.3f} bits, {mine['perplexity']:.4f}): {verdict}\n"
+        )
+    return "At no more stored bits:\n\n" + "".join(lines) if lines else ""

@@ -49,14 +49,12 @@ def main() -> None:
             name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
         stored = [tensor for name, tensor in saved.items() if name.rpartition(".")[0] in modules]
-        read = GPTQModel.load(folder, device="cpu", backend=BACKEND.TORCH, dtype=torch.float32)
+        read = GPTQModel.load(folder, device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
         packed = {name: module for name, module in read.model.named_modules() if name in modules}
-        state = plain.state_dict() | {k: v for k, v in read.model.state_dict().items() if k in plain.state_dict()}
-        for name, module in packed.items():
-            state[f"{name}.weight"] = module.dequantize_weight().t()
+        weights = {f"{name}.weight": module.dequantize_weight().t() for name, module in packed.items()}
         if packed.keys() != modules.keys():
             raise SystemExit(f"not compressed: {sorted(modules.keys() - packed.keys())}")
-        task.finish("gptqmodel", SETTINGS[task.method], state, stored, weight_count(modules))
+        task.finish("gptqmodel", SETTINGS[task.method], plain.state_dict() | weights, stored, weight_count(modules))
 
 
 if __name__ == "__main__":
