@@ -49,8 +49,7 @@ def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that a pass has, and what every pass leaves dense."""
     known = {field.name for field in dataclasses.fields(pass_class(name))}
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return {key: value for key, value in {**given, "ignore": IGNORE}.items() if key in known}
+    return {key: value for key, value in {**options, "ignore": IGNORE}.items() if key in known}
 
 
 class Evaluator:

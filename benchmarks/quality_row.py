@@ -76,7 +76,11 @@ def compress(
     dense: GraphModule, passes: list[dict[str, Any]], samples: Samples
 ) -> tuple[GraphModule, Context, Recipe, dict[str, Any]]:
     """What passes of ours make of a model, and what that took."""
-    steps = [pass_class(name)(**options) for step in passes for name, options in step.items()]
+    steps = [
+        pass_class(name)(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        for step in passes
+        for name, options in step.items()
+    ]
     recipe = Recipe.from_dict({"model": str(dense.meta["model"].source), "passes": steps, "tune": "off"})
     graph, context = twin(dense), Context(samples=samples)
     begin, began = time.perf_counter(), cpu_s()
