@@ -160,7 +160,7 @@ def main() -> None:
     ranked = [known[_key(row)] for row in rows if _key(row) in known]
     if not ranked:
         sys.exit(f"{store}: holds no row of benchmarks/quality.yaml yet")
-    text = table(options.model, ranked)
+    text = table(options.model, ranked, len(rows))
     store.with_suffix(".md").write_text(text, encoding="utf-8")
     print(json.dumps(ranked, indent=2) if options.json else text)
     if failed:

@@ -18,12 +18,16 @@ are the ones to compare. `lm_head` and embeddings stay dense everywhere.
 _COLUMNS = "| who | method | format | bits | perplexity | increase | KL | seconds | CPU s | peak RSS, MB |\n"
 
 
-def table(model: str, rows: list[dict[str, Any]]) -> str:
-    """Rows by the width that they are named for, each width with how ours stand to the peers'."""
+def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
+    """Rows by the width that they are named for, each width with how ours stand to the peers'; ``wanted`` rows make it whole."""
     dense = rows[0]["dense_perplexity"]
     threads = sorted({row["threads"] for row in rows})
     words = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")
     parts = [_HEADING.format(model=model, perplexity=dense, threads=words)]
+    if len(rows) < wanted:
+        parts.append(
+            f"**Incomplete: {len(rows)} of {wanted} rows are measured; who is ahead holds among these only.**\n"
+        )
     widths: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         widths.setdefault(_width(row["format"]), []).append(row)
