@@ -19,7 +19,7 @@ _COLUMNS = "| who | method | format | bits | perplexity | increase | KL | second
 
 
 def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
-    """Rows by the width that they are named for, each width with how ours stand to the peers'; ``wanted`` rows make it whole."""
+    """Rows by the width that they are named for, and how ours stand to the peers'; ``wanted`` rows make it whole."""
     dense = rows[0]["dense_perplexity"]
     threads = sorted({row["threads"] for row in rows})
     words = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")

@@ -89,8 +89,7 @@ class Job:
         config.pop("torch_dtype", None)
         config["dtype"] = "float32"
         (self.out / "config.json").write_text(json.dumps(config))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(self.model / name, self.out / name)
+        shutil.copyfile(self.model / "tokenizer.json", self.out / "tokenizer.json")
         kept = {name: tensor for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
         kept = {name: tensor.detach().to("cpu", torch.float32).contiguous().clone() for name, tensor in kept.items()}
         bad = [name for name, tensor in kept.items() if not bool(torch.isfinite(tensor).all())]
