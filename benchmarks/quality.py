@@ -1,10 +1,12 @@
-"""Perplexity by scheme and method: dense, the compressed graph in PyTorch, and the bundle's own kernels.
+"""Bits, perplexity, KL to dense, time and memory of compressing: our methods, and peers in their own environments.
 
-    python benchmarks/quality.py MODEL CALIBRATION EVALUATION [--schemes W4A16_G32,...] [--tokens 16384] [--json]
-        [--methods rtn,rotation+gptq,...]
+    python benchmarks/quality.py reference [--methods gptq,awq] [--schemes W4A16_G128] [--peers FOLDER] [--missing]
+    python benchmarks/quality.py reference --methods none   (only the table again)
 
-MODEL is a Hugging Face folder; CALIBRATION and EVALUATION are data specifications (a set's name, a .yaml or a text
-file).  Calibrates on 64 samples of 256 tokens; evaluates on windows of 256 tokens with stride 128.
+Rows are those of benchmarks/quality.yaml; each is measured in a process of its own and written at once to
+benchmarks/results/quality_<model>.json and .md, in the place of an older measurement.  FOLDER holds an environment for
+each peer (benchmarks/peers/README.md); without it only our own rows are measured.  Calibrates on 64 samples of 256
+tokens, evaluates on 16,384 tokens in windows of 256 with stride 128.
 """
 
 from __future__ import annotations
@@ -12,91 +14,157 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressor.calibration import load_evaluation, load_samples
-from compressor.capture import capture
-from compressor.codegen.lower import compile_graph
-from compressor.evaluate import GraphLogits, measure_quality
-from compressor.evaluate_model import BundleProcess
-from compressor.graph import weight_bytes
-from compressor.pipeline import Context, Pipeline, pass_class
-from compressor.recipe import Recipe, load_text_spec
-from compressor.run_assemble import assemble
-from compressor.runtime import read_manifest
+import yaml
+from quality_table import table
 
-WINDOW, STRIDE = 256, 128
+from compressor.pipeline import pass_class
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+IGNORE = ("lm_head",)
+
+
+def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Who, method and format of every row, and what our child or the peer's driver is to do."""
+    for methods, formats in entry.get("ours", {}).items():
+        for given in formats:
+            options = given if isinstance(given, dict) else {"scheme" if isinstance(given, str) else "bits": given}
+            passes = [{name: _options(name, options)} for name in methods.split("+")]
+            name = given if isinstance(given, str) else f"{options['bits']} bits" if "bits" in options else str(given)
+            yield {"who": "ours", "method": methods, "format": name, "passes": passes}
+    for peer, by_method in entry.get("peers", {}).items():
+        for method, formats in by_method.items():
+            for name in formats:
+                yield {"who": peer, "method": method, "format": name}
+
+
+def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a pass has, and what every pass leaves dense."""
+    known = {field.name for field in dataclasses.fields(pass_class(name))}
+    return {key: value for key, value in {**options, "ignore": IGNORE}.items() if key in known}
+
+
+class Evaluator:
+    """The process that measures quality (quality_evaluate.py); it keeps the dense model's predictions."""
+
+    def __init__(self, entry: dict[str, Any], ids: Path, environment: dict[str, str]) -> None:
+        command = [sys.executable, str(HERE / "quality_evaluate.py"), json.dumps(entry), str(ids)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._answer()  # of the dense model; by now the samples are in their file
+
+    def measure(self, kind: str, folder: str) -> dict[str, Any]:
+        """The quality of a ``bundle``, or of a peer's ``folder``."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({kind: folder}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("quality_evaluate.py ended; what it said stands above")
+        return json.loads(line)
+
+
+def measure_ours(row: dict[str, Any], entry: dict[str, Any], out: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Figures of passes of ours, whose bundle is then in ``out``."""
+    request = json.dumps({"data": entry, "passes": row["passes"], "bundle": out})
+    command = [sys.executable, str(HERE / "quality_row.py")]
+    return json.loads(_checked(command, environment, request))
+
+
+def measure_peer(
+    python: Path, row: dict[str, Any], entry: dict[str, Any], ids: Path, out: str, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Figures of a peer, whose dequantised model is then in ``out``."""
+    foreign = {**environment, "PYTHONPATH": str(ROOT)}  # there, and not here: some leave logs where they run
+    command = [str(python), "-m", f"benchmarks.peers.{row['who']}", str(Path(entry["model"]).resolve()), str(ids), out]
+    _checked([*command, row["method"], row["format"]], foreign, cwd=out)
+    return json.loads((Path(out) / "row.json").read_text(encoding="utf-8"))
+
+
+def _checked(command: list[str], environment: dict[str, str], request: str = "", cwd: str | None = None) -> str:
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment, cwd=cwd)
+    if done.returncode:
+        raise ChildProcessError(done.stderr[-600:])
+    return done.stdout
+
+
+def stored_rows(store: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The rows that have been measured, by who, method and format."""
+    rows = json.loads(store.read_text(encoding="utf-8")) if store.exists() else []
+    return {_key(row): row for row in rows}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["who"], row["method"], row["format"]
 
 
 def main() -> None:
-    """Measure and print one line a scheme and method."""
+    """Measure, store, and render what is stored."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("calibration")
-    parser.add_argument("evaluation")
-    parser.add_argument("--schemes", default="W4A16_G32,W3A16_G32,W4A8_G32")
-    parser.add_argument("--methods", default="rtn,gptq", help="passes; several in a row as rotation+rtn")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--json", action="store_true")
+    entries = yaml.safe_load((HERE / "quality.yaml").read_text(encoding="utf-8"))
+    parser.add_argument("model", choices=entries)
+    parser.add_argument("--methods", help="only these, joined by commas; `ours` and a peer's name stand for their rows")
+    parser.add_argument("--schemes", help="only these formats, joined by commas")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments")
+    parser.add_argument("--missing", action="store_true", help="only rows that are not there yet")
+    parser.add_argument("--threads", default="1")
+    parser.add_argument("--json", action="store_true", help="print the stored rows as JSON at the end, not the table")
     options = parser.parse_args()
-    dense = capture(options.model)
-    info = dense.meta["model"]
-    spec = load_text_spec(options.calibration).model_copy(update={"samples": 64, "sequence_length": 256})
-    samples = load_samples(spec, options.model, info.vocab_size)
-    evaluation = load_text_spec(options.evaluation, evaluation=True).model_copy(update={"tokens": options.tokens})
-    tokens, _ = load_evaluation(evaluation, None, options.model, info.vocab_size)
-    base = measure_quality(GraphLogits(dense), tokens, window=WINDOW, stride=STRIDE).perplexity
-    rows: list[dict[str, Any]] = []
-    if not options.json:
-        print(f"dense perplexity {base:.4f}, {weight_bytes(dense):,} bytes, {len(tokens)} tokens")
-        print("| scheme | method | weight bytes | graph | bundle | bundle / graph | increase | KL | top-1 | seconds |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
-    for scheme in options.schemes.split(","):
-        for method in options.methods.split(","):
-            steps = [_step(name, scheme) for name in method.split("+")]
-            begin = time.perf_counter()
-            context = Context(samples=samples)
-            graph = Pipeline(steps).run(capture(options.model), context)
-            seconds = time.perf_counter() - begin
-            in_graph = measure_quality(GraphLogits(graph), tokens, window=WINDOW, stride=STRIDE).perplexity
-            recipe = Recipe.from_dict({"model": str(options.model), "passes": steps, "tune": "off"})
-            target = recipe.target.build()
-            with tempfile.TemporaryDirectory() as folder:
-                library = compile_graph(graph, target, tune="off")
-                assemble(Path(folder), graph, library, target, recipe, context, weight_bytes(dense))
-                with BundleProcess(Path(folder)) as process:
-                    result = measure_quality(
-                        process.logits, tokens, window=WINDOW, stride=STRIDE, dense=GraphLogits(dense)
-                    )
-                stored = read_manifest(Path(folder))["weight_bytes"]
-            row = {
-                "scheme": scheme, "method": method, "weight_bytes": stored, "dense_perplexity": base,
-                "graph_perplexity": in_graph, "perplexity": result.perplexity,
-                "perplexity_increase": result.perplexity_increase, "kl_divergence": result.kl_divergence,
-                "top1_agreement": result.top1_agreement, "pass_s": seconds,
-            }  # fmt: skip
-            rows.append(row)
-            if not options.json:
-                print(
-                    f"| {scheme} | {method} | {stored:,} | {in_graph:.4f} | {result.perplexity:.4f} | "
-                    f"{result.perplexity / in_graph - 1:+.3%} | {result.perplexity_increase:+.2%} | "
-                    f"{result.kl_divergence:.4f} | {result.top1_agreement:.1%} | {seconds:.1f} |",
-                    flush=True,
-                )
-    if options.json:
-        print(json.dumps(rows, indent=2))
-
-
-def _step(name: str, scheme: str) -> Any:
-    """A pass with those of its options that matter here."""
-    cls = pass_class(name)
-    if getattr(cls, "needs_dense", False):  # it comes last, and sees packed linears only
-        return cls(add=True)
-    options = {"scheme": scheme, "ignore": ("lm_head",)}
-    return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options})
+    os.chdir(ROOT)
+    entry, store = entries[options.model], HERE / "results" / f"quality_{options.model}.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": options.threads, "TOKENIZERS_PARALLELISM": "false"}
+    rows, failed = list(wanted_rows(entry)), []
+    evaluator = None
+    with tempfile.TemporaryDirectory() as scratch:
+        ids = Path(scratch) / "ids.npy"
+        for row in rows:
+            if (
+                (options.methods and not {row["who"], row["method"]} & set(options.methods.split(",")))
+                or (options.schemes and row["format"] not in options.schemes.split(","))
+                or (options.missing and _key(row) in stored_rows(store))
+                or (row["who"] != "ours" and not options.peers)
+            ):
+                continue
+            evaluator = evaluator or Evaluator(entry, ids, environment)
+            with tempfile.TemporaryDirectory() as out:
+                try:
+                    if row["who"] == "ours":
+                        figures = measure_ours(row, entry, out, environment)
+                    else:
+                        python = options.peers.absolute() / row["who"] / "bin" / "python"
+                        figures = measure_peer(python, row, entry, ids, out, environment)
+                except ChildProcessError as error:
+                    failed.append(f"{' '.join(_key(row))}: {error}")
+                    print("not measured:", failed[-1], file=sys.stderr, flush=True)
+                    continue
+                figures |= evaluator.measure("bundle" if row["who"] == "ours" else "folder", out)
+            measured = {"threads": int(options.threads), **row, **figures}
+            known = stored_rows(store) | {_key(row): measured}  # read again: another process may measure other rows
+            text = json.dumps([known[key] for key in sorted(known)], indent=1)
+            store.write_text(text + "\n", encoding="utf-8")
+            summary = f"{figures['bits']:.3f} bits, {figures['perplexity']:.4f}"
+            print(f"{' '.join(_key(row))}: {summary}", file=sys.stderr, flush=True)
+    known = stored_rows(store)
+    ranked = [known[_key(row)] for row in rows if _key(row) in known]
+    if not ranked:
+        sys.exit(f"{store}: holds no row of benchmarks/quality.yaml yet")
+    text = table(options.model, ranked, len(rows))
+    store.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(json.dumps(ranked, indent=2) if options.json else text)
+    if failed:
+        sys.exit(f"{len(failed)} rows were not measured")
 
 
 if __name__ == "__main__":

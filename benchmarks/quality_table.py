@@ -1,0 +1,81 @@
+"""The Markdown of benchmarks/quality.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_HEADING = """\
+# Quality by method and format: {model}
+
+Made by `python benchmarks/quality.py {model}`. Dense perplexity {perplexity:.4f}. Calibrated on 64 samples of 256
+tokens, evaluated on 16,384 tokens in windows of 256 with stride 128. Bits are stored bits a weight of the compressed
+linears, counted on what is on the disk, with scales, zero points, indices and padding. Our perplexity is that of the
+bundle's kernels, a peer's that of its dequantised weights in our float32 graph. Seconds and peak memory are of one
+process with {threads}, from the loaded model to the compressed one, on a machine that others used too: CPU seconds
+are the ones to compare. `lm_head` and embeddings stay dense everywhere.
+"""
+_COLUMNS = "| who | method | format | bits | perplexity | increase | KL | seconds | CPU s | peak RSS, MB |\n"
+
+
+def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
+    """Rows by the width that they are named for, and how ours stand to the peers'; ``wanted`` rows make it whole."""
+    dense = rows[0]["dense_perplexity"]
+    threads = sorted({row["threads"] for row in rows})
+    words = " or ".join(map(str, threads)) + (" thread" if threads == [1] else " threads")
+    parts = [_HEADING.format(model=model, perplexity=dense, threads=words)]
+    if len(rows) < wanted:
+        parts.append(
+            f"**Incomplete: {len(rows)} of {wanted} rows are measured; who is ahead holds among these only.**\n"
+        )
+    widths: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        widths.setdefault(_width(row["format"]), []).append(row)
+    for width in sorted(widths, reverse=True):
+        group = sorted(widths[width], key=lambda row: row["perplexity"])
+        body = "".join(_line(row, dense) for row in group)
+        parts.append(f"## {width} bits\n\n{_COLUMNS}{'|---' * 10}|\n{body}")
+        parts.append(_verdict(group, [row for row in rows if row["who"] == "ours"]))
+    versions = {row["who"]: row["version"] for row in rows if row["who"] != "ours"}
+    if versions:
+        parts.append("Peers: " + "; ".join(f"{who} {version}" for who, version in versions.items()) + ".\n")
+        described = {(row["who"], row["method"]): row["settings"] for row in rows if row["who"] != "ours"}
+        parts.append("".join(f"- {who} {method}: {text}\n" for (who, method), text in described.items()))
+    return "\n".join(part for part in parts if part)
+
+
+def _width(name: str) -> int:
+    """The first number of a format's name, or of a budget."""
+    found = re.search(r"\d+", name)
+    if found is None:
+        raise ValueError(f"{name}: no width in the name of the format")
+    return int(found[0])
+
+
+def _line(row: dict[str, Any], dense: float) -> str:
+    who = f"**{row['who']}**" if row["who"] == "ours" else row["who"]
+    return (
+        f"| {who} | {row['method']} | {row['format']} | {row['bits']:.3f} | {row['perplexity']:.4f} | "
+        f"{row['perplexity'] / dense - 1:+.2%} | {row['kl_divergence']:.5f} | {row['seconds']:.1f} | "
+        f"{row['cpu_s']:.1f} | {row['peak_rss_bytes'] / 1e6:.0f} |\n"
+    )
+
+
+def _verdict(group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    """For each peer's row, best first, our best row of whatever width with no more stored bits."""
+    lines = []
+    for row in group:
+        if row["who"] == "ours":
+            continue
+        peer = f"{row['who']} {row['method']} {row['format']}"
+        within = [mine for mine in ours if mine["bits"] <= row["bits"] + 5e-4]
+        if not within:
+            lines.append(f"- {peer} ({row['bits']:.3f} bits): no row of ours with as few bits\n")
+            continue
+        mine = min(within, key=lambda mine: mine["perplexity"])
+        verdict = "ours ahead" if mine["perplexity"] <= row["perplexity"] else "ours BEHIND"
+        lines.append(
+            f"- {peer} ({row['bits']:.3f} bits, {row['perplexity']:.4f}) against {mine['method']} {mine['format']} "
+            f"({mine['bits']:.3f} bits, {mine['perplexity']:.4f}): {verdict}\n"
+        )
+    return "At no more stored bits:\n\n" + "".join(lines) if lines else ""
