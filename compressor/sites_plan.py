@@ -102,7 +102,7 @@ def plan_sites(
         packed = meta_packed(*shape, fmt)
         notes = "; ".join(site_notes(site, packed, before))
         replace_linear(graph, site, packed)
-        amounts = (work(*shape, fmt), working_bytes(*shape, fmt))
+        amounts = (dict(work(*shape, fmt)), working_bytes(*shape, fmt))  # dataclasses.asdict cannot copy a Counter
         plans.append(SitePlan(site.name, *shape, fmt.name, before, packed.nbytes, notes, *amounts, gathering))
     return plans
 
@@ -115,7 +115,7 @@ def plan_dense_sites(
     for site in sites:
         weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
-        note, work = "scaled, where something absorbs it", scaled_work(*shape, fmt, tries, chosen=False)
+        note, work = "scaled, where something absorbs it", dict(scaled_work(*shape, fmt, tries, chosen=False))
         kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
         plans.append(kept)
     return plans

@@ -164,4 +164,4 @@ def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -
     for fmt in formats:
         work.update(scaled_work(plan.out_features, plan.in_features, fmt, 0))
     work.update({"matmul_flop": _TOKENS * weights})
-    return replace(plan, work=work)
+    return replace(plan, work=dict(work))
