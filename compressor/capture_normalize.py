@@ -56,7 +56,7 @@ class StoredLayout:
 
 
 def normalize(graph: fx.Graph) -> StoredLayout:
-    """Rewrite in place: linears, RMS norms; drop checks, casts and copies that do nothing.
+    """Rewrite in place: linears, RMS norms, means over images; drop checks, casts and copies that do nothing.
 
     Args:
         graph: call_function nodes over ``get_attr`` parameters, each with a fake ``meta["val"]``.
@@ -80,6 +80,9 @@ def normalize(graph: fx.Graph) -> StoredLayout:
             _rewrite_rms_norm(graph, node, layout)
         elif node.target is _aten.rms_norm.default:
             _rewrite_fused_rms_norm(graph, node)
+        elif node.target is _aten.adaptive_avg_pool2d.default and list(node.args[1]) == [1, 1]:
+            # What it is; where channels come last PyTorch also relabels the result's memory, which cannot be followed.
+            _replace(graph, node, _aten.mean.dim, (node.args[0], [-1, -2], True))
     graph.eliminate_dead_code()
     graph.lint()
     return layout

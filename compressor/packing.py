@@ -259,18 +259,24 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
 
 
 def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
-    """What is stored as floats of some rows, float32 [rows, in]; None where the format has nothing of that kind."""
-    parts, found = packed.parts, torch.zeros(rows.stop - rows.start, packed.shape[1])
+    """What is stored as floats of some rows, float32 [rows, in]; None where the format has nothing of that kind.
+
+    No size in here depends on data, so that the operator can be followed without any.
+    """
+    parts, count, columns = packed.parts, rows.stop - rows.start, packed.shape[1]
+    if not {"outlier_starts", "float_columns"} & set(parts):
+        return None
+    found = torch.zeros(count, columns)
     if "outlier_starts" in parts:
-        starts = parts["outlier_starts"][rows.start : rows.stop + 1].long()
-        each = torch.arange(len(found)).repeat_interleave(starts.diff())
-        span = slice(int(starts[0]), int(starts[-1]))
-        places = (each, parts["outlier_columns"][span].long())
-        found.index_put_(places, parts["outlier_values"][span].float(), accumulate=True)
+        values = parts["outlier_values"].float()
+        row = torch.searchsorted(parts["outlier_starts"].long(), torch.arange(len(values)), right=True) - 1 - rows.start
+        values = torch.where((row >= 0) & (row < count), values, 0.0)
+        places = row.clamp(0, count - 1) * columns + parts["outlier_columns"].long()
+        found = found.view(-1).index_add(0, places, values).view(count, columns)
     if "float_columns" in parts:
-        values = parts["float_values"].movedim(-1, 1).flatten(0, 1)[rows]
-        found.index_add_(1, parts["float_columns"].long(), values.float())
-    return found if {"outlier_starts", "float_columns"} & set(parts) else None
+        stored = parts["float_values"].movedim(-1, 1).flatten(0, 1)[rows]
+        found = found.index_add(1, parts["float_columns"].long(), stored.float())
+    return found
 
 
 def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:

@@ -277,5 +277,6 @@ def test_plain_module_with_a_symbolic_batch() -> None:
         assert torch.equal(reexport(graph).module(check_guards=False)(x[:batch]), graph(x[:batch]))
     assert {"compressor.dense_linear.default", "compressor.rms_norm.default"} <= set(operators(graph))
     assert graph.get_parameter("hf.weight").data_ptr() == module.hf.weight.data_ptr()
-    linear = next(n for n in graph.graph.nodes if str(n.target) == "compressor.dense_linear.default")
+    calls = [n for n in graph.graph.nodes if str(n.target) == "compressor.dense_linear.default"]
+    (linear,) = (n for n in calls if n.args[1].target == "hf.weight")  # the other is the convolution
     assert list(linear.meta["nn_module_stack"].values())[-1][0] == "hf"

@@ -171,7 +171,7 @@ def test_round_to_nearest_stores_the_folded_weight() -> None:
     rows = images(2, 4, 4, 12)
     patches = torch.ops.compressor.patches(rows, [3, 3], [1, 1], [1, 1], [1, 1])
     parts = [graph.get_parameter(f"second.{part}") for part in ("codes", "scales")]
-    got = torch.ops.compressor.packed_linear(patches, *parts, None, None, bias, *site.args[-3:])
+    got = torch.ops.compressor.packed_linear(patches, parts, bias, *site.args[-3:])
     assert error(got.permute(0, 3, 1, 2), functional.conv2d(rows.permute(0, 3, 1, 2), weight, bias, 1, 1)) < TOLERANCE
 
 

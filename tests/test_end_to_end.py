@@ -34,8 +34,7 @@ from compressor.resources import resource
 from compressor.run import Outcome, run_recipe
 from compressor.runtime import load
 
-NAMES = sorted(path.stem for path in resource("recipes").glob("*.yaml"))
-RECIPES = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
+RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml"))
 FULL = "quickstart"  # most others, for time's sake, compress the first block's attention
 PROMPT = "Return the "
 
@@ -156,7 +155,6 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
         assert site["bytes_after"] == formats[site["site"]].packed_bytes(*shapes[site["site"]])
 
 
-@pytest.mark.xdist_group(FULL)
 def test_gptq_is_below_rtn_at_every_site(run: Callable[[str], Run]) -> None:
     for site in run(FULL).outcome.sites:
         assert site["error_of"] == "output"
@@ -182,7 +180,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.xdist_group(FULL)
 def test_the_bundle_alone_generates_what_the_graph_does(run: Callable[[str], Run], tmp_path: Path) -> None:
     """In a process that has neither PyTorch nor TVM's compiler nor this package, with the bundle's own run-time."""
     result, count = run(FULL), 24
@@ -199,7 +196,6 @@ def test_the_bundle_alone_generates_what_the_graph_does(run: Callable[[str], Run
     assert alone["text"] == "".join(load(result.bundle).generate(PROMPT, max_tokens=count)) != ""
 
 
-@pytest.mark.xdist_group("gptq_w4a8_g128_x86")
 def test_two_runs_give_the_same_bytes(run: Callable[[str], Run], tmp_path: Path) -> None:
     name = "gptq_w4a8_g128_x86"
     first, second = run(name).bundle, execute(name, tmp_path / "elsewhere").bundle

@@ -15,7 +15,7 @@ from compressor.activations_rounding import range_cuts, round_activations
 from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import PARTS, Format
+from compressor.formats import Format
 from compressor.graph import linear_sites
 from compressor.packing import dequantize
 from compressor.passes.awq import awq_quantize
@@ -71,10 +71,10 @@ def test_the_search_is_near_the_best_of_all_combinations(scheme: str, seed: int)
         seen = [round_activations(x, side, step) for side in sides for step in range_cuts(absmax, side, 12)]
     best = min(lost(a, b) for a, b in itertools.product(seen, dense))
     assert error < 0.95 * rtn_error and best * (1 - 1e-5) <= error <= 1.03 * best
-    own = round_activations(x, packed.format.activations, packed.input_scale)
+    own = round_activations(x, packed.format.activations, packed.parts.get("input_scale"))
     assert lost(own, dequantize(packed)) == pytest.approx(error, rel=1e-4)
-    parts = [getattr(packed, part) for part in PARTS]
-    out = torch.ops.compressor.packed_linear(x, *parts, None, packed.format.name, *reversed(packed.shape))
+    parts = list(packed.parts.values())
+    out = torch.ops.compressor.packed_linear(x, parts, None, packed.format.name, *reversed(packed.shape))
     assert float((out - own @ dequantize(packed).t()).abs().max()) < 1e-5
 
 
