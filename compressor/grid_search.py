@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from compressor.codebooks import cluster
 from compressor.formats import Format
 from compressor.packing import choose_grid, grid_values, round_scales, round_to_grid
+
+Observer: TypeAlias = Literal["minmax", "mse"]
+"""How a group's grid is chosen: by its range, or by :func:`search_grid`."""
 
 _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
 
@@ -44,6 +48,17 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
         if zeros is not None and zero is not None:
             zeros = torch.where(better, zero, zeros)
     return scales, zeros
+
+
+def chooser(
+    observer: Observer, importance: Tensor, fmt: Format
+) -> Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]:
+    """(weight of a group, which columns) -> its grid; ``importance`` is of all columns."""
+
+    def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
+        return search_grid(group, importance[columns], fmt) if observer == "mse" else choose_grid(group, fmt)
+
+    return choose
 
 
 def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | None]]:

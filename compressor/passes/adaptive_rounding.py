@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from compressor.blocks import Blocks
 from compressor.calibration import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.grid_search import search_grid
-from compressor.packing import PackedWeight, choose_grid, pack, unpack
+from compressor.grid_search import Observer, chooser
+from compressor.packing import PackedWeight, pack, unpack
 from compressor.passes.gptq import match_dense
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
@@ -30,8 +29,6 @@ from compressor.sites_plan import (
     plan_sites,
 )
 from compressor.steady import total
-
-Observer: TypeAlias = Literal["minmax", "mse"]
 
 _DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
 
@@ -82,9 +79,7 @@ def adaptive_round(
     damped = H / mean
     damped.diagonal().add_(_DAMPENING)
 
-    def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
-        return search_grid(group, torch.diagonal(H)[columns], fmt) if observer == "mse" else choose_grid(group, fmt)
-
+    choose = chooser(observer, torch.diagonal(H), fmt)
     rtn, start = rtn_quantize(weight, fmt), rtn_quantize(weight, fmt, choose)
     nearest, scales, zeros = unpack(start)
     unit = start.parts.get("tensor_scale")

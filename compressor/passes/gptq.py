@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,17 +15,15 @@ from compressor.blocks import Blocks
 from compressor.calibration import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.grid_search import search_grid
+from compressor.grid_search import Observer, chooser
 from compressor.outliers import add_outliers, largest
-from compressor.packing import PackedWeight, choose_grid, grid_values, pack, round_to_grid, unpack
+from compressor.packing import PackedWeight, grid_values, pack, round_to_grid, unpack
 from compressor.passes.rtn import ChooseGrid, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
 from compressor.steady import inverse_cholesky, total
-
-Observer: TypeAlias = Literal["minmax", "mse"]
 
 _MOST_DAMPENING = 1e3
 _MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
@@ -103,9 +100,7 @@ def gptq_quantize(
     blocks = list(_blocks(in_features, fmt.columns(in_features), blocksize))
     mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
 
-    def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
-        return search_grid(group, torch.diagonal(H)[columns], fmt) if observer == "mse" else choose_grid(group, fmt)
-
+    choose = chooser(observer, torch.diagonal(H), fmt)
     start = rtn_quantize(weight, fmt, choose, outliers)
     best, loss, damp = rtn, rtn_loss, dampening_frac
     while damp <= _MOST_DAMPENING:
