@@ -1,15 +1,15 @@
 """Number formats as data.
 
-A :class:`Format` says how the weights of a linear are stored and how its activations are fed: what a code
-stands for, granularity and type of the scales, and the same of the activations.  Names follow the field:
-``W4A16_G128``, ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor); ``FP6_E3M2_G128``,
-``FP8_E4M3``, ``NF4_G64`` (floats and tables); ``MXFP4``, ``MXFP6_E2M3``, ``MXFP8_E4M3`` (OCP
-Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32 scale a tensor);
-``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``A16`` or nothing leaves activations as
-they are; ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round
-them (:mod:`compressor.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
-codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
-al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
+A :class:`Format` says how the weights of a linear are stored and how its activations are fed: what a code stands for,
+granularity and type of the scales, and the same of the activations.  Names follow the field: ``W4A16_G128``,
+``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor), ``FP8_E4M3_B128`` (one a block of 128 rows
+by 128 columns); ``FP6_E3M2_G128``, ``FP8_E4M3``, ``NF4_G64`` (floats and tables); ``MXFP4``, ``MXFP6_E2M3``,
+``MXFP8_E4M3`` (OCP Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32
+scale a tensor); ``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``A16`` or nothing
+leaves activations as they are; ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and
+``W4A4_G128_AG128`` round them (:mod:`compressor.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored
+as float16 beside the codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input
+columns are (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -25,6 +25,7 @@ words are interleaved::
     codes         int32    [ceil(out / 16), chunks, words per chunk, 16]
     scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3
     zeros         uint8    [ceil(out / 16), groups, 16]    asymmetric formats only
+                           [blocks of rows, groups]        both, where a scale serves a block
     tensor_scale  float32  [1]                             NVFP4 only
     codebook      float16  [ceil(out / 16), groups, 2 ** b, 16]  in place of scales; values rise with the code
     input_scale   float32  [1]                             activations with a calibrated scale only
@@ -56,7 +57,7 @@ from compressor.activations import NUMBERS, SCALES, SHORT, Activations
 from compressor.elements import Element
 from compressor.errors import UsageError
 
-Strategy = Literal["tensor", "channel", "group"]
+Strategy = Literal["tensor", "channel", "group", "block"]
 ScaleType = Literal["F16", "E8M0", "E4M3"]
 
 PARTS = (
@@ -71,7 +72,7 @@ LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
-_GRANULARITY = r"(?:_(?:G(?P<group>\d{1,9})|(?P<strategy>[CT])))?"
+_GRANULARITY = r"(?:_(?:(?P<spans>[GB])(?P<size>\d{1,9})|(?P<strategy>[CT])))?"
 _NAME = re.compile(
     rf"W(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?", re.ASCII
 )
@@ -92,9 +93,10 @@ class Format:
         bits: bits of a weight code, 2 to 8.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise one uint8 a scale is stored.
             Always so where codes are no integers.
-        strategy: one scale per ``tensor``, output ``channel`` or ``group`` of columns of a row.
+        strategy: one scale per ``tensor``, output ``channel``, ``group`` of columns of a row, or square ``block``.
             (The tensor's scale is stored once a row, so that one kernel serves all strategies.)
-        group_size: columns a group; 0 unless the strategy is ``group``.  The last group may be shorter.
+        group_size: columns a group, or rows and columns a block, then a multiple of 16; otherwise 0.  The last ones
+            may be shorter.
         activations: what they are rounded to; None computes on floats as they come.
         element: what a code stands for; None for integers.
         scale_type: ``F16``, or what MX and NVFP4 prescribe.
@@ -122,7 +124,7 @@ class Format:
             2 <= self.bits <= 4 and self.element is None and self.symmetric and (fed is None or fed.element is not None)
         ):
             raise UsageError("format: codebooks have 2 to 4 bits, and float activations")
-        if self.codebook and self.strategy == "tensor":
+        if self.codebook and self.strategy in ("tensor", "block"):
             raise UsageError("format: codebooks are of channels or groups")
         if not 0 <= self.outlier_percent <= 10:
             raise UsageError(f"format: {self.outlier_percent:g}% of outliers; at most 10 pay")
@@ -137,7 +139,9 @@ class Format:
             raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
         if self.bits not in PLANES:
             raise UsageError(f"format: {self.bits} bits; integer formats have 2 to 8 bits")
-        if (self.strategy == "group") != (self.group_size > 0):
+        if self.strategy == "block" and (self.group_size % TILE_ROWS or self.scale_type != "F16"):
+            raise UsageError(f"format: blocks have float16 scales, and a multiple of {TILE_ROWS} rows and columns")
+        if (self.strategy in ("group", "block")) != (self.group_size > 0):
             raise UsageError(f"format: group_size {self.group_size} with strategy {self.strategy!r}")
         if self.group_size > LARGEST_GROUP:
             raise UsageError(f"format: group size {self.group_size}; the largest is {LARGEST_GROUP}")
@@ -163,7 +167,8 @@ class Format:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
         floats = f"_S{self.outlier_percent:g}" if self.outlier_percent else ""
         floats += f"_F{self.float_columns}" if self.float_columns else ""
-        suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C", "group": f"_G{self.group_size}"}
+        suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C"}
+        suffix |= {"group": f"_G{self.group_size}", "block": f"_B{self.group_size}"}
         fed = self.activations
         numbers, scales = ("16", "") if fed is None else (fed.numbers, fed.scales)
         if self.element is None and not self.codebook:
@@ -195,9 +200,10 @@ class Format:
             )
         near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
-            f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_C|_T], FP<bits>_E<bits>M<bits>"
-            f"[_G<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may "
-            f"go on with _A<activations>, _STATIC or _AG<size>, and _S<percent>; nearest: {near[0]}"
+            f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], FP<bits>_E"
+            f"<bits>M<bits>[_G<size>|_B<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, "
+            "MXFP4 or NVFP4, and may go on with _A<activations>, _STATIC or _AG<size>, and _S<percent>; "
+            f"nearest: {near[0]}"
         )
 
     @classmethod
@@ -277,6 +283,15 @@ class Format:
         """Columns a group (the whole row without groups)."""
         return self.group_size or in_features
 
+    def grid_rows(self, out_features: int) -> int:
+        """Neighbouring rows that share their grids."""
+        return {"tensor": out_features, "block": self.group_size}.get(self.strategy, 1)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of rows that one stored scale serves; 0 where each row has its own."""
+        return self.group_size // TILE_ROWS if self.strategy == "block" else 0
+
     def groups(self, in_features: int) -> int:
         """Scales a row of ``in_features`` columns."""
         return -(-in_features // self.columns(in_features))
@@ -284,13 +299,14 @@ class Format:
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Type (as numpy calls it) and shape of each tensor that an [out, in] weight is stored as."""
         tiles, groups = -(-out_features // TILE_ROWS), self.groups(in_features)
+        scales = (-(-tiles // self.block_tiles), groups) if self.block_tiles else (tiles, groups, TILE_ROWS)
         found: dict[str, tuple[str, tuple[int, ...]]] = {
             "codes": ("int32", (tiles, self.chunks(in_features), self.chunk_words, TILE_ROWS)),
         }
         if not self.codebook:
-            found["scales"] = ("float16" if self.scale_type == "F16" else "uint8", (tiles, groups, TILE_ROWS))
+            found["scales"] = ("float16" if self.scale_type == "F16" else "uint8", scales)
         if not self.symmetric:
-            found["zeros"] = ("uint8", (tiles, groups, TILE_ROWS))
+            found["zeros"] = ("uint8", scales)
         if self.scale_type == "E4M3":
             found["tensor_scale"] = ("float32", (1,))
         if self.codebook:
@@ -316,8 +332,8 @@ _BYTES = {"int32": 4, "float32": 4, "float16": 2, "int16": 2, "uint8": 1}
 
 def _granularity(match: re.Match[str], bits: int, group_size: int) -> tuple[Strategy, int]:
     """Strategy and group size of a name; ``group_size`` is that of fewer than 8 bits where the name says nothing."""
-    if match["group"] or (match["strategy"] is None and bits < 8):
-        return "group", int(match["group"] or group_size)
+    if match["size"] or (match["strategy"] is None and bits < 8):
+        return "block" if match["spans"] == "B" else "group", int(match["size"] or group_size)
     return ("tensor" if match["strategy"] == "T" else "channel"), 0
 
 
@@ -342,6 +358,7 @@ def _presets() -> dict[str, Format]:
     names += ["NF4_G32", "NF4_G64", "NF4_G128", "NVFP4", "MXFP4"]
     names += [f"MX{name}" for name in floats[:4]]
     names += [f"LUT{bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "_G128", "_S0.45")]
+    names += ["W8A8_B128", "FP8_E4M3_B128", "FP8_E4M3_B128_AFP8_E4M3_AG128"]
     names += ["W4A4_G128", "W6A6_G128", "W8A8_STATIC", "W4A8_G128_AG128", "W4A4_G128_AG128", "W4AFP8_E4M3_G128"]
     names += ["FP8_E4M3_AFP8_E4M3", "FP8_E4M3_AFP8_E4M3_STATIC", "FP8_E5M2_AFP8_E5M2", "FP4_E2M1_G128_AFP4_E2M1_STATIC"]
     names += ["MXFP4_AMXFP4", "MXFP6_E2M3_AMXFP6_E2M3", "MXFP8_E4M3_AMXFP8_E4M3", "NVFP4_ANVFP4"]

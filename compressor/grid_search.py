@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.codebooks import cluster
 from compressor.formats import Format
-from compressor.packing import choose_grid, grid_values, round_scales, round_to_grid
+from compressor.packing import choose_grid, grid_values, over_shared, round_scales, round_to_grid
 
 Observer: TypeAlias = Literal["minmax", "mse"]
 """How a group's grid is chosen: by its range, or by :func:`search_grid`."""
@@ -62,12 +62,13 @@ def chooser(
 
 
 def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
-    whole = weight.reshape(1, -1) if fmt.strategy == "tensor" else weight
     if fmt.scale_type == "E8M0":
         yield 2 * choose_grid(weight, fmt)[0], None  # what lies above the largest value is rounded rather than cut
         return
+    low, high = torch.aminmax(weight, dim=1)
+    low, high = over_shared(low, fmt, torch.amin), over_shared(high, fmt, torch.amax)
     if fmt.symmetric:
-        extreme = whole.gather(1, whole.abs().argmax(1, keepdim=True))[:, 0].expand(len(weight))
+        extreme = torch.where(-low > high, low, high)
         mirrored = fmt.element is not None and fmt.element.is_float  # then a negative scale gives the same grid
         top = fmt.middle if fmt.element is None else fmt.element.largest
         for shrink in _SHRINKS:
@@ -77,13 +78,11 @@ def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | 
             if not mirrored:
                 yield -scale, None
         return
-    low, high = torch.aminmax(whole, dim=1, keepdim=True)
     for shrink in _SHRINKS[1:]:
-        yield choose_grid(weight.clamp(low * shrink, high * shrink), fmt)
+        yield choose_grid(weight.clamp(low[:, None] * shrink, high[:, None] * shrink), fmt)
 
 
 def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
-    """[out]; for the tensor strategy the sum, in every place."""
+    """[out]; the sum of rows that share a grid, in every place."""
     values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
-    error = (values - weight).square() @ importance
-    return error.sum().expand(len(error)) if fmt.strategy == "tensor" else error
+    return over_shared((values - weight).square() @ importance, fmt, torch.sum)

@@ -112,6 +112,7 @@ def _format_text(name: str) -> str:
 
     fmt = Format.parse(name)
     span = {"tensor": "the whole weight", "channel": "each row", "group": f"every {fmt.group_size} columns of a row"}
+    span["block"] = f"every {fmt.group_size} rows by {fmt.group_size} columns"
     scales = {"F16": "float16", "E8M0": "E8M0", "E4M3": "E4M3 and one float32 for the whole weight"}[fmt.scale_type]
     planes = " + ".join(f"{width}-bit" for width in fmt.planes)
     floats = f"  outliers     {fmt.outlier_percent:g}% of the weights, float16\n" if fmt.outlier_percent else ""

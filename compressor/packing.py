@@ -6,7 +6,7 @@ Of formats with codebooks, the ``scales`` of a grid are the values themselves: [
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,18 +85,15 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
     Returns:
-        scales float32 [out] that the format can store, and zeros uint8 [out] (None when symmetric).  An all-zero
-        group gets scale 1.
+        scales float32 [out], one for each row, that the format can store, and zeros uint8 [out] (None when symmetric).
+        An all-zero group gets scale 1.
     Raises:
         CompressorError: the weight holds NaN or inf, or its range exceeds what a scale reaches.
     """
     if fmt.codebook:
         return cluster(weight, torch.ones_like(weight), fmt.levels), None
-    if fmt.strategy == "tensor":
-        low, high = (v.expand(weight.shape[0]) for v in torch.aminmax(weight))
-    else:
-        low, high = torch.aminmax(weight, dim=1)
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    low, high = torch.aminmax(weight, dim=1)
+    low, high = over_shared(low, fmt, torch.amin).clamp(max=0.0), over_shared(high, fmt, torch.amax).clamp(min=0.0)
     absmax = torch.maximum(-low, high)
     if fmt.element is None:
         span = 2 * absmax if fmt.symmetric else high - low
@@ -109,6 +106,14 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     if fmt.symmetric:
         return scales, None
     return scales, torch.round(-low / scales).clamp(0, fmt.levels - 1).to(torch.uint8)
+
+
+def over_shared(of_rows: Tensor, fmt: Format, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """[out] -> [out]: what each row has is replaced by ``reduce`` of all rows that share its grids."""
+    span = fmt.grid_rows(len(of_rows))
+    if span == 1:
+        return of_rows
+    return torch.cat([reduce(part).expand(len(part)) for part in torch.split(of_rows, span)])
 
 
 def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
@@ -213,9 +218,9 @@ def pack(
         offset += width
     packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
     stored = scales.to(_STORED[fmt.scale_type])
-    tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8))
+    tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8), fmt)
     found: dict[str, Tensor | None] = {"codes": packed, "codebook" if fmt.codebook else "scales": tiled}
-    found |= {"zeros": None if zeros is None else _tile(zeros), "tensor_scale": tensor_scale}
+    found |= {"zeros": None if zeros is None else _tile(zeros, fmt), "tensor_scale": tensor_scale}
     return PackedWeight({name: part for name, part in found.items() if part is not None}, fmt, (rows, columns))
 
 
@@ -233,8 +238,8 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
         codes |= (((octets >> shifts) & ((1 << width) - 1)) << offset).view_as(codes)
         offset, first = offset + width, first + count
-    zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], rows)
-    scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], rows)
+    zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
+    scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(_STORED[fmt.scale_type])
     return codes[:rows, :columns], scales.float(), zeros
 
@@ -243,10 +248,12 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """What the codes stand for, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
     size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
-    tiled = {name: part for name, part in packed.parts.items() if name in TILED}
+    block = fmt.block_tiles or 1
+    tiles = -(-tiles // block) * block  # no block of scales is cut
+    tiled = {name: (part, 1 if name == "codes" else block) for name, part in packed.parts.items() if name in TILED}
     for first in range(0, len(packed.parts["codes"]), tiles):
         begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
-        piece = {name: part[first : first + tiles] for name, part in tiled.items()}
+        piece = {name: part[first // span : (first + tiles) // span] for name, (part, span) in tiled.items()}
         codes, scales, zeros = unpack(PackedWeight(piece, fmt, (end - begin, columns)))
         if fmt.codebook:
             groups = enumerate(torch.split(codes.long(), size, dim=1))
@@ -299,12 +306,20 @@ def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:
     return per_group.repeat_interleave(size, dim=1)[:, :columns]
 
 
-def _tile(per_row: Tensor) -> Tensor:
-    """[out, groups, ...] -> [tiles, groups, ..., 16]."""
+def _tile(per_row: Tensor, fmt: Format) -> Tensor:
+    """[out, groups, ...] -> [tiles, groups, ..., 16]; [blocks of rows, groups] where rows of a block are the same."""
+    if fmt.block_tiles:
+        span = fmt.group_size
+        first = per_row[::span]
+        if not torch.equal(first.repeat_interleave(span, dim=0)[: len(per_row)], per_row):
+            raise ValueError(f"{fmt.name}: the rows of a block have different scales or zeros")
+        return first.contiguous()
     filler = per_row.new_zeros(-per_row.shape[0] % TILE_ROWS, *per_row.shape[1:])
     return torch.cat([per_row, filler]).view(-1, TILE_ROWS, *per_row.shape[1:]).movedim(1, -1).contiguous()
 
 
-def _untile(tiled: Tensor, rows: int) -> Tensor:
-    """[tiles, groups, ..., 16] -> [out, groups, ...]."""
+def _untile(tiled: Tensor, fmt: Format, rows: int) -> Tensor:
+    """The inverse of :func:`_tile`."""
+    if fmt.block_tiles:
+        return tiled.repeat_interleave(fmt.group_size, dim=0)[:rows]
     return tiled.movedim(-1, 1).flatten(0, 1)[:rows]

@@ -21,9 +21,14 @@ from compressor.packing import (
     tensor_scale,
     unpack,
 )
+from compressor.passes.rtn import rtn_quantize
 
 CODEBOOKS = ["LUT2", "LUT3", "LUT4", "LUT2_G64", "LUT3_G32", "LUT4_G32"]
-NOT_INTEGER = [name for name, fmt in FORMATS.items() if fmt.element is not None]
+NOT_INTEGER = [
+    name
+    for name, fmt in FORMATS.items()
+    if fmt.element is not None and not (fmt.activations is not None and fmt.activations.calibrated)
+]
 
 
 @st.composite
@@ -31,8 +36,8 @@ def formats(draw: st.DrawFn) -> Format:
     if draw(st.booleans()):
         return Format.parse(draw(st.sampled_from([*NOT_INTEGER, *CODEBOOKS])))
     bits = draw(st.integers(2, 8))
-    strategy = draw(st.sampled_from(["tensor", "channel", "group"]))
-    size = 32 * draw(st.integers(1, 3)) if strategy == "group" else 0
+    strategy = draw(st.sampled_from(["tensor", "channel", "group", "block"]))
+    size = 32 * draw(st.integers(1, 3)) if strategy in ("group", "block") else 0
     return Format(bits, draw(st.booleans()), strategy, size, draw(st.sampled_from([None, Activations()])))
 
 
@@ -50,6 +55,9 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
     else:
         scales = round_scales(torch.rand(rows, groups, generator=rng), fmt)
     zeros = None if fmt.symmetric else torch.randint(fmt.levels, scales.shape, generator=rng, dtype=torch.uint8)
+    if fmt.strategy == "block":  # whose rows share the first one's
+        first = torch.arange(rows) // fmt.group_size * fmt.group_size
+        scales, zeros = scales[first], None if zeros is None else zeros[first]
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, zeros, fmt, unit)
     got_codes, got_scales, got_zeros = unpack(packed)
@@ -64,6 +72,21 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
         zero = None if zeros is None else zeros[:, group]
         expected = grid_values(codes[:, part], scales[:, group] * (1 if unit is None else unit), zero, fmt)
         assert torch.equal(dequantize(packed)[:, part], expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.booleans(), st.integers(1, 70), st.integers(1, 40), st.integers(0, 9))
+def test_a_block_has_the_grid_of_its_weights_in_one_row(symmetric: bool, rows: int, columns: int, seed: int) -> None:
+    fmt = Format(4, symmetric, "block", 32)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    packed = rtn_quantize(weight, fmt)
+    for rows_of_block in torch.arange(rows).split(32):
+        for columns_of_block in torch.arange(columns).split(32):
+            block = weight[rows_of_block][:, columns_of_block]
+            expected = dequantize(rtn_quantize(block.reshape(1, -1), Format(4, symmetric, "channel")))
+            assert torch.equal(dequantize(packed)[rows_of_block][:, columns_of_block], expected.view_as(block))
+    with pytest.raises(ValueError, match="rows of a block"):
+        pack(torch.zeros(2, 32, dtype=torch.uint8), torch.tensor([[1.0], [2.0]]), None, Format(4, True, "block", 32))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -131,6 +154,7 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
     for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32"),
         ("LUT5", "2 to 4"), ("LUT3_T", "channels"), ("LUT3A8", "LUT"), ("W4A16_S11", "10"), ("LUT4_F2", "integers"),
         ("FP6_E4M3", "FP6_E"), ("FP4_E0M3", "FP4_E"), ("NF5", "NF4"), ("MXFP4_G64", "MXFP4"), ("FP8_E4M3_G3", "4"),
+        ("W8A8_B24", "16 rows"), ("LUT4_B32", "channels"),
     ]:  # fmt: skip
         with pytest.raises(UsageError, match=expected):
             Format.parse(name)

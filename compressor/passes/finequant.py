@@ -80,7 +80,7 @@ class Finequant:
     def __post_init__(self) -> None:
         fmt = choose_format(self.scheme)
         size = fmt.group_size
-        if fmt.scale_type != "F16" or size & (size - 1) or not size:
+        if fmt.scale_type != "F16" or size & (size - 1) or fmt.strategy != "group":
             raise UsageError(
                 f"finequant: scheme {self.scheme}: groups are halved down to the scheme's; give one with groups of a "
                 "power of two columns, such as W4A16_G32 (those of MX and NVFP4 are fixed: use rtn)"

@@ -68,6 +68,9 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
         scales = torch.randn(rows, groups, fmt.levels, generator=rng).half().float()
     else:
         scales = round_scales(torch.rand(rows, groups, generator=rng) + 0.1, fmt)
+    if fmt.strategy == "block":
+        first = torch.arange(rows) // fmt.group_size * fmt.group_size
+        scales, zeros = scales[first], zeros[first]
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
     if fmt.activations is not None and fmt.activations.calibrated:
@@ -86,8 +89,8 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
 def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None:
     pick = random.Random(f"{bits} {activation_bits} {isa.name}")
     rng = torch.Generator().manual_seed(bits)
-    strategy = pick.choice(["tensor", "channel", "group", "group"])
-    size = pick.choice([32, 64]) if strategy == "group" else 0
+    strategy = pick.choice(["tensor", "channel", "group", "block"])
+    size = pick.choice([32, 64]) if strategy in ("group", "block") else 0
     fed = Activations() if activation_bits == 8 else None
     fmt = Format(bits, pick.random() < 0.5, strategy, size, fed)  # type: ignore[arg-type]
     check_packed_linear(fmt, isa, pick, rng)
@@ -98,7 +101,7 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     "FP8_E4M3", "FP8_E5M2_G64", "FP6_E3M2_G32", "FP6_E2M3", "FP4_E2M1_G32", "FP4_E1M2_C", "FP4_E3M0_T", "FP5_E2M2_C",
     "FP7_E3M3_G32", "FP3_E1M1_G32", "NF4_G64", "NF4_C", "NVFP4", "MXFP4", "MXFP6_E3M2", "MXFP8_E5M2",
     "LUT2", "LUT3", "LUT4", "LUT3_G64", "LUT3_S0.45", "W4A16_G32_S1", "W3A8_C_S10", "NVFP4_S0.5",
-    "W8A8_F3", "W4A16_ASYM_G32_F1", "W4A8_ASYM_G64_S2_F8",
+    "W8A8_F3", "W4A16_ASYM_G32_F1", "W4A8_ASYM_G64_S2_F8", "FP8_E4M3_B32", "W4A8_ASYM_B32_AG64", "W2A16_B16_S1",
 ])  # fmt: skip
 def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa) -> None:
     pick = random.Random(f"{name} {isa.name}")

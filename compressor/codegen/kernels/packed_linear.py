@@ -304,10 +304,15 @@ class _Body:
             if zeros is None:
                 value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
             else:
-                value = T.broadcast(minus_sum, lanes) * T.Cast(
-                    f"{kind}x{lanes}", zeros[first + n, g // self.scale_groups, at]
-                )
+                stored = self.of_rows(zeros, first + n, g, at)
+                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", stored)
             T.buffer_store(acc, value, [t, n, at])
+
+    def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
+        """Scales or zeros of a register's rows; those of a block share one."""
+        if self.fmt.block_tiles:
+            return T.broadcast(part[tile // self.fmt.block_tiles, g // self.scale_groups], self.isa.lanes)
+        return part[tile, g // self.scale_groups, at]
 
     def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
         """The group's values in float32, where it has a codebook."""
@@ -350,7 +355,7 @@ class _Body:
             if scales is None:
                 T.buffer_store(out, out[t, n, at] + total, [t, n, at])
                 continue
-            scale = scale_values(scales[first + n, g // self.scale_groups, at], self.fmt, lanes)
+            scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, lanes)
             if factor is not None:
                 scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
             T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])
