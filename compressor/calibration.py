@@ -18,6 +18,7 @@ from compressor.blocks import Blocks
 from compressor.errors import CompressorError
 from compressor.graph import Segment, Site, group_by_input, segments, twin
 from compressor.samples import Samples, load_evaluation, load_samples
+from compressor.steady import BLOCK
 from compressor.streaming import Stream, split_samples
 from compressor.tensor_files import Spill
 
@@ -35,7 +36,10 @@ class Statistic(Protocol):
 
 
 class Hessian:
-    """H = 2 / n * X^T X over n tokens, float32 [in, in] (Frantar et al. 2022, section 3)."""
+    """H = 2 / n * X^T X over n tokens, float32 [in, in] (Frantar et al. 2022, section 3).
+
+    Of the symmetric matrix only the upper half is summed.
+    """
 
     def __init__(self, in_features: int) -> None:
         self.tokens = 0
@@ -46,7 +50,9 @@ class Hessian:
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in rows, float32 [tokens, in_features]."""
         self._rescale(1.0)
-        self._sum.addmm_(x.t(), x)
+        for first in range(0, x.shape[1], BLOCK):
+            last = first + BLOCK
+            self._sum[:last, first:last].addmm_(x[:, :last].t(), x[:, first:last])
         self.tokens += len(x)
         if dense is not x:
             self._cross = torch.zeros_like(self._sum) if self._cross is None else self._cross
@@ -56,6 +62,9 @@ class Hessian:
     def value(self) -> Tensor:
         """The Hessian, until more rows arrive; all zeros if no token ever did."""
         self._rescale(2 / max(1, self.tokens))
+        for first in range(BLOCK, len(self._sum), BLOCK):
+            last = first + BLOCK
+            self._sum[first:last, :first] = self._sum[:first, first:last].t()
         return self._sum
 
     @property
@@ -131,10 +140,12 @@ def stream(
 
     Groups come in dataflow order.  The caller may replace the group's linears before it asks for the next one:
     what follows then sees their new outputs.  With ``true_sequential`` that holds for the next group already,
-    whose statistic is gathered by running its segment again from the beginning; otherwise for the next segment.
+    to which the samples run on; the caller must leave alone what is in front of the group.  Otherwise it holds for
+    the next segment.
 
-    Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), one segment's weights
-    and working set for one micro-batch, and one statistic (a segment's statistics without ``true_sequential``).
+    Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), or with
+    ``true_sequential`` and no ``spill`` whatever is live in front of a group; one segment's weights and working set for
+    one micro-batch; and one statistic (a segment's statistics without ``true_sequential``).
 
     Args:
         graph: a captured model.
@@ -172,18 +183,12 @@ def stream(
         while wanted:
             segment = segments(graph)[index]
             groups = group_by_input(site for site in _linears(segment) if site.name in wanted)
-            groups = groups[:1] if true_sequential else groups
+            groups, later = (groups[:1], groups[1:]) if true_sequential else (groups, None)
             statistics = [make_statistic(group[0].in_features) for group in groups]
-            inputs = [group[0].input for group in groups]
-            if dense:
-                named = {site.name: site.input for site in dense_segments[index].sites}
-                dense_inputs = [named[group[0].name] for group in groups]
-            for i in range(len(batches)):
-                rows = [_rows(x) for x in run.values(segment, i, inputs)]
-                dense_rows = rows
-                if dense:
-                    dense_rows = [_rows(x) for x in dense.values(dense_segments[index], i, dense_inputs)]
-                for group, statistic, x, y in zip(groups, statistics, rows, dense_rows, strict=True):
+            rows = _read(run, segment, groups, later)
+            both = zip(rows, _read(dense, dense_segments[index], groups, later), strict=True) if dense else None
+            for xs, ys in both or ((xs, xs) for xs in rows):
+                for group, statistic, x, y in zip(groups, statistics, xs, ys, strict=True):
                     if not bool(torch.isfinite(x).all()):
                         raise CompressorError(
                             f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the "
@@ -200,9 +205,19 @@ def stream(
             blocks.keep(graph, block)
 
 
+def _read(
+    run: Stream, segment: Segment, groups: Sequence[list[Site]], later: Sequence[list[Site]] | None
+) -> Iterator[list[Tensor]]:
+    """The rows that each group reads, [tokens, in], batch after batch; ``later`` groups will follow from there."""
+    inputs = {site.name: site.input for site in _linears(segment)}
+    wanted = [inputs[group[0].name] for group in groups]
+    if later is None or run.spill is not None:  # memory is short: begin again
+        found: Iterator[list[Tensor]] = (run.values(segment, i, wanted) for i in range(len(run.batches)))
+    else:
+        ahead = [inputs[group[0].name] for group in later]
+        found = run.stage(segment, wanted, ahead if segment.exit is None else [*ahead, segment.exit])
+    return ([x.reshape(-1, x.shape[-1]) for x in values] for values in found)
+
+
 def _linears(segment: Segment) -> tuple[Site, ...]:
     return (*segment.sites, *segment.packed)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

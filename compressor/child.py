@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from compressor.errors import CompressorError, UsageError, VerificationError
+from compressor.threads import given_environment
 
 _ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
 _FAREWELL_S = 10.0
@@ -43,6 +44,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
+            env=given_environment(),
         )
         try:
             self.loaded: dict[str, Any] = self._answer()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from compressor.errors import CompressorError, GateError, VerificationError
+from compressor.threads import wait_passively
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,6 +102,7 @@ def main() -> None:
     Exit codes: 0 done, 2 bad usage or recipe, 3 a gate failed, 4 verification failed, 5 too little memory or
     disk, 1 anything else.
     """
+    wait_passively()
 
 
 @main.command()

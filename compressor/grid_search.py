@@ -15,6 +15,9 @@ from compressor.packing import choose_grid, grid_values, over_shared, round_scal
 Observer: TypeAlias = Literal["minmax", "mse"]
 """How a group's grid is chosen: by its range, or by :func:`search_grid`."""
 
+ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+"""(weight of a group float32 [out, columns], which columns) -> its scales and zeros, as :func:`search_grid`."""
+
 _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
 
 
@@ -50,10 +53,8 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
     return scales, zeros
 
 
-def chooser(
-    observer: Observer, importance: Tensor, fmt: Format
-) -> Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]:
-    """(weight of a group, which columns) -> its grid; ``importance`` is of all columns."""
+def chooser(observer: Observer, importance: Tensor, fmt: Format) -> ChooseGrid:
+    """How a pass chooses grids; ``importance`` is of all columns."""
 
     def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
         return search_grid(group, importance[columns], fmt) if observer == "mse" else choose_grid(group, fmt)

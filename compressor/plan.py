@@ -163,7 +163,7 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
         notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
     disk = _disk(place, costs, spill)
     bounds = rooflines(final, here)
-    seconds = costs.seconds(here, bounds, dense_speed=dense_speed)
+    seconds = costs.seconds(here, bounds, spill=spill, dense_speed=dense_speed)
     info: ModelInfo = graph.meta["model"]
     plan = Plan(
         model=info.name,

@@ -105,7 +105,7 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
         stages.append(StageMemory("text", base + _TOKEN_BYTES * a.text_tokens))
     kept = 0
     for name, streaming, arithmetic in a.passes:
-        hidden = 0 if a.spill or streaming is None else streaming.hidden_bytes
+        hidden = 0 if a.spill or streaming is None else streaming.live_bytes
         working = streaming.working_bytes + _NUMERICS_BYTES if streaming is not None else arithmetic
         mapped = streaming.weight_bytes if streaming is not None else 0
         stages.append(StageMemory(name, base + kept + hidden + working, mapped, mapped))
@@ -120,7 +120,7 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
     weights, least = a.weight_bytes, min(a.weight_bytes, a.largest_operand_bytes)
     stages.append(StageMemory("check", base, weights, least, bundle))
     if a.evaluation is not None:
-        hidden = 0 if a.spill else a.evaluation.hidden_bytes
+        hidden = 0 if a.spill else a.evaluation.live_bytes
         held = base + hidden + max(a.evaluation.working_bytes, _SCORING_BYTES * a.logits)
         mapped = a.evaluation.weight_bytes
         stages.append(StageMemory("evaluate", held, weights + mapped, least + mapped, bundle))

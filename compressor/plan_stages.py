@@ -68,6 +68,7 @@ class Costs:
     Attributes:
         amounts: what memory depends on, but for the two choices.
         work: of each stage but those of :func:`_compiling` and timing, by unit.
+        again: of passes, what is added to it if hidden states lie on disk.
         graphs: captured, and compressed; parameters may be on the meta device.
         tune: as in the recipe.
         evaluation: None where nothing is evaluated.
@@ -78,6 +79,7 @@ class Costs:
 
     amounts: Amounts
     work: dict[str, Work]
+    again: dict[str, Work]
     graphs: tuple[GraphModule, GraphModule]
     tune: str
     evaluation: Evaluation | None
@@ -93,7 +95,9 @@ class Costs:
         skipped = set() if self.runs_here else {"check", "evaluate", "time"}
         return [stage for stage in memory_stages(chosen, machine) if stage.stage not in skipped]
 
-    def seconds(self, machine: Machine, bounds: Sequence[Roofline], *, dense_speed: bool) -> dict[str, float]:
+    def seconds(
+        self, machine: Machine, bounds: Sequence[Roofline], *, spill: bool, dense_speed: bool
+    ) -> dict[str, float]:
         """The seconds of each stage, given the bounds on the bundle's speed."""
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
@@ -101,7 +105,9 @@ class Costs:
         begin = ("capture", "text", "plan", "independence")
         seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in begin}
         passes = {stage: work for stage, work in self.work.items() if stage.startswith("pass ")}
-        seconds |= {stage.removeprefix("pass "): machine.cost(work) for stage, work in passes.items()}
+        for stage, amounts in passes.items():
+            again = machine.cost(self.again.get(stage, {})) if spill else 0.0
+            seconds[stage.removeprefix("pass ")] = machine.cost(amounts) + again
         seconds["compile"] = compile_seconds(final, machine, self.tune)
         seconds["write"] = machine.cost(self.work["write"])
         if not self.runs_here:
@@ -141,6 +147,7 @@ def run_costs(
     if tokens:
         work["text"] = text_work(tokens)
     streamed: list[tuple[str, Streaming | None, int]] = []
+    again: dict[str, Work] = {}
     packed_bytes = 0
     for step, given in zip(passes, before, strict=True):
         streaming = _streaming(step, given, recipe)
@@ -154,6 +161,8 @@ def run_costs(
             amounts.update(streaming.work)
         name = f"pass {step.name}"
         work[name] = Counter(work.get(name, {})) + amounts
+        if streaming is not None:
+            again[name] = Counter(again.get(name, {})) + Counter(streaming.again)
         streamed.append((step.name, streaming, max((site.working_bytes for site in step.sites), default=0)))
     forward = plan_forward(graph, evaluation.windows, evaluation.window) if evaluation is not None else None
     if evaluation is not None and forward is not None:
@@ -185,6 +194,7 @@ def run_costs(
     return Costs(
         amounts=memory,
         work=work,
+        again=again,
         graphs=(graph, final),
         tune=recipe.tune,
         evaluation=evaluation,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
 from compressor.graph import Segment, Site, group_by_input, segments
 from compressor.plan_costs import NodeCost, eager_work, node_costs
-from compressor.sites_plan import SitePlan, Work
+from compressor.sites_plan import SitePlan, Work, half_product
 from compressor.streaming import ancestors
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
@@ -29,6 +29,8 @@ class Streaming:
     Attributes:
         work: by unit.
         hidden_bytes: hidden states between two segments, of all samples, which may lie on disk.
+        live_bytes: these, or the most that is live inside a segment between two runs, where all is held in memory.
+        again: work that is done once more where it is not.
         working_bytes: the most that a segment's run, or a pass's arithmetic on its statistics, takes at once.
         weight_bytes: the most weights that one segment has.
     """
@@ -37,6 +39,8 @@ class Streaming:
     hidden_bytes: int
     working_bytes: int
     weight_bytes: int
+    live_bytes: int
+    again: Work = field(default_factory=dict)
 
 
 def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
@@ -56,21 +60,23 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     current = dict(dense)
     runs = samples / batch
     work: dict[str, float] = defaultdict(float)
-    working, weights, hidden, done = 0, 0, 0, 0
-    cut = segments(graph)
+    again: dict[str, float] = defaultdict(float)
+    working, weights, hidden, live, done = 0, 0, 0, 0, 0
+    cut, passed = segments(graph), set[Node]()
 
-    def run(nodes: Sequence[Node]) -> None:
+    def run(nodes: Sequence[Node], passed: set[Node]) -> None:
         for costs in (dense, current)[2 - twofold :]:
-            for unit, amount in eager_work(costs[node] for node in nodes).items():
-                work[unit] += runs * amount
+            for amounts, ran in ((work, False), (again, True)):
+                for unit, amount in eager_work(costs[node] for node in nodes if (node in passed) is ran).items():
+                    amounts[unit] += runs * amount
 
     for index, segment in enumerate(cut):
         block = [site for site in (*segment.sites, *segment.packed) if site.name in chosen]
         if not block:
             continue
         for behind in cut[done:index]:
-            run(behind.nodes)
-        done = index
+            run(behind.nodes, passed)
+        done, passed = index, set()
         for behind in cut[: index + 1]:
             hidden = max(hidden, runs_bytes(behind, dense, runs))
         weights = max(weights, _weight_bytes(segment.nodes, dense))
@@ -79,11 +85,16 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
         for round_ in rounds:
             needed = ancestors([group[0].input for group in round_], set(segment.nodes))
             nodes = [node for node in segment.nodes if node in needed]
-            run(nodes)
+            run(nodes, passed)
+            if gathering.true_sequential:
+                passed |= needed
+                live = max(live, live_bytes(segment, passed, dense, runs))
             read = [_elements(dense[group[0].node], group[0]) for group in round_]  # in one run
             square = sum(group[0].in_features ** 2 for group in round_) if gathering.squares else 0
-            products = sum(size * group[0].in_features for size, group in zip(read, round_, strict=True))
-            work["matmul_flop"] += twofold * 2 * runs * products if gathering.squares else 0
+            products = 0.0  # with one half of a symmetric matrix, and all of the other
+            for size, group in zip(read, round_, strict=True):
+                products += size * group[0].in_features * (half_product(group[0].in_features) + 2 * (twofold - 1))
+            work["matmul_flop"] += runs * products if gathering.squares else 0
             work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * runs * sum(read)
             statistics = 4 * twofold * square
             widest = 4 * max(read)
@@ -97,7 +108,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                 if plan.format:
                     current[site.node] = _packed(dense[site.node], plan)
             working = max(working, statistics + max(running + widest, quantising))
-    return Streaming(dict(work), twofold * hidden, working, weights)
+    return Streaming(dict(work), twofold * hidden, working, weights, twofold * max(hidden, live), dict(again))
 
 
 def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
@@ -113,7 +124,8 @@ def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int,
     hidden = sum(runs_bytes(segment, costs, samples) for segment in cut)
     kept = max(sum(costs[node].held_bytes + 12 * costs[node].weights for node in segment.nodes) for segment in cut)
     working = kept + max(plan.working_bytes for plan in plans)
-    return Streaming(dict(work), 2 * hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut))
+    weights = max(_weight_bytes(segment.nodes, costs) for segment in cut)
+    return Streaming(dict(work), 2 * hidden, working, weights, 2 * hidden)
 
 
 def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
@@ -123,17 +135,29 @@ def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
     work = {unit: windows * amount for unit, amount in eager_work(costs.values()).items()}
     hidden = max((runs_bytes(segment, costs, windows) for segment in cut), default=0)
     working = max(peak_bytes(segment.nodes, costs) for segment in cut)
-    return Streaming(work, hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut))
+    return Streaming(work, hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut), hidden)
 
 
 def runs_bytes(segment: Segment, costs: Mapping[Node, NodeCost], runs: float) -> int:
     """Bytes of what is live at the end of a segment, for all runs."""
     if segment.exit is None:
         return 0
-    cost = costs[segment.exit]
-    while cost.owner in costs:
-        cost = costs[cost.owner]  # type: ignore[index]
-    return int(runs * cost.held_bytes)
+    return int(runs * costs[_owner(segment.exit, costs)].held_bytes)
+
+
+def _owner(node: Node, costs: Mapping[Node, NodeCost]) -> Node:
+    """The node whose storage a view is of."""
+    while (above := costs[node].owner) is not None and above in costs:
+        node = above
+    return node
+
+
+def live_bytes(segment: Segment, passed: set[Node], costs: Mapping[Node, NodeCost], runs: float) -> int:
+    """Bytes of what the rest of a segment reads of the nodes that have been run, and its entry, for all runs."""
+    rest = [node for node in segment.nodes if node not in passed]
+    read = {source for node in rest for source in node.all_input_nodes if source in passed or source is segment.entry}
+    owners = {_owner(node, costs) for node in read}
+    return int(runs * sum(costs[node].held_bytes for node in owners))
 
 
 def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:

@@ -16,7 +16,7 @@ from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, dequantize
 from compressor.pipeline import Context
 from compressor.sites import compress_site, naming
-from compressor.steady import total
+from compressor.steady import quadratic
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Quantized:
 
 def output_loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
     """tr((W - Q) H (W - Q)^T), with W and H in float64."""
-    difference = W - dequantize(packed)
-    return max(0.0, float(total((difference @ H) * difference)))
+    return max(0.0, float(quadratic(W - dequantize(packed), H)))
 
 
 def quantize_calibrated(

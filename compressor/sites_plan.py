@@ -19,6 +19,7 @@ from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.sites import patterns, site_notes
+from compressor.steady import BLOCK
 
 Work = Mapping[str, float]
 """Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
@@ -198,17 +199,23 @@ def scaled_working_bytes(rows: int, columns: int, _fmt: Format) -> int:
     return 18 * rows * columns
 
 
+def half_product(columns: int) -> float:
+    """Operations an element of the upper half of a symmetric matrix, blocks on the diagonal whole, and its rows."""
+    return 1 + min(1.0, BLOCK / columns)
+
+
 def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: bool) -> Work:
     """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
 
-    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses, a norm, and the updates of
-    the remainder, which are half a product; with ``match_dense`` two more.
+    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
+    upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
     """
     size, cubed = rows * columns, columns**3
     work = Counter(_grid_work(rows, columns, fmt, 1, searched=mse))
     work.update(_grid_work(rows, columns, fmt, 1, searched=False))
     work.update({
-        "matmul64_flop": (2 * 3.5 + (4 if match_dense else 0)) * size * columns,
+        "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
+        "matmul_flop": (6 if match_dense else 0) * size * columns,
         "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
         "stream_byte": 8 * (8 * columns**2 + 8 * size),
         "rtn_element": 2 * size,
@@ -236,10 +243,10 @@ def adaptive_rounding_work(rows: int, columns: int, fmt: Format, *, steps: int, 
     size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
     grids = (_CANDIDATES[fmt.symmetric] if mse else 1) * size
     return {
-        "matmul_flop": 2 * steps * size * columns,
+        "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
         "stream_byte": 400 * steps * size,
         "node": 6 * steps * chunks,
-        "matmul64_flop": (2 * (3 + 2 * ROUNDING_SWEEPS) + (4 if match_dense else 0)) * size * columns,
+        "matmul64_flop": (3 * half_product(columns) + 4 * ROUNDING_SWEEPS) * size * columns,
         "factor64_flop": 1 / 3 * columns**3 if match_dense else 0,
         "rtn_element": 2 * size,
         "grid_element": grids,

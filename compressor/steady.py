@@ -15,6 +15,8 @@ from torch import Tensor
 
 EVEN = 16
 """Products of float32 matrices whose sizes are no multiples of this are shared out in other ways."""
+BLOCK = 512
+"""Columns of a symmetric matrix that are worked on at once where its lower half is not."""
 _PIECE = 1024
 _SMALL = 1 << 11  # elements, which PyTorch leaves to one thread
 
@@ -25,6 +27,28 @@ def total(values: Tensor) -> Tensor:
     while len(values) > _PIECE:
         values = torch.nn.functional.pad(values, (0, -len(values) % _PIECE)).view(-1, _PIECE).sum(1)
     return values.sum()
+
+
+def quadratic(D: Tensor, H: Tensor) -> Tensor:
+    """tr(D H D^T) of a symmetric H, of which only blocks on and above the diagonal are read: half of the product.
+
+    Args:
+        D: float64 [rows, n].
+        H: float64 [n, n].
+    """
+    found = torch.zeros((), dtype=torch.float64)
+    for first in range(0, len(H), BLOCK):
+        part, columns = D[:, first : first + BLOCK], slice(first, first + BLOCK)
+        found += total((2 * (D[:, :first] @ H[:first, columns]) + part @ H[columns, columns]) * part)
+    return found
+
+
+def product(A: Tensor, B: Tensor) -> Tensor:
+    """A @ B of float32 matrices of any sizes."""
+    rows, columns = len(A), B.shape[1]
+    odd = -A.shape[1] % EVEN
+    pad = torch.nn.functional.pad
+    return (pad(A, (0, odd, 0, -rows % EVEN)) @ pad(B, (0, -columns % EVEN, 0, odd)))[:rows, :columns]
 
 
 def column_sums(rows: Tensor) -> Tensor:

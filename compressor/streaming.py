@@ -7,7 +7,7 @@ in memory, beside the hidden states between two segments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,45 @@ class Stream:
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
         self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
         self.hidden: list[Tensor | None] = [None] * len(batches)
+        self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`stage` got to
+        self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
 
     def advance(self, segment: Segment) -> None:
-        """Run every batch to the end of the segment; its hidden states take the place of the last ones."""
+        """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
-        for i in range(len(self.batches)):
-            (value,), place = self.values(segment, i, [segment.exit]), self.hidden[i]
+        for i, (value,) in enumerate(self.stage(segment, [segment.exit])):
+            place = self.hidden[i]
             if place is None or place.shape != value.shape:
                 place = self.hidden[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
             place.copy_(value)  # in place: allocating anew leaves the heap full of holes
             if self.spill:
                 release([place])
+            self._live[i] = {}
+        self._passed = set()
         self.release(segment)
+
+    def stage(self, segment: Segment, wanted: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[list[Tensor]]:
+        """Run one batch after another as far as the nodes of interest, from where the last call left it; their values.
+
+        What has been computed is not computed again until :meth:`advance`: meanwhile linears may be replaced that
+        have not been run, and nothing else.
+
+        Args:
+            later: nodes of the same segment that later calls will want.
+        """
+        for i in range(len(self.batches)):
+            env = {**self.environment(segment, i), **self._live[i]}
+            given = set(env)
+            with torch.no_grad():
+                found = self.run(segment, env, wanted, later, self._passed)
+            self._live[i] = {
+                node: value
+                for node, value in env.items()
+                if node.op != "get_attr" and (node not in given or node in self._live[i])
+            }
+            yield found
+        self._passed |= ancestors(wanted, set(segment.nodes))
 
     def release(self, segment: Segment) -> None:
         """Give back the memory of the segment's mapped weights."""
@@ -76,11 +102,24 @@ class Stream:
             env[segment.entry] = self.hidden[i]
         return env
 
-    def run(self, segment: Segment, env: dict[Node, Any], wanted: Sequence[Node]) -> list[Tensor]:
-        """Run a segment's nodes as far as those of interest; their values.  What nobody reads later leaves ``env``."""
-        needed = ancestors(wanted, set(segment.nodes))
+    def run(
+        self,
+        segment: Segment,
+        env: dict[Node, Any],
+        wanted: Sequence[Node],
+        later: Sequence[Node] = (),
+        passed: Collection[Node] = (),
+    ) -> list[Tensor]:
+        """Run a segment's nodes as far as those of interest; their values.  What nobody reads later leaves ``env``.
+
+        Args:
+            later: nodes that will be of interest.
+            passed: nodes that have been run; what others read of them is in ``env``.
+        """
+        inside = set(segment.nodes).difference(passed)
+        needed, ahead = ancestors(wanted, inside), ancestors([*wanted, *later], inside)
         nodes = [node for node in segment.nodes if node in needed]
-        last_user = {source: node for node in nodes for source in node.all_input_nodes}
+        last_user = {source: node for node in segment.nodes if node in ahead for source in node.all_input_nodes}
         found = {node: env[node] for node in wanted if node in env}
         self.interpreter.env = env
         for node in nodes:
@@ -91,7 +130,7 @@ class Stream:
             if node in wanted:
                 found[node] = env[node]
             for used in (node, *node.all_input_nodes):
-                if last_user.get(used, node) is node:
+                if last_user.get(used, node) is node and used not in later:
                     del env[used]
         return [found[node] for node in wanted]
 

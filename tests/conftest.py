@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from compressor.threads import wait_passively
+
+wait_passively()  # as the command does; before torch is imported
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

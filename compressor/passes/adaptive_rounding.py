@@ -11,11 +11,11 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian
+from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.grid_search import Observer, chooser
 from compressor.packing import PackedWeight, pack, unpack
-from compressor.passes.gptq import match_dense
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.rounding import descend, learn_rounding, neighbours, spread_values
@@ -28,7 +28,7 @@ from compressor.sites_plan import (
     adaptive_rounding_working_bytes,
     plan_sites,
 )
-from compressor.steady import total
+from compressor.steady import quadratic
 
 _DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
 
@@ -89,7 +89,7 @@ def adaptive_round(
     codes = torch.where(learn_rounding(scaled, damped, floor, ceiling, steps), high, low)
     codes = descend(scaled, damped, codes, scales, zeros, fmt)
     packed = pack(codes, scales, zeros, fmt, unit)
-    loss, rtn_loss, norm = output_loss(W, packed, H), output_loss(W, rtn, H), float(total((W @ H) * W))
+    loss, rtn_loss, norm = output_loss(W, packed, H), output_loss(W, rtn, H), float(quadratic(W, H))
     kept = loss <= rtn_loss
     info = RoundingInfo(
         error=min(loss, rtn_loss) / norm if norm > 0 else 0.0,

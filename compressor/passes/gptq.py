@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,20 +13,22 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian
+from compressor.compensation import column_blocks, inverse_factor, match_dense, sweep
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.grid_search import Observer, chooser
-from compressor.outliers import add_outliers, largest
-from compressor.packing import PackedWeight, grid_values, pack, round_to_grid, unpack
-from compressor.passes.rtn import ChooseGrid, rtn_quantize
+from compressor.outliers import largest
+from compressor.packing import PackedWeight, dequantize
+from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
-from compressor.steady import inverse_cholesky, total
+from compressor.steady import quadratic, total
 
 _MOST_DAMPENING = 1e3
-_MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
+_EXACT_DAMPENING = 1e-6  # then the condition is at most 1e6 times the columns, and ||E||^2 exact but for 1e-5
+_CLEAR = 0.99  # of the loss of round to nearest; what is above is computed once more by its definition
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ def gptq_quantize(
     )
     rtn = rtn_quantize(weight, fmt, outliers=outliers)
     rtn_loss = output_loss(W, rtn, H)
-    norm = float(total((W @ H) * W))
+    norm = float(quadratic(W, H))
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
-    blocks = list(_blocks(in_features, fmt.columns(in_features), blocksize))
+    blocks = list(column_blocks(in_features, fmt.columns(in_features), blocksize))
     mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
 
     choose = chooser(observer, torch.diagonal(H), fmt)
@@ -105,9 +107,14 @@ def gptq_quantize(
     best, loss, damp = rtn, rtn_loss, dampening_frac
     while damp <= _MOST_DAMPENING:
         try:
-            Hinv = _inverse_factor(H, dead, order, mean, damp)
-            packed = _sweep(W, Hinv, start, order, blocks, None if static_groups else choose, outliers)
-            gptq_loss = output_loss(W, packed, H)
+            Hinv = inverse_factor(H, dead, order, mean, damp)
+            packed, squares = sweep(W, Hinv, start, order, blocks, None if static_groups else choose, outliers)
+            gptq_loss = math.inf
+            if damp >= _EXACT_DAMPENING and outliers is None:
+                shift = mean * (damp + dead.double())  # of the diagonal
+                gptq_loss = max(0.0, squares - float(total((W - dequantize(packed)).square() * shift)))
+            if not gptq_loss < _CLEAR * rtn_loss:
+                gptq_loss = output_loss(W, packed, H)
         except CompressorError:
             gptq_loss = math.inf  # not positive definite, or the compensation ran away
         if gptq_loss <= rtn_loss:
@@ -122,104 +129,6 @@ def gptq_quantize(
         dead_columns=int(dead.sum()),
     )
     return best, info
-
-
-def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
-    """The weight whose outputs on the inputs X as they are come nearest to those of ``weight`` on dense inputs.
-
-    W' = W (I + C (H + lambda I)^-1) minimises ||W X_dense - W' X||^2 (Li et al. 2025, GPTAQ, arXiv 2504.02692, whose
-    asymmetric calibration this is, solved before rather than during the rounding), with lambda = 0.1 mean(diag H)
-    to stay near W.
-
-    Args:
-        weight: float [out, in].
-        hessian: 2 / n * X^T X, float32 [in, in].
-        cross: 2 / n * (X_dense - X)^T X, float32 [in, in].
-    Returns:
-        float32 [out, in].
-    """
-    W, H = weight.double(), hessian.to(torch.float64, copy=True)
-    H.diagonal().add_(_MATCH_DAMPENING * float(torch.diagonal(H).mean()))
-    R = inverse_cholesky(H)
-    if R is None or not bool(torch.isfinite(cross).all()):
-        return weight  # dead or overflowed inputs, which gptq_quantize speaks about
-    del H  # of its size there should be as few as possible at once
-    return (W + W @ cross.double() @ R.t() @ R).float()
-
-
-def _inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
-    """Upper R with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
-
-    With H = U U^T, U upper (the Cholesky factor of H read backwards), R is U^-1: one factorisation
-    and one triangular inverse instead of the paper's Cholesky, inverse, Cholesky.
-    """
-    diagonal = torch.diagonal(H).masked_fill(dead, mean) + damp * mean
-    places = order.flip(0)
-    backwards = H[places][:, places]
-    backwards.diagonal().copy_(diagonal[places])
-    inverse = inverse_cholesky(backwards)
-    del backwards
-    if inverse is None:
-        raise CompressorError("the Hessian is not positive definite")
-    R = inverse.flip(0, 1).contiguous()
-    if not bool(torch.isfinite(R).all()):
-        raise CompressorError("the inverse of the Hessian is not finite")
-    return R
-
-
-def _blocks(in_features: int, group: int, blocksize: int) -> Iterator[tuple[int, int]]:
-    """Column ranges, cut so that a group that spans several blocks begins with one and no group straddles two."""
-    span = group if group > blocksize else blocksize // group * group
-    for begin in range(0, in_features, span):
-        end = min(begin + span, in_features)
-        for first in range(begin, end, blocksize):
-            yield first, min(first + blocksize, end)
-
-
-def _sweep(
-    W: Tensor,
-    Hinv: Tensor,
-    start: PackedWeight,
-    order: Tensor,
-    blocks: list[tuple[int, int]],
-    choose: ChooseGrid | None,
-    outliers: Tensor | None,
-) -> PackedWeight:
-    """Algorithm 1 of the paper, on the grids of ``start`` or chosen on the way.
-
-    W and codes are held transposed: a column is contiguous.  Outliers have no error: they take the compensated weight
-    as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078, algorithm 1).
-    """
-    out_features, in_features = W.shape
-    fmt, size = start.format, start.format.columns(in_features)
-    codes = torch.empty(in_features, out_features, dtype=torch.uint8)
-    _, scales, zeros = unpack(start)
-    scales, zeros = scales.clone(), None if zeros is None else zeros.clone()  # unpack may return views
-    unit = start.parts.get("tensor_scale")
-    Wt = W.t()[order].contiguous() if unit is None else W.t()[order] / unit.double()
-    for first, last in blocks:
-        Err = torch.empty(last - first, out_features, dtype=W.dtype)
-        for i in range(first, last):
-            group = int(order[i]) // size
-            if choose is not None and i % size == 0:
-                scale, zero = choose(Wt[i : i + size].t().float(), slice(i, i + size))
-                scales[:, group] = scale
-                if zeros is not None and zero is not None:
-                    zeros[:, group] = zero
-            scale, zero = scales[:, group], None if zeros is None else zeros[:, group]
-            code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
-            error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / Hinv[i, i]
-            if outliers is not None:
-                error[outliers[:, order[i]]] = 0.0
-            Wt[i + 1 : last].addmm_(Hinv[i, i + 1 : last, None], error[None], alpha=-1)
-            Err[i - first] = error
-            codes[order[i]] = code[:, 0]
-        Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
-    packed = pack(codes.t().contiguous(), scales, zeros, fmt, unit)
-    if outliers is None:
-        return packed
-    compensated = torch.empty_like(Wt).index_copy_(0, order, Wt if unit is None else Wt * unit)
-    return add_outliers(packed, compensated.t(), outliers, fmt.outlier_percent)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.formats import Format
 from compressor.graph import Site
+from compressor.grid_search import ChooseGrid
 from compressor.input_scales import calibrate_inputs, gathering_for
 from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, choose_grid, dequantize_rows, pack, round_to_grid, tensor_scale
@@ -25,8 +25,6 @@ from compressor.sites import by_segment, choose_format, choose_sites, compress_s
 from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
 from compressor.steady import total
 from compressor.tensor_files import release
-
-ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 

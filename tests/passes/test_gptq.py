@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.grid_search import search_grid
 from compressor.packing import choose_grid, dequantize, grid_values, round_to_grid, tensor_scale, unpack
-from compressor.passes.gptq import Observer, gptq_quantize, match_dense
+from compressor.passes.gptq import Observer, gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W4A16_ASYM_G32", "W2A16_G64", "W8A8", "W4A16_C", "W4A16_ASYM_T", "W6A16_G16"]
