@@ -38,6 +38,27 @@ def require_tool() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def require_model() -> Callable[[Any], Path]:
+    """``require_model(recipe)``: its model's folder; the test is skipped without the package that brings it, and in CI
+    fails.
+    """
+
+    def require(recipe: Any) -> Path:
+        from compressor.errors import RecipeError
+
+        try:
+            return Path(recipe.model_source())
+        except RecipeError as error:
+            if not recipe.model.startswith("package:"):
+                raise
+            if os.environ.get("CI"):
+                pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
+            pytest.skip(str(error))
+
+    return require
+
+
+@pytest.fixture(scope="session")
 def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """``shared_data("models/x")`` is a path in ``../shared/data`` beside the checkout; absent, the test is skipped."""
 
