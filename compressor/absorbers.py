@@ -1,15 +1,16 @@
-"""What in front of a group of linears can take a scale of their input channels over, without any new operator.
+"""What in front of a group of linears can take a scale of their input channels over, without a new kind of operator.
 
 ``x -> x / s`` together with ``W -> W diag(s)`` leaves every output as it is (Xiao et al. 2023, SmoothQuant, arXiv
 2211.10438, eq. 3).  The division is free where whatever makes ``x`` has a parameter for each of its channels.  That is
 read from the dataflow: a norm's weight, a linear's rows, either factor of a product, and through attention the rows of
 the values' linear, whose heads several heads of ``x`` may share.  A convolution's patches show a channel several times.
+Where a residual stream goes through its norms (post-norm), the stream reads a norm's output too: linears get a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from compressor.steady import few_bits
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
 _ATTENTION = (_OPS.cached_attention.default, _OPS.masked_attention.default)
+_COPY = "_scaled"  # ends the names of a copied norm's parameters
 _SHAPES = (_ATEN.view.default, _ATEN.reshape.default)
 
 
@@ -32,12 +34,14 @@ class Absorber:
 
     Attributes:
         parameters: names; each is divided by the scale.
+        copied: the norm that they belong to, where more than linears read it: a copy takes the scale, for the linears.
         shares: (runs, repeats of each, length of one) where several channels of the tensor come from one: key-value
             heads, heads that share each and head width; 1, pixels of a patch and channels.  None where none do.
     """
 
     parameters: tuple[str, ...]
     shares: tuple[int, int, int] | None = None
+    copied: Node | None = None
 
     def shared(self, scale: Tensor) -> Tensor:
         """The scale with one value for all channels that come from one: the largest.  float [in] -> [in]."""
@@ -60,7 +64,10 @@ class Absorber:
         own = self._own(scale)
         for name in self.parameters:
             value = graph.get_parameter(name).detach().float()
-            set_parameter(graph, name, value / own.view(-1, *[1] * (value.dim() - 1)))
+            stored = name if self.copied is None else name + _COPY
+            set_parameter(graph, stored, value / own.view(-1, *[1] * (value.dim() - 1)))
+        if self.copied is not None:
+            _read_copy(graph, self.copied, group)
         for site in group:
             set_parameter(graph, site.weight_name, graph.get_parameter(site.weight_name).detach().float() * scale)
 
@@ -70,18 +77,19 @@ class Unabsorbable(Exception):
 
 
 def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
-    """What can absorb a scale of a tensor that linears read, and all its readers, which are linears.
+    """What can absorb a scale of a tensor that linears read, and the linears among its readers.
 
     Raises:
         Unabsorbable: there is none; says why.
     """
     readers = [site for site in linear_sites(graph) if site.input is x]
     others = [user for user in x.users if user not in {site.node for site in readers}]
-    if others:
+    if others and x.target not in _NORMS:
         raise Unabsorbable(f"its input is also read by {describe(others[0])}")
     if tied := [site for site in readers if site.tied]:
         raise Unabsorbable(f"the weight of {tied[0].name} is tied")
-    return _absorb(x), readers
+    absorber = _absorb(x)
+    return replace(absorber, copied=x) if others else absorber, readers
 
 
 def scale_inputs(
@@ -92,16 +100,34 @@ def scale_inputs(
     Args:
         choose: the absorber -> scale float64 [in], positive.
     Returns:
-        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted.
+        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted, as copies are.
     """
+    names = ", ".join(site.name for site in group)
     try:
         absorber, readers = find_absorber(graph, group[0].input)
     except Unabsorbable as reason:
-        ctx.notes.append(f"{pass_name}: {', '.join(site.name for site in group)}: inputs are not scaled: {reason}")
+        ctx.notes.append(f"{pass_name}: {names}: inputs are not scaled: {reason}")
         return None
     scale = few_bits(absorber.shared(choose(absorber))).float()
     absorber.apply(graph, readers, scale)
+    if absorber.copied is not None:
+        other = next(user for user in absorber.copied.users)
+        norm = f"{describe(absorber.copied)}, which is also read by {describe(other)}"
+        ctx.notes.append(f"{pass_name}: {names}: inputs are scaled in a copy of {norm}")
     return scale
+
+
+def _read_copy(graph: GraphModule, norm: Node, group: Sequence[Site]) -> None:
+    """Let linears read a copy of a norm, whose parameters have the same names and an ending of their own."""
+    with graph.graph.inserting_before(norm.next):
+        copies = {
+            source: graph.graph.get_attr(f"{source.target}{_COPY}")
+            for source in norm.all_input_nodes
+            if source.op == "get_attr"
+        }
+        copy = graph.graph.node_copy(norm, lambda source: copies.get(source, source))
+    for site in group:
+        site.node.replace_input_with(norm, copy)
 
 
 def _absorb(node: Node) -> Absorber:

@@ -138,11 +138,12 @@ def _capture_shadow(shadow: Shadow) -> GraphModule:
 
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    computed = {name: b for name, b in buffers.items() if name not in model.state_dict()} | constants
+    unstored = {name: b for name, b in buffers.items() if name not in model.state_dict()}
+    computed = unstored | constants
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    weights = map_weights(shadow.source, stored, needed, model.base_model_prefix, ignored)
+    weights = map_weights(shadow.source, stored, needed, model.base_model_prefix, ignored, unstored)
 
     def read(name: str) -> Tensor:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])

@@ -145,7 +145,12 @@ class WeightMap:
 
 
 def map_weights(
-    source: WeightSource, groups: Mapping[str, list[str]], needed: Iterable[str], prefix: str, ignored: Iterable[str]
+    source: WeightSource,
+    groups: Mapping[str, list[str]],
+    needed: Iterable[str],
+    prefix: str,
+    ignored: Iterable[str],
+    computed: Mapping[str, Tensor],
 ) -> WeightMap:
     """Match a model's names with the stored ones.
 
@@ -155,8 +160,10 @@ def map_weights(
         needed: first names that the graph really reads; others may be missing.
         prefix: the model class's ``base_model_prefix``.
         ignored: regular expressions of stored names that the model class is known to leave aside.
+        computed: buffers that the model makes itself; old checkpoints store some of them, such as BERT's positions.
     Raises:
-        CaptureError: names are missing, or stored names have no place in the model.
+        CaptureError: names are missing, stored names have no place in the model, or a stored buffer differs from the
+            model's own.
     """
     result, taken = WeightMap(source), set[str]()
     for first, names in groups.items():
@@ -170,10 +177,12 @@ def map_weights(
     body_only = not any(name.startswith(f"{prefix}.") for name in groups)
     headed = body_only and any(key.startswith(f"{prefix}.") for key in taken)
     patterns = [re.compile(pattern) for pattern in ignored]
+    repeated = {key: buffer for name, buffer in computed.items() for key in _spellings(name, prefix)}
     unexpected = sorted(
         key
         for key in source.names - taken
-        if not (headed and not key.startswith(f"{prefix}."))
+        if not (key in repeated and _equal(source.read(key), repeated[key]))
+        and not (headed and not key.startswith(f"{prefix}."))
         and not _OBSOLETE.search(key)
         and not any(pattern.search(key) for pattern in patterns)
     )
@@ -196,6 +205,13 @@ def _spellings(name: str, prefix: str) -> list[str]:
     for new, old in _OLD_SUFFIXES.items():
         names += [n.removesuffix(new) + old for n in names if n.endswith(new)]
     return names
+
+
+def _equal(stored: Tensor, buffer: Tensor) -> bool:
+    """Whether they have one shape and, where the stored tensor's values are at hand, the same values."""
+    if stored.shape != buffer.shape:
+        return False
+    return stored.is_meta or torch.equal(stored.to(buffer.dtype), buffer)
 
 
 def _check_tied(source: WeightSource, found: list[str]) -> None:

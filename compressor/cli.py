@@ -185,12 +185,15 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     "--data", default="python_docs_heldout", show_default=True, help="A set's name, a .yaml spec or a text file."
 )
 @click.option("--tokens", type=click.IntRange(2), help="Tokens to evaluate on [default: the set's].")
-@click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement.")
+@click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement, embeddings.")
 @_threads_option
 @_json_option
 @_reported
 def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threads: int | None, as_json: bool) -> None:
-    """Measure the perplexity of PATH: a bundle (its own kernels) or a Hugging Face folder."""
+    """Measure the quality of PATH: a bundle (its own kernels) or a Hugging Face folder.
+
+    Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense.
+    """
     from compressor.recipe import load_text_spec
     from compressor.terminal import progress, show_metrics
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -43,8 +43,9 @@ class EvalResult:
         kl_divergence: mean over tokens, or images, of KL(dense || compressed), in nats.
         top1_agreement: fraction of tokens, or images, whose likeliest prediction is the dense model's.
         accuracy, dense_accuracy: fraction of labelled images whose likeliest class is the label.
-        cosine_fidelity: encoders: mean cosine of the last hidden states with the dense model's.
-        tokens, images: number of those scored.
+        embedding_cosine, embedding_cosine_min: encoders: mean and least cosine, over texts, of the embedding with the
+            dense model's.
+        tokens, texts, images: number of those scored.
         window, stride: of the sliding window, in tokens.
     """
 
@@ -54,7 +55,9 @@ class EvalResult:
     top1_agreement: float | None = None
     accuracy: float | None = None
     dense_accuracy: float | None = None
-    cosine_fidelity: float | None = None
+    embedding_cosine: float | None = None
+    embedding_cosine_min: float | None = None
+    texts: int | None = None
     images: int | None = None
     tokens: int | None = None
     window: int | None = None
@@ -212,19 +215,6 @@ def _classes(outputs: Tensor | NDArray[np.float32], batch: int) -> Tensor:
             f"evaluation: the model gives {list(logits.shape)} for {batch} images; wanted: [{batch}, classes]"
         )
     return torch.log_softmax(logits.double(), dim=1)
-
-
-@torch.no_grad()
-def measure_cosine(hidden: Hidden, dense: Hidden, batches: Iterable[tuple[Ids, NDArray[np.float32]]]) -> EvalResult:
-    """Mean cosine between the last hidden states of two encoders over all tokens that the masks keep."""
-    total, count = 0.0, 0
-    for ids, mask in batches:
-        x, y = (torch.as_tensor(model(ids, mask)).double() for model in (hidden, dense))
-        cosine = torch.cosine_similarity(x, y, dim=-1)[torch.as_tensor(mask) > 0]
-        total, count = total + float(cosine.sum()), count + cosine.numel()
-    if not count:
-        raise UsageError("evaluation: there is no token to compare hidden states at")
-    return EvalResult(cosine_fidelity=total / count, tokens=count)
 
 
 def graph_classes(graph: GraphModule) -> Classes:

@@ -13,16 +13,17 @@ from torch import Tensor
 from compressor.calibration import load_evaluation
 from compressor.capture import capture
 from compressor.child import Child
+from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
 from compressor.evaluate import (
     EvalResult,
     GraphLogits,
+    Hidden,
     Logits,
     graph_classes,
     graph_hidden,
     image_batch,
     measure_accuracy,
-    measure_cosine,
     measure_quality,
 )
 from compressor.graph import ModelInfo, weight_bytes
@@ -72,27 +73,25 @@ class BundleProcess(Child):
 def bundle_quality(
     bundle: Path,
     dense: GraphLogits,
-    data: Tensor | Images | None,
+    data: Tensor | Texts | Images | None,
     recipe: Recipe,
     reporter: Reporter,
     threads: int | None,
 ) -> EvalResult:
-    """A finished bundle against the dense model: decoders on text, encoders on random tokens, modules on images.
+    """A finished bundle against the dense model: decoders on text, encoders on texts, modules on images.
 
     Args:
-        data: int64 [tokens], or images; None where a decoder or module has none, and then nothing is measured.
+        data: int64 [tokens], texts to embed, or images; None where there are none, and then nothing is measured.
     """
     info: ModelInfo = dense.graph.meta["model"]
-    if info.kind != "encoder" and data is None:
+    if data is None:
         return EvalResult()
     with BundleProcess(bundle, threads) as process:
         if isinstance(data, Images):
             batch, classify = image_batch(dense.graph, _IMAGES), graph_classes(dense.graph)
             return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)
-        if data is None:
-            rng = np.random.default_rng(recipe.seed)
-            ids = rng.integers(0, info.vocab_size, (4, min(128, info.max_positions or 128)))
-            return measure_cosine(process.hidden, graph_hidden(dense.graph), [(ids, np.ones(ids.shape, np.float32))])
+        if isinstance(data, Texts):
+            return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)
         window, stride = evaluation_window(recipe.evaluation, info.max_positions, reporter)
         return measure_quality(process.logits, data, window=window, stride=stride, dense=dense, reporter=reporter)
 
@@ -105,11 +104,12 @@ def evaluate_path(
     threads: int | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Perplexity of a bundle's own kernels, or of a Hugging Face folder's captured graph.
+    """Quality by a bundle's own kernels, or by a Hugging Face folder's captured graph: a decoder's perplexity, and how
+    close an encoder's embeddings are to another's.
 
     Args:
         dense: folder or id of a model to measure fidelity against: ``dense_perplexity``, ``kl_divergence``,
-            ``top1_agreement``.
+            ``top1_agreement``; of encoders ``embedding_cosine`` and ``embedding_cosine_min``, which need it.
     Raises:
         CompressorError: the path is neither, or the text does not suit it.
     """
@@ -118,28 +118,48 @@ def evaluate_path(
         graph = capture(path)
         info: ModelInfo = graph.meta["model"]
         facts = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        return _evaluate(path, GraphLogits(graph), facts, spec, dense, reporter) | {"weight_bytes": weight_bytes(graph)}
+        measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), facts, spec, dense, reporter)
+        return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
     with BundleProcess(path, threads) as process:
         facts = {**manifest["model"], "kind": manifest["kind"]}
-        return _evaluate(path, process.logits, facts, spec, dense, reporter) | {key: manifest[key] for key in SIZES}
+        measured = _evaluate(path, process.logits, process.hidden, facts, spec, dense, reporter)
+        return measured | {key: manifest[key] for key in SIZES}
 
 
 def _evaluate(
-    path: Path, logits: Logits, facts: dict[str, Any], spec: EvaluationSpec, dense: str | None, reporter: Reporter
+    path: Path,
+    logits: Logits,
+    hidden: Hidden,
+    facts: dict[str, Any],
+    spec: EvaluationSpec,
+    dense: str | None,
+    reporter: Reporter,
 ) -> dict[str, Any]:
-    if facts["kind"] != "decoder":
-        raise UsageError(f"{path}: is a {facts['kind']}; perplexity is of decoders")
-    tokens, _ = load_evaluation(spec, None, path, facts["vocab_size"])
-    window, stride = evaluation_window(spec, facts["max_positions"], reporter)
-    reference = None
-    if dense is not None:
-        graph = capture(dense)
-        known = graph.meta["model"].vocab_size
-        if known != facts["vocab_size"]:
-            raise UsageError(f"{dense}: {known} tokens, {path} has {facts['vocab_size']}; not its model")
-        reference = GraphLogits(graph)
+    kind, vocab_size, positions = facts["kind"], facts["vocab_size"], facts["max_positions"]
+    if kind == "module":
+        raise UsageError(f"{path}: is a plain module; decoders and encoders can be evaluated on text")
+    graph = None if dense is None else capture(dense)
+    if graph is not None:
+        known: ModelInfo = graph.meta["model"]
+        if (known.kind, known.vocab_size) != (kind, vocab_size):
+            raise UsageError(
+                f"{dense}: is a {known.kind} with {known.vocab_size} tokens, {path} is a {kind} with {vocab_size}; not "
+                "its model"
+            )
+    if kind == "encoder":
+        if graph is None:
+            raise UsageError(
+                f"{path}: is an encoder, and perplexity is of decoders; name the model that its embeddings are to be "
+                "compared with: --dense"
+            )
+        folder = graph.meta["model"].source  # which says how embeddings are made
+        texts = load_embedding_texts(spec, None, folder, vocab_size, positions)
+        return measure_embeddings(hidden, graph_hidden(graph), texts, reporter).metrics()
+    tokens, _ = load_evaluation(spec, None, path, vocab_size)
+    window, stride = evaluation_window(spec, positions, reporter)
+    reference = None if graph is None else GraphLogits(graph)
     return measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
 
 

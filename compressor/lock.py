@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from compressor.codegen.targets import Target
+    from compressor.embeddings import Texts
     from compressor.images import Images
     from compressor.recipe import Recipe
     from compressor.samples import Samples
@@ -89,14 +90,17 @@ class Lock:
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
 
-    def add_data(self, samples: Samples | None, data: Tensor | Images | None) -> None:
-        """The calibration samples as they were drawn, and the tokens or images to evaluate on."""
+    def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
+        """The calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
+        from compressor.embeddings import Texts
         from compressor.images import Images
         from compressor.samples import tokens_sha256
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):
             self.facts["evaluation"] = {"images": len(data.pixels), "sha256": data.sha256}
+        elif isinstance(data, Texts):
+            self.facts["evaluation"] = data.facts()
         else:
             self.facts["evaluation"] = None if data is None else {"tokens": len(data), "sha256": tokens_sha256(data)}
 

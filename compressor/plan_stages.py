@@ -218,13 +218,15 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
     spec = recipe.evaluation
-    if info.kind != "decoder" or (spec.kind is None and recipe.calibration is None):
+    if info.kind == "module" or (spec.kind is None and recipe.calibration is None):
         return None
     window, stride = spec.window, spec.stride
     if info.max_positions and window > info.max_positions:  # as in run.py
         window, stride = info.max_positions, max(1, info.max_positions // 2)
     source: DataSource | None = spec if spec.kind is not None else recipe.calibration
     tokens = min(spec.tokens, _tokens(source)) if source is not None else spec.tokens
+    if info.kind == "encoder":  # texts are shorter than the window, and padded to one another's length
+        return Evaluation(-(-tokens // window), min(window, tokens), 0)
     windows = 1 + max(0, -(-(tokens - 1 - window) // stride))
     return Evaluation(windows, min(window, tokens), stride)
 

@@ -13,7 +13,15 @@ from compressor.errors import RecipeError
 from compressor.gates import QUALITY, Gate
 from compressor.recipe_options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe_overrides import apply_override, set_value
-from compressor.recipe_source import expand_data, find_shipped, is_file, read_recipe, shipped_names
+from compressor.recipe_source import (
+    expand_data,
+    find_shipped,
+    is_dir,
+    is_file,
+    package_folder,
+    read_recipe,
+    shipped_names,
+)
 from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.resources import resource
 from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
@@ -27,7 +35,8 @@ class Recipe(Section):
     """A model, and everything that is to happen to it.
 
     Attributes:
-        model: folder (beside the recipe, or in the current folder), name of a shipped model, or hub id.
+        model: folder (beside the recipe, or in the current folder), name of a shipped model, hub id, or
+            ``package:<package>/<folder>`` for one that an installed Python package brings.
         trust_remote_code: run code that comes with the model.
         calibration: text that calibrated passes learn from.
         evaluation: text that quality is measured on.
@@ -90,15 +99,14 @@ class Recipe(Section):
         """
         if self.model is None:
             raise self.problem((), "model: missing; add `model:`, or name one with --model")
+        if (installed := package_folder(self._source, self.model)) is not None:
+            return installed
         folder = self._source.origin(("model",)).folder
         shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
         places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
-        for place in places:
-            try:
-                if place.is_dir():
-                    return place
-            except (OSError, ValueError):
-                continue
+        found = next((place for place in places if is_dir(place)), None)
+        if found is not None:
+            return found
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith("."):
             return self.model
         looked = " and ".join(dict.fromkeys(map(str, places)))

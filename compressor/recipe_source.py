@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from compressor.resources import Kind, resource
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
+_PACKAGE = "package:"
 _LONGEST_CHAIN = 16
 _UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
 
@@ -27,6 +30,42 @@ def is_file(path: Path) -> bool:
 def find_shipped(kind: Kind, name: str) -> Path | None:
     """The shipped YAML file of that name, if there is one."""
     return {path.stem: path for path in resource(kind).glob("*.yaml")}.get(name)
+
+
+def package_folder(source: Source, name: str) -> Path | None:
+    """The folder that a ``model`` of ``package:<package>/<folder>`` is in; None for other names.
+
+    The installed Python package is located, not imported: none of its code runs.
+
+    Raises:
+        RecipeError: there is no such package, or no such folder in it.
+    """
+    if not name.startswith(_PACKAGE):
+        return None
+    package, _, inner = name.removeprefix(_PACKAGE).partition("/")
+    if not re.fullmatch(r"[^\W\d]\w*", package):
+        raise source.error(("model",), f"{name!r} names no Python package; write {_PACKAGE}NAME/FOLDER")
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a running script, such as __main__
+        spec = None
+    roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
+    if not roots:
+        why = f"no Python package {package!r} is installed; install what brings it, with pip"
+        raise source.error(("model",), f"{name!r}: {why}")
+    folder = next((root / inner for root in roots if is_dir(root / inner)), None)
+    if folder is None:
+        looked = " and ".join(map(str, roots))
+        raise source.error(("model",), f"{name!r}: the package has no folder {inner!r}; looked in {looked}")
+    return folder
+
+
+def is_dir(path: Path) -> bool:
+    """Whether it is a folder; False also for names that nothing can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def shipped_names(kind: Kind) -> list[str]:

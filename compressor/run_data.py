@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compressor.calibration import load_evaluation, load_samples
+from compressor.embeddings import Texts, load_embedding_texts
 from compressor.errors import UsageError
 from compressor.gates import QUALITY
 from compressor.graph import ModelInfo
@@ -13,8 +14,9 @@ from compressor.recipe import Recipe
 from compressor.samples import Samples
 
 
-def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Images | None]:
-    """Samples to calibrate on, and tokens or labelled images to evaluate on; None for what the recipe does not have.
+def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:
+    """Samples to calibrate on, and tokens, texts to embed or labelled images to evaluate on; None for what the recipe
+    does not have.
 
     Raises:
         UsageError: data of the wrong kind, or too little; a gate on quality and nothing to measure it on.
@@ -31,7 +33,10 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
             raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
         return samples, images
     samples = None if given is None else load_samples(given, info.source, info.vocab_size)
-    text: Tensor | None = None
-    if info.kind == "decoder" and (wanted.kind is not None or samples is not None):
-        text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
+    if wanted.kind is None and samples is None:
+        return None, None
+    if info.kind == "encoder":
+        texts = load_embedding_texts(wanted, samples, info.source, info.vocab_size, info.max_positions)
+        return samples, texts
+    text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
     return samples, text

@@ -102,6 +102,29 @@ def load_evaluation(
     return samples.rest[: spec.tokens], f"{samples.source}, what calibration did not sample"
 
 
+def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: int, longest: int) -> list[Tensor]:
+    """The first texts of a source that have ``spec.tokens`` tokens together, int64 [at most ``longest``] each.
+
+    A text is a paragraph: what lies between blank lines, documents or rows.  Each gets the special tokens that the
+    tokenizer puts around a text; what makes it too long is cut off, as by transformers.
+
+    Raises:
+        UsageError: there is no text, or the tokenizer is not the model's.
+    """
+    encode, _ = _tokenizer(tokenizer_folder, longest)
+    texts: list[Tensor] = []
+    found = 0
+    for text in _paragraphs(_texts(spec)):
+        texts.append(torch.tensor(encode(text, True), dtype=torch.int64))
+        found += len(texts[-1])
+        if found >= spec.tokens:
+            break
+    if not texts:
+        raise _no_text(spec)
+    _check_vocabulary(torch.cat(texts), vocab_size, tokenizer_folder)
+    return texts
+
+
 def _label(spec: DataSource) -> str:
     return spec.name or ", ".join(spec.files) or str(spec.hub)
 
@@ -123,19 +146,31 @@ def _read_tokens(spec: DataSource, folder: Path | None, vocab_size: int, enough:
         if found >= enough:
             break
     if found < 2:
-        raise UsageError(f"{_label(spec)}: the text is empty; give one with more to read")
+        raise _no_text(spec)
     tokens = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64)
+    _check_vocabulary(tokens, vocab_size, folder)
+    return tokens
+
+
+def _no_text(spec: DataSource) -> UsageError:
+    return UsageError(f"{_label(spec)}: the text is empty; give one with more to read")
+
+
+def _check_vocabulary(tokens: Tensor, vocab_size: int, folder: Path | None) -> None:
     largest = int(tokens.max())
     if vocab_size and largest >= vocab_size:
         raise UsageError(
             f"{folder}: the tokenizer does not match the model: it gives token {largest} (so has at least "
             f"{largest + 1} tokens) and the model's vocabulary has {vocab_size}; use the model's own tokenizer"
         )
-    return tokens
 
 
-def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], bool]:
-    """(text, with special tokens) -> ids, and whether the separator of documents is a token of its own."""
+def _tokenizer(folder: Path | None, longest: int | None = None) -> tuple[Callable[[str, bool], list[int]], bool]:
+    """(text, with special tokens) -> ids, and whether the separator of documents is a token of its own.
+
+    Args:
+        longest: tokens that a text is cut to; None never cuts.
+    """
     if folder is None:
         raise UsageError("calibration: the model has no folder to find a tokenizer in; capture it from a folder or id")
     file = folder / "tokenizer.json"
@@ -150,7 +185,8 @@ def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], b
                 f"({_reason(error)}); put the model's tokenizer files beside its weights"
             ) from error
         known = _SEPARATOR in slow.get_vocab()
-        return lambda text, special: list(slow.encode(text, add_special_tokens=special)), known
+        cut = {"truncation": longest is not None, "max_length": longest}
+        return lambda text, special: list(slow.encode(text, add_special_tokens=special, **cut)), known
     from tokenizers import Tokenizer
 
     try:
@@ -159,6 +195,8 @@ def _tokenizer(folder: Path | None) -> tuple[Callable[[str, bool], list[int]], b
         raise UsageError(f"{file}: not a tokenizer: {_reason(error)}; get the file again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    if longest is not None:
+        tokenizer.enable_truncation(longest)
     known = tokenizer.token_to_id(_SEPARATOR) is not None
     return lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids), known
 
@@ -192,6 +230,19 @@ def _texts(spec: DataSource) -> Iterator[str]:
         raise
     except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:
         raise UsageError(f"{_label(spec)}: cannot be read as {kind}: {_reason(error)}") from error
+
+
+def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
+    """What lies between blank lines, documents or rows."""
+    lines: list[str] = []
+    for line in chain.from_iterable(text.replace(_SEPARATOR, "\n\n").splitlines() for text in texts):
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            yield "\n".join(lines)
+            lines = []
+    if lines:
+        yield "\n".join(lines)
 
 
 def _blocks(texts: Iterable[str], separator: str) -> Iterator[tuple[str, bool]]:

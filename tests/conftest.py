@@ -42,6 +42,27 @@ def require_tool() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def require_model() -> Callable[[Any], Path]:
+    """``require_model(recipe)``: its model's folder; the test is skipped without the package that brings it, and in CI
+    fails.
+    """
+
+    def require(recipe: Any) -> Path:
+        from compressor.errors import RecipeError
+
+        try:
+            return Path(recipe.model_source())
+        except RecipeError as error:
+            if not recipe.model.startswith("package:"):
+                raise
+            if os.environ.get("CI"):
+                pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
+            pytest.skip(str(error))
+
+    return require
+
+
+@pytest.fixture(scope="session")
 def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """``shared_data("models/x")`` is a path in ``../shared/data`` beside the checkout; absent, the test is skipped."""
 
@@ -55,41 +76,54 @@ def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def module_bundle(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Path:
-    """A finished bundle of a plain module with two packed linears.  Shared: copy it before changing anything."""
+def write_module(require_tool: Callable[[str], Path]) -> Callable[[Any, Any, int, Path], Path]:
+    """``write_module(graph, context, dense_weight_bytes, folder)`` is the bundle of a plain module."""
     require_tool("g++")
+
+    def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path) -> Path:
+        from compressor.codegen.lower import compile_graph
+        from compressor.codegen.targets.x86 import X86
+        from compressor.export import BundleParts, write_bundle
+        from compressor.verify_vectors import make_vectors
+
+        library = compile_graph(graph, X86(), tune="off", threads=1)
+        library.save(folder / "kernels.so", X86())
+        model: dict[str, Any] = {**dataclasses.asdict(graph.meta["model"]), "name": "small"}
+        parts = BundleParts(
+            graph=graph,
+            parameters=library.parameters,
+            library=folder / "kernels.so",
+            vectors=make_vectors(graph),
+            model=model,
+            recipe={},
+            sites=[dataclasses.asdict(record) for record in context.records],
+            kernels=library.kernels,
+            cpu_features=library.isa.cpu_flags,
+            dense_weight_bytes=dense_weight_bytes,
+        )
+        return write_bundle(folder / "bundle", parts)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def module_bundle(
+    tmp_path_factory: pytest.TempPathFactory, write_module: Callable[[Any, Any, int, Path], Path]
+) -> Path:
+    """A finished bundle of a plain module with two packed linears.  Shared: copy it before changing anything."""
     import torch
     from torch import nn
 
     from compressor.capture import capture
-    from compressor.codegen.lower import compile_graph
-    from compressor.codegen.targets.x86 import X86
-    from compressor.export import BundleParts, write_bundle
     from compressor.graph import weight_bytes
     from compressor.passes.rtn import Rtn
     from compressor.pipeline import Context
-    from compressor.verify_vectors import make_vectors
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 7)).eval().requires_grad_(False)
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    graph, context, folder = capture(module, (x,)), Context(), tmp_path_factory.mktemp("module")
+    graph, context = capture(module, (x,)), Context()
     dense_weight_bytes = weight_bytes(graph)
     graph = Rtn("W8A16", targets="Linear").run(graph, context)
-    library = compile_graph(graph, X86(), tune="off", threads=1)
-    library.save(folder / "kernels.so", X86())
-    model: dict[str, Any] = {**dataclasses.asdict(graph.meta["model"]), "name": "small"}
-    parts = BundleParts(
-        graph=graph,
-        parameters=library.parameters,
-        library=folder / "kernels.so",
-        vectors=make_vectors(graph),
-        model=model,
-        recipe={},
-        sites=[dataclasses.asdict(record) for record in context.records],
-        kernels=library.kernels,
-        cpu_features=library.isa.cpu_flags,
-        dense_weight_bytes=dense_weight_bytes,
-    )
-    return write_bundle(folder / "bundle", parts)
+    return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("module"))

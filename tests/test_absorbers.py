@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from compressor.absorbers import Unabsorbable, find_absorber, scale_inputs
 from compressor.capture import capture
-from compressor.graph import group_by_input, linear_sites
+from compressor.graph import group_by_input, linear_sites, segments, weight_bytes
 from compressor.pipeline import Context
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -75,6 +75,32 @@ def test_the_function_stays_whatever_absorbs(make: object, absorbed: set[str]) -
     assert all(name in named for name in everything - absorbed) and not any(f".{name}" in named for name in absorbed)
 
 
+def test_linears_behind_a_post_norm_read_a_scaled_copy_of_it() -> None:
+    config = transformers.BertConfig(**SIZES, intermediate_size=96, max_position_embeddings=16)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.BertModel(config).eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    graph, ctx, rng = capture(model), Context(), torch.Generator().manual_seed(0)
+    inputs = torch.arange(10).view(2, 5), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2])
+    before, bytes_before, cuts = graph(*inputs), weight_bytes(graph), len(segments(graph))
+    for group in group_by_input(linear_sites(graph)):
+        random = torch.exp2(4 * torch.rand(group[0].in_features, generator=rng, dtype=torch.float64) - 2)
+        scale_inputs(graph, ctx, "test", group, lambda _, s=random: s)  # type: ignore[misc]
+    graph.recompile()
+    assert float((graph(*inputs) - before).norm() / before.norm()) < 1e-5
+    assert not torch.equal(graph(*inputs), before)
+    copies = [note for note in ctx.notes if "inputs are scaled in a copy of layer_norm" in note]
+    refused = [note for note in ctx.notes if "not scaled: its input comes from gelu" in note]
+    assert (len(copies), len(refused)) == (4, 2) and len(ctx.notes) == 6
+    assert "query, encoder.layer.1.attention.self.key" in copies[2]
+    assert "layer.0.output.LayerNorm), which is also read by add" in copies[2]
+    assert weight_bytes(graph) - bytes_before == 4 * 2 * 64 * 4  # weight and bias of each
+    assert len(segments(graph)) == cuts
+    assert [site.input.name for site in linear_sites(graph) if "query" in site.name] == ["layer_norm_5", "layer_norm_7"]
+
+
 def test_heads_that_share_values_share_a_scale() -> None:
     graph = llama()
     group = next(g for g in group_by_input(linear_sites(graph)) if g[0].name.endswith("o_proj"))
@@ -91,18 +117,19 @@ def test_reasons_name_what_is_in_the_way() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-            self.third, self.fourth = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.third, self.fourth, self.fifth = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.norm(x)
             z = torch.tanh(self.first(y)) + y
             a = self.second(z)
-            return torch.as_tensor(self.third(torch.relu(a)) + self.fourth(torch.sigmoid(a)))
+            b = self.fourth(torch.sigmoid(a))
+            return torch.as_tensor(self.third(torch.relu(a)) + self.fifth(b) + b)
 
     graph = capture(Branches().eval(), (torch.randn(2, 8),))
     for name, reason in [
-        ("first", "also read by add"), ("second", "comes from add"), ("third", "other readers"),
-        ("fourth", "comes from sigmoid"),
+        ("second", "comes from add"), ("third", "other readers"), ("fourth", "comes from sigmoid"),
+        ("fifth", "also read by add"),
     ]:  # fmt: skip
         site = next(s for s in linear_sites(graph) if s.name == name)
         with pytest.raises(Unabsorbable, match=reason):

@@ -123,6 +123,18 @@ def test_missing_and_unexpected_weights(folder: Path) -> None:
         capture(folder)
 
 
+def test_buffers_that_old_checkpoints_store(tmp_path: Path) -> None:
+    """BERT's positions: the model makes them itself, so they may be there, if they are what it makes."""
+    build(transformers.BertConfig(**SIZES), transformers.AutoModel).save_pretrained(tmp_path)
+    positions = torch.arange(SIZES["max_position_embeddings"])[None]
+    for prefix in ("", "bert."):
+        edit_weights(tmp_path, lambda stored, name=f"{prefix}embeddings.position_ids": stored.update({name: positions}))
+        assert capture(tmp_path).meta["model"].kind == "encoder"
+    edit_weights(tmp_path, lambda stored: stored.update({"embeddings.position_ids": positions.flip(1)}))
+    with pytest.raises(CaptureError, match=r"1 weights have no place in the model \(embeddings\.position_ids\)"):
+        capture(tmp_path)
+
+
 def test_weights_of_another_size(folder: Path) -> None:
     edit_weights(folder, lambda stored: stored.update({"model.norm.weight": torch.ones(32)}))
     with pytest.raises(CaptureError, match=r"model\.norm\.weight has shape \[32\], the configuration says \[64\]"):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,11 +95,31 @@ def test_the_recipe_of_the_readme(tmp_path: Path) -> None:
     assert recipe.calibration.find_files() == (tmp_path / "stories.txt",)
 
 
+@pytest.mark.usefixtures("rounding")
+def test_a_model_that_an_installed_package_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "site" / "brings_model" / "model"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("raise SystemExit('the package ran')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert load(tmp_path, f"model: package:brings_model/model\n{MINIMAL}").model_source() == inner
+    for name, message in (
+        (
+            "package:brings_no_model/model",
+            r"r\.yaml:1: model: .* no Python package 'brings_no_model' is installed; ",
+        ),
+        ("package:brings_model/other", r"r\.yaml:1: model: .* has no folder 'other'; looked in .*brings_model"),
+        ("package:__main__/model", r"no Python package '__main__' is installed"),
+        ("package:../model", r"names no Python package; write package:NAME/FOLDER"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(tmp_path, f"model: {name}\n{MINIMAL}").model_source()
+
+
 @pytest.mark.parametrize("name", shipped_names("recipes"))
-def test_shipped_recipes_load_and_are_all_there(name: str) -> None:
+def test_shipped_recipes_load_and_are_all_there(name: str, require_model: Callable[[Recipe], Path]) -> None:
     recipe = load_recipe(name)
+    assert require_model(recipe) == resource("models") / "reference" or recipe.model.startswith("package:")
     recipe.check_files()
-    assert recipe.model_source() == resource("models") / "reference"
     assert Recipe.from_dict(recipe.resolved()).resolved() == recipe.resolved()
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
+from compressor.graph import twin, weight_bytes
 from compressor.ops import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.recipe import load_text_spec
 from compressor.resources import resource
+from compressor.runtime import load
+from compressor.samples import Samples
 
 
 def test_columns_come_in_eights_the_largest_first() -> None:
@@ -46,6 +55,33 @@ def test_the_pass_keeps_columns_where_inputs_are_large_and_says_where_none_are()
     assert formats["q_proj"] == formats["k_proj"] == "W8A8"
     assert formats["down_proj"].startswith("W8A8_F")
     assert any("q_proj" in note and "no input reaches 10" in note for note in ctx.notes)
+
+
+def test_a_bundle_stores_the_columns_as_floats_and_its_kernel_reads_them(
+    tmp_path: Path, write_module: Callable[[Any, Any, int, Path], Path]
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(128, 48)).eval().requires_grad_(False)
+    x = torch.randn(64, 128, generator=rng)
+    x[:, [5, 77]] *= 60
+    expected = module.double()(x.double()).numpy()
+    graph = capture(module.float(), (x[:4],))
+    dense_bytes, errors = weight_bytes(graph), []
+    for threshold, scheme in ((6.0, "W8A8_F8"), (1e4, "W8A8")):
+        context, packed = Context(samples=Samples(x, x, "", "x")), twin(graph)
+        LlmInt8(threshold=threshold).run(packed, context)
+        packed.recompile()
+        folder = tmp_path / scheme
+        folder.mkdir()
+        bundle = load(write_module(packed, context, dense_bytes, folder), threads=1)
+        (site,) = bundle.manifest["sites"]
+        assert (site["format"], site["bytes_after"]) == (scheme, Format.parse(scheme).packed_bytes(48, 128))
+        assert bundle.manifest["weight_bytes"] == site["bytes_after"] + 4 * 48  # and the bias: no dense copy
+        got = np.concatenate([bundle.run(x[i : i + 4].numpy()) for i in range(0, 64, 4)])
+        errors.append(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    assert errors[0] < 0.004 < errors[1] / 3
 
 
 def test_bad_input() -> None:
