@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration import load_samples
+from compressor.calibration import Hessian, Samples, load_samples, stream
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.graph import twin
+from compressor.gradients_rows import guided_rows
+from compressor.graph import linear_sites, match_sites, twin
 from compressor.packing import dequantize
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
@@ -111,6 +113,28 @@ def test_bad_input() -> None:
         AdaptiveRounding("W4")
     with pytest.raises(UsageError, match="steps 0"):
         AdaptiveRounding("W4A16_G32", steps=0)
+
+
+def test_guided_rounding_loses_less_of_what_guides_it() -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        graph = capture(transformers.LlamaForCausalLM(config).eval())
+    ids, fmt = torch.randint(20, (2, 32), generator=torch.Generator().manual_seed(0)), Format.parse("W2A16_G16")
+    sites = match_sites(linear_sites(graph), "up_proj")[0]
+    weights = guided_rows(graph, ids, sites, seed=0)
+    ((_, plain),) = stream(graph, ids, sites, Hessian)
+    ((_, guided),) = stream(graph, ids, sites, Hessian, row_weights=weights)
+    weight = graph.get_parameter(sites[0].weight_name).detach().float()
+    values = [dequantize(adaptive_round(weight, h.value, fmt, steps=40)[0]) for h in (plain, guided)]
+    assert loss(weight, values[1], guided.value) < 0.98 * loss(weight, values[0], guided.value)
+    assert loss(weight, values[0], plain.value) < 0.98 * loss(weight, values[1], plain.value)
+    ctx = Context(samples=Samples(ids, torch.empty(0), "", "by chance"))
+    step = AdaptiveRounding(fmt.name, "up_proj", steps=40, match_dense=False, task_guided=True)
+    Pipeline([step]).run(graph, ctx)
+    norm = loss(weight, torch.zeros_like(weight), guided.value)
+    assert ctx.records[0].error == pytest.approx(loss(weight, values[1], guided.value) / norm, rel=1e-4)
 
 
 def test_the_pass_does_what_it_plans_and_says_what_it_reached() -> None:
