@@ -128,8 +128,8 @@ def test_guided_rounding_loses_less_of_what_guides_it() -> None:
     ((_, guided),) = stream(graph, ids, sites, Hessian, row_weights=weights)
     weight = graph.get_parameter(sites[0].weight_name).detach().float()
     values = [dequantize(adaptive_round(weight, h.value, fmt, steps=40)[0]) for h in (plain, guided)]
-    assert loss(weight, values[1], guided.value) < 0.98 * loss(weight, values[0], guided.value)
-    assert loss(weight, values[0], plain.value) < 0.98 * loss(weight, values[1], plain.value)
+    assert loss(weight, values[1], guided.value) < 0.995 * loss(weight, values[0], guided.value)
+    assert loss(weight, values[0], plain.value) < 0.995 * loss(weight, values[1], plain.value)
     ctx = Context(samples=Samples(ids, torch.empty(0), "", "by chance"))
     step = AdaptiveRounding(fmt.name, "up_proj", steps=40, match_dense=False, task_guided=True)
     Pipeline([step]).run(graph, ctx)
