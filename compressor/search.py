@@ -34,7 +34,7 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         ) from error
     least = sum(min(alternatives) for alternatives in sizes)
     if least > budget:
-        raise UsageError(f"the budget, {_amount(budget)}, is less than the smallest choice takes, {_amount(least)}")
+        raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
     flat = np.array([cost for alternatives in costs for cost in alternatives], np.float64)
     flat *= _LARGEST_COST / flat.max() if flat.max() > 0 else 0.0
     counts = [len(alternatives) for alternatives in costs]
@@ -57,5 +57,6 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
     return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]
 
 
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
+def amount(value: float) -> str:
+    """A number for people, whatever its size."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

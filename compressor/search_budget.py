@@ -13,7 +13,7 @@ from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.gates import parse_amount
 from compressor.graph import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
-from compressor.search import choose_within
+from compressor.search import amount, choose_within
 from compressor.sites_plan import meta_packed
 
 BUDGETS = ("bits", "weight_bytes", "latency_ms", "kl_divergence")
@@ -93,7 +93,7 @@ def choose_formats(
     try:
         picked = choose_within(costs, sizes, limit - rest)
     except UsageError as error:
-        beside = f"what is not matched takes {rest:,.6g}; " if rest else ""
+        beside = f"what is not matched takes {amount(rest)}; " if rest else ""
         raise UsageError(f"{budget}: {beside}{error} {_UNITS[budget.kind]}") from error
     return {site.name: formats[index] for site, index in zip(sites, picked, strict=True)}
 

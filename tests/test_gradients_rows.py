@@ -125,17 +125,17 @@ def test_models_without_predictions_are_refused() -> None:
 def test_convolutions_have_a_weight_for_each_patch() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)
+        layers = nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(4, 5)
     module = nn.Sequential(*layers).eval().requires_grad_(False)
     x = torch.randn(6, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     graph = capture(module, (x[:2],))
     found = guided_rows(graph, x, linear_sites(graph), 3)
-    assert {name: len(weights) for name, weights in found.items()} == {"0": 6 * 4, "3": 6}
+    assert {name: len(weights) for name, weights in found.items()} == {"0": 6 * 4, "2": 6, "4": 6}
     generator, slopes = torch.Generator().manual_seed(3), []
     for part in x.split(2):  # the fixed batch
         logits = module(part)
         slopes.append(positive_slopes(logits, torch.randint(2, logits.shape, generator=generator) * 2 - 1))
     y = layers[0](x).requires_grad_()
-    (gradient,) = torch.autograd.grad((layers[3](torch.relu(y).flatten(1)) * torch.cat(slopes)).sum(), y)
+    (gradient,) = torch.autograd.grad((module[1:](y) * torch.cat(slopes)).sum(), y)
     weights = gradient.square().sum(1).flatten()  # [images, rows, columns] in the order of patches
     torch.testing.assert_close(found["0"], 0.5 + 0.5 * weights / weights.mean(), rtol=1e-4, atol=1e-6)
