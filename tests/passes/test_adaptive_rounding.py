@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -20,6 +22,7 @@ from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context, Pipeline
+from compressor.plan_streaming import plan_calibration
 from compressor.recipe import load_text_spec
 from compressor.resources import resource
 
@@ -142,12 +145,19 @@ def test_the_pass_does_what_it_plans_and_says_what_it_reached() -> None:
     spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 128})
     ctx = Context(samples=load_samples(spec, model, 2048))
     graph = capture(model)
+    dense = twin(graph)
     plans = [plan for plan in step.plan(twin(graph), ctx) if plan.format]
     Pipeline([step]).run(graph, ctx)
     assert [(r.site, r.format, r.bytes_after) for r in ctx.records] == [
         (plan.site, plan.format, plan.bytes_after) for plan in plans
     ]
     assert len(plans) == 4 and all(plan.work and plan.gathering for plan in plans)
+    guided = [plan for plan in replace(step, task_guided=True).plan(twin(dense), ctx) if plan.format]
+    local, both = (plan_calibration(dense, given, 4, 128) for given in (plans, guided))
+    # Forwards twice and backwards once, which is as much as two forwards.
+    products = 4 * sum(2 * 4 * 128 * site.out_features * site.in_features for site in linear_sites(dense))
+    assert both.work["matmul_flop"] - local.work["matmul_flop"] == pytest.approx(products, rel=0.1)
+    assert both.hidden_bytes > local.hidden_bytes and both.working_bytes >= local.working_bytes
     for record in ctx.records:
         assert record.error_of == "output" and record.rtn_error is not None
         assert record.error < 0.5 * record.rtn_error
