@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 from compressor.activations import Activations
 from compressor.elements import Element
 from compressor.errors import CompressorError
-from compressor.steady import few_bits, total
+from compressor.grid_search import OUTPUT_RATIOS
+from compressor.steady import even, few_bits, total
 
 SMALLEST = 2.0**-100
 """Below it a scale counts as zero, and so do the activations: its inverse would come near float32's largest number."""
@@ -68,7 +69,7 @@ def round_to_element(values: Tensor, element: Element) -> Tensor:
     return torch.round(values / step) * step
 
 
-def search_input_scale(rows: Tensor, absmax: float, activations: Activations) -> Tensor:
+def search_input_scale(rows: Tensor, absmax: float, activations: Activations, weight: Tensor | None = None) -> Tensor:
     """The stored scale with the least squared error on some rows, and never worse there than that of the largest size.
 
     One token that is much larger than the others would cost them all their bits: the range is cut in steps of a quarter
@@ -77,12 +78,20 @@ def search_input_scale(rows: Tensor, absmax: float, activations: Activations) ->
     Args:
         rows: float32 [n, in].
         absmax: the largest size over all tokens.
+        weight: float32 [out, in], the linear whose outputs' error counts; None counts that of the rows.  Ranges around
+            the largest size are then tried as well (:data:`compressor.grid_search.OUTPUT_RATIOS`).
     Returns:
         float32 [1]; 1 where everything is zero.
     Raises:
         CompressorError: the inputs hold NaN or inf.
     """
-    return min(range_cuts(absmax, activations, _STEPS), key=lambda scale: input_error(rows, activations, scale))
+    tried = range_cuts(absmax, activations, _STEPS)
+    if weight is None:
+        return min(tried, key=lambda scale: input_error(rows, activations, scale))
+    if len(tried) > 1:
+        tried += [few_bits(tried[0] * ratio) for ratio in OUTPUT_RATIOS[1:]]
+    gram = even(weight.t()) @ even(weight.t()).t()
+    return min(tried, key=lambda scale: _output_error(rows, activations, scale, gram))
 
 
 def range_cuts(absmax: float, activations: Activations, steps: int) -> list[Tensor]:
@@ -105,3 +114,9 @@ def range_cuts(absmax: float, activations: Activations, steps: int) -> list[Tens
 def input_error(rows: Tensor, activations: Activations, scale: Tensor) -> float:
     """Sum of squares of what rounding changes, in float64."""
     return float(total((rows - round_activations(rows, activations, scale)).double().square()))
+
+
+def _output_error(rows: Tensor, activations: Activations, scale: Tensor, gram: Tensor) -> float:
+    """As :func:`input_error`, of the outputs; ``gram`` is W^T W, with zeros up to a multiple of 16."""
+    changed = even(rows - round_activations(rows, activations, scale))
+    return float(total(((changed @ gram) * changed).double()))

@@ -1,11 +1,12 @@
-"""The blocks of one pass: restored where the cache has them, kept there as they are finished."""
+"""The blocks of one pass, and what it learns before: restored where the cache has them, kept as they are finished."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.formats import PARTS, Format
@@ -66,3 +67,20 @@ class Blocks:
             set_parameter(graph, name, value)
         del tensors
         trim()
+
+
+def learnt(
+    graph: GraphModule, ctx: Context, name: str, decides: Any, make: Callable[[], Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """Tensors that a pass gets from samples before its first block; from the cache, where an earlier run kept them.
+
+    Args:
+        graph: as it was when the pass began, which ``ctx.state`` stands for.
+        name: what the tensors are.
+        decides: all that they follow from beside the graph, as plain data.
+    """
+    if ctx.results is None:
+        return make()
+    key = digest(ctx.state, name, decides)
+    label = f"{graph.meta['model'].name}: {name}"
+    return (ctx.results.load(key) or ctx.results.save(key, label, make(), [])).tensors

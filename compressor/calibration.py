@@ -7,7 +7,7 @@ are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -135,6 +135,7 @@ def stream(
     micro_batch_tokens: int = 2048,
     blocks: Blocks | None = None,
     spill: Spill | None = None,
+    row_weights: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[list[Site], S]]:
     """Run samples through the graph and yield each group of sites that share an input, with its statistic.
 
@@ -158,6 +159,8 @@ def stream(
         blocks: finished segments.  Those that can be restored are, and their groups do not come; the samples run
             through them only when a later one needs it.
         spill: where hidden states lie; None keeps them in memory.
+        row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
+            each row times the root of its weight, so that squares and products count that often.
     Raises:
         UsageError: the samples are not what the model reads, or longer than its positions.
         CompressorError: inputs of a site hold NaN or inf.
@@ -187,14 +190,20 @@ def stream(
             statistics = [make_statistic(group[0].in_features) for group in groups]
             rows = _read(run, segment, groups, later)
             both = zip(rows, _read(dense, dense_segments[index], groups, later), strict=True) if dense else None
+            roots = [None if row_weights is None else row_weights[group[0].name].sqrt() for group in groups]
             for xs, ys in both or ((xs, xs) for xs in rows):
-                for group, statistic, x, y in zip(groups, statistics, xs, ys, strict=True):
+                for g, (group, statistic, x, y) in enumerate(zip(groups, statistics, xs, ys, strict=True)):
                     if not bool(torch.isfinite(x).all()):
                         raise CompressorError(
                             f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the "
                             "checkpoint in front of it, and the samples"
                         )
-                    statistic.add(x, y)
+                    if (root := roots[g]) is None:
+                        statistic.add(x, y)
+                        continue
+                    scale, roots[g] = root[: len(x), None], root[len(x) :]
+                    weighted = x * scale
+                    statistic.add(weighted, weighted if y is x else y * scale)
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it
                 yield groups.pop(0), statistics.pop(0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from compressor.errors import RecipeError
+from compressor.errors import RecipeError, UsageError
 from compressor.recipe_yaml import nearest
 from compressor.timing import CONFIDENCE, Timing
 
@@ -76,7 +76,25 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
     {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 )
 _IS = "is"
-_GATE = re.compile(r"(<=|>=|<|>)\s*(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*(x\s+dense|%|ms|s|[KMG]i?B|B)?")
+_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*"
+_GATE = re.compile(rf"(<=|>=|<|>)\s*{_NUMBER}(x\s+dense|%|ms|s|[KMG]i?B|B)?")
+_AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[KMG]i?B|B)?")
+
+
+def parse_amount(metric: str, value: object) -> float:
+    """A number, or text with one of the metric's units, in the metric's own: ``4 MB`` of ``weight_bytes`` is 4,000,000.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, int | float):
+        return float(value)
+    units = METRICS[metric].units or {}
+    match = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 80 else None
+    if match is None or (match[2] or "") not in units:
+        allowed = ", ".join(unit or "none" for unit in units)
+        raise UsageError(f"{metric} {str(value)[:80]!r}: write a number and a unit ({allowed})")
+    return float(match[1]) * units[match[2] or ""]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Squared gradients of a decoder's loss with respect to its weights, one segment's at a time."""
+"""Gradients of a loss of the last outputs, one segment's at a time; squared gradients of a decoder's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +26,7 @@ def squared_gradients(
     That sum is the diagonal of the empirical Fisher information, which SqueezeLLM (Kim et al. 2023, arXiv 2306.07629,
     eq. 3) takes for the Hessian's.
 
-    Peak memory: the hidden states in front of every segment for all samples (in ``spill``, where there is one), one
-    segment's weights in float32, their gradients and squares, and one sample's activations in that segment.
+    Peak memory: that of :func:`backwards`, and the squares.
 
     Args:
         ids: int64 [samples, sequence].
@@ -36,50 +36,95 @@ def squared_gradients(
     info = graph.meta["model"]
     if info.kind != "decoder" or ids.shape[1] < 2:
         raise UsageError(f"{info.name}: gradients need a decoder and samples of at least two tokens")
-    stream, names = Stream(graph, list(torch.split(ids, 1)), spill), {site.name for site in sites}
+    batches, squares = list(torch.split(ids, 1)), dict[str, Tensor]()
+
+    def loss(i: int, logits: Tensor) -> Tensor:
+        return cross_entropy(logits[0, :-1].float(), batches[i][0, 1:])
+
+    def add(site: Site, i: int, gradient: Tensor) -> None:
+        if site.name not in squares:
+            squares[site.name] = torch.zeros(site.out_features, site.in_features)
+        squares[site.name].addcmul_(gradient, gradient)
+
+    for found in backwards(graph, batches, sites, "weight", loss, add, spill):
+        for site in reversed(found):
+            yield site, squares.pop(site.name)
+
+
+def backwards(
+    graph: GraphModule,
+    batches: Sequence[Tensor],
+    sites: Sequence[Site],
+    of: Literal["weight", "output"],
+    loss: Callable[[int, Tensor], Tensor],
+    add: Callable[[Site, int, Tensor], None],
+    spill: Spill | None = None,
+) -> Iterator[list[Site]]:
+    """Run batches forwards, then backwards; after each segment, the last one first, yield its sites.
+
+    Peak memory: the hidden states in front of every segment for all batches (in ``spill``, where there is one), one
+    segment's weights in float32 and their gradients, and one batch's activations in that segment.
+
+    Args:
+        batches: as for :class:`compressor.streaming.Stream`.
+        of: what the gradients are taken with respect to.
+        loss: (number of the batch, the model's output on it) -> what is derived; without dimensions.
+        add: called with each site of a segment, the number of the batch, and the gradient: float32 [out, in], or of
+            the output's shape.
+    """
+    stream, names = Stream(graph, batches, spill), {site.name for site in sites}
     cut, entries = segments(graph), list[list[Tensor | None]]()
     for segment in cut:
         entries.append([None if x is None else _kept(x, spill) for x in stream.hidden])
         if segment.exit is not None:
             stream.advance(segment)
-    ahead: list[Tensor] = []  # gradients of each sample's hidden states behind the segment
+    ahead: list[Tensor] = []  # gradients of each batch's hidden states behind the segment
     for segment, hidden in zip(reversed(cut), reversed(entries), strict=True):
         stream.hidden, found = hidden, [site for site in segment.sites if site.name in names]
-        squares = [torch.zeros(site.out_features, site.in_features) for site in found]
         behind = []
-        for i in range(len(ids)):
-            gradients = _gradients(stream, segment, i, found, ahead[i] if ahead else None)
+        for i in range(len(batches)):
+            gradients = _gradients(stream, segment, i, found, of, loss, ahead[i] if ahead else None)
             if segment.entry is not None:
                 behind.append(gradients.pop())
-            for square, gradient in zip(squares, gradients, strict=True):
-                square.addcmul_(gradient, gradient)
+            for site, gradient in zip(found, gradients, strict=True):
+                add(site, i, gradient)
         ahead = behind
         stream.release(segment)
-        yield from zip(reversed(found), reversed(squares), strict=True)
+        yield found
 
 
 def _kept(x: Tensor, spill: Spill | None) -> Tensor:
     return x.clone() if spill is None else spill.empty(x.shape).copy_(x)
 
 
-def _gradients(stream: Stream, segment: Segment, i: int, sites: Sequence[Site], ahead: Tensor | None) -> list[Tensor]:
-    """Of one sample: with respect to the sites' weights, and last to what comes into the segment."""
+def _gradients(
+    stream: Stream,
+    segment: Segment,
+    i: int,
+    sites: Sequence[Site],
+    of: Literal["weight", "output"],
+    loss: Callable[[int, Tensor], Tensor],
+    ahead: Tensor | None,
+) -> list[Tensor]:
+    """Of one batch: with respect to the sites' weights or outputs, and last to what comes into the segment."""
     graph, env = stream.graph, stream.environment(segment, i)
-    wanted: list[Tensor] = []
-    for site in sites:
+    weights: list[Tensor] = []
+    for site in sites if of == "weight" or segment.entry is None else ():
         weight = site.node.args[1]
         assert isinstance(weight, Node)
         env[weight] = graph.get_parameter(site.weight_name).detach().float().requires_grad_()
-        wanted.append(env[weight])
+        weights.append(env[weight])
+    entry = []
     if segment.entry is not None:
         env[segment.entry] = env[segment.entry].detach().requires_grad_()
-        wanted.append(env[segment.entry])
-    if not wanted:
+        entry.append(env[segment.entry])
+    if not sites and not entry:
         return []
     end = segment.exit or graph.graph.output_node().args[0][0]  # type: ignore[index]
     assert isinstance(end, Node)
     with torch.enable_grad():
-        (value,) = stream.run(segment, env, [end])
+        value, *outputs = stream.run(segment, env, [end, *(site.node for site in sites if of == "output")])
         if segment.exit is None:
-            value = cross_entropy(value[0, :-1].float(), stream.batches[i][0, 1:])
-        return list(torch.autograd.grad(value, wanted, ahead))
+            value = loss(i, value)
+        wanted = [*(weights if of == "weight" else outputs), *entry]
+        return list(torch.autograd.grad(value, wanted, ahead, materialize_grads=True))

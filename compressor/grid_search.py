@@ -1,8 +1,8 @@
-"""Grids that lose less than min-max grids: the range is shrunk as long as the weighted squared error falls."""
+"""Grids that lose less than min-max grids: the range is changed as long as the weighted squared error falls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,39 +11,52 @@ from torch import Tensor
 from compressor.codebooks import cluster
 from compressor.formats import Format
 from compressor.packing import choose_grid, grid_values, over_shared, round_scales, round_to_grid
+from compressor.steady import even
 
-Observer: TypeAlias = Literal["minmax", "mse"]
-"""How a group's grid is chosen: by its range, or by :func:`search_grid`."""
+Observer: TypeAlias = Literal["minmax", "mse", "output"]
+"""How a group's grid is chosen: by its range, or by :func:`search_grid` with the weight of each column, or with the
+Hessian, whose error is that of the outputs."""
 
 ChooseGrid: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 """(weight of a group float32 [out, columns], which columns) -> its scales and zeros, as :func:`search_grid`."""
 
 _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
+OUTPUT_RATIOS = (1.0, *(ratio / 100 for ratio in range(120, 38, -2) if ratio != 100))
+"""Ranges to try in place of the largest size where outputs are looked at: around it, evenly apart (LiDAR-PTQ: Zhou et
+al. 2024, arXiv 2401.15865, section 3.1)."""
 
 
 def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
-    """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2.
+    """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2; or, of more
+    grids, by error times a matrix times error.
 
     A symmetric grid has one code more below zero than above.  Its scale may be negative, so that the code more
     serves the sign of the largest weight.
 
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
-        importance: [columns], such as the diagonal of the Hessian; all zeros count as all ones.
+        importance: [columns], such as the diagonal of the Hessian; all zeros count as all ones.  Or [columns, columns],
+            such as the Hessian; codebooks take its diagonal.
     Returns:
         scales float32 [out] that the format can store and zeros uint8 [out] (None when symmetric), never worse than
         min-max.
     Raises:
         CompressorError: as :func:`compressor.packing.choose_grid`.
     """
+    matrix = None if importance.dim() == 1 or fmt.codebook else importance
+    importance = importance if importance.dim() == 1 else torch.diagonal(importance)
     importance = importance.float() if bool(importance.any()) else torch.ones_like(importance, dtype=torch.float32)
-    importance = importance / importance.mean()
+    mean = importance.mean()
+    importance = importance / mean
     importance = importance.clamp(min=1e-3)  # an input that these samples hardly excite may matter elsewhere
+    if matrix is not None:
+        importance = (matrix / mean).float()
+        importance.diagonal().add_(1e-3)
     if fmt.codebook:
         return cluster(weight, importance.expand_as(weight), fmt.levels, choose_grid(weight, fmt)[0]), None
     scales, zeros = choose_grid(weight, fmt)
     least = _error(weight, importance, scales, zeros, fmt)
-    for scale, zero in _candidates(weight, fmt):
+    for scale, zero in _candidates(weight, fmt, _SHRINKS if matrix is None else OUTPUT_RATIOS):
         error = _error(weight, importance, scale, zero, fmt)
         better = error < least
         least = torch.where(better, error, least)
@@ -53,16 +66,20 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
     return scales, zeros
 
 
-def chooser(observer: Observer, importance: Tensor, fmt: Format) -> ChooseGrid:
-    """How a pass chooses grids; ``importance`` is of all columns."""
+def chooser(observer: Observer, hessian: Tensor, fmt: Format) -> ChooseGrid:
+    """How a pass chooses grids; ``hessian`` is of all columns."""
 
     def choose(group: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
-        return search_grid(group, importance[columns], fmt) if observer == "mse" else choose_grid(group, fmt)
+        if observer == "minmax":
+            return choose_grid(group, fmt)
+        part = torch.diagonal(hessian)[columns] if observer == "mse" else hessian[columns, columns]
+        return search_grid(group, part, fmt)
 
     return choose
 
 
-def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Grids of ranges in those ratios, of which the first is 1, to the weight's own."""
     if fmt.scale_type == "E8M0":
         yield 2 * choose_grid(weight, fmt)[0], None  # what lies above the largest value is rounded rather than cut
         return
@@ -72,18 +89,22 @@ def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | 
         extreme = torch.where(-low > high, low, high)
         mirrored = fmt.element is not None and fmt.element.is_float  # then a negative scale gives the same grid
         top = fmt.middle if fmt.element is None else fmt.element.largest
-        for shrink in _SHRINKS:
-            scale = round_scales((extreme.abs() if mirrored else extreme) * (shrink / top), fmt)
+        for ratio in ratios:
+            scale = round_scales((extreme.abs() if mirrored else extreme) * (ratio / top), fmt)
             scale = torch.where(extreme == 0, 1.0, scale)
             yield scale, None
             if not mirrored:
                 yield -scale, None
         return
-    for shrink in _SHRINKS[1:]:
-        yield choose_grid(weight.clamp(low[:, None] * shrink, high[:, None] * shrink), fmt)
+    for ratio in ratios[1:]:
+        yield choose_grid(torch.stack([low, high], dim=1) * ratio, fmt)
 
 
 def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """[out]; the sum of rows that share a grid, in every place."""
     values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
-    return over_shared((values - weight).square() @ importance, fmt, torch.sum)
+    difference = values - weight
+    if importance.dim() == 1:
+        return over_shared(difference.square() @ importance, fmt, torch.sum)
+    padded = even(difference)
+    return over_shared(((padded @ even(importance)) * padded).sum(1)[: len(weight)], fmt, torch.sum)

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.activations_rounding import search_input_scale
+from compressor.blocks import learnt
 from compressor.calibration import Inputs, stream
 from compressor.formats import Format
 from compressor.graph import linear_sites
+from compressor.grid_search import Observer
 from compressor.pipeline import Context
 from compressor.sites import naming
 from compressor.sites_plan import Gathering
@@ -27,14 +29,15 @@ def gathering_for(fmt: Format) -> Gathering | None:
 
 
 def calibrate_inputs(
-    graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format]
-) -> dict[str, Tensor]:
+    graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], observer: Observer = "mse"
+) -> Mapping[str, Tensor]:
     """The ``input_scale``, float32 [1], of each site whose format stores one, for the inputs as the graph has them now.
 
-    Where no format does, no samples are asked for.
+    Where no format does, no samples are asked for; where an earlier run had got as far, they do not run again.
 
     Args:
         formats: by the names of the sites.
+        observer: ``output`` goes by the error of each linear's outputs, the others by that of its inputs.
     Raises:
         UsageError: there are no calibration samples.
         CompressorError: inputs hold NaN or inf; names the site.
@@ -42,13 +45,19 @@ def calibrate_inputs(
     wanted = {name: fmt.activations for name, fmt in formats.items() if has_input_scale(fmt)}
     if not wanted:
         return {}
-    ids = ctx.calibration(pass_name, f"stored scales of {next(iter(formats.values())).name}").ids
+    samples = ctx.calibration(pass_name, f"stored scales of {next(iter(formats.values())).name}")
     sites = [site for site in linear_sites(graph) if site.name in wanted]
-    found = {}
-    for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
-        for site in group:
-            fed = wanted[site.name]
-            assert fed is not None
-            with naming(site):
-                found[site.name] = search_input_scale(inputs.rows, float(inputs.absmax.max()), fed)
-    return found
+
+    def search() -> dict[str, Tensor]:
+        found = {}
+        for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+            for site in group:
+                fed = wanted[site.name]
+                assert fed is not None
+                weight = graph.get_parameter(site.weight_name).detach().float() if observer == "output" else None
+                with naming(site):
+                    found[site.name] = search_input_scale(inputs.rows, float(inputs.absmax.max()), fed, weight)
+        return found
+
+    decides = [samples.sha256, {name: formats[name].name for name in wanted}, observer == "output"]
+    return learnt(graph, ctx, "stored scales of activations", decides, search)

@@ -250,7 +250,7 @@ def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
     for rows in sizes:
         weight = torch.randn(rows, columns)
         times = _times(lambda weight=weight: gptq_quantize(weight, hessian, fmt))  # type: ignore[misc]
-        work = gptq_work(rows, columns, fmt, mse=True, match_dense=False)
+        work = gptq_work(rows, columns, fmt, observer="mse", match_dense=False)
         known = sum(seconds[unit] * amount for unit, amount in work.items() if unit in seconds)
         left.append(max(0.0, times[0] - known))
     element = max(0.0, left[1] - left[0]) / ((sizes[1] - sizes[0]) * columns)

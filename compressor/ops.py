@@ -39,12 +39,16 @@ def _operator(name: str) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
                     inputs[i] = inputs[i].detach().requires_grad_()
                 found = torch.autograd.grad(function(*inputs), [inputs[i] for i in wanted], gradient)
             by_place = dict(zip(wanted, found, strict=True))
-            return tuple([None] * len(x) if isinstance(x, list) else by_place.get(i) for i, x in enumerate(inputs))
+            return tuple([None] * len(x) if _are_tensors(x) else by_place.get(i) for i, x in enumerate(inputs))
 
         operator.register_autograd(backward, setup_context=keep)
         return operator
 
     return register
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list) and isinstance(value[0], Tensor)
 
 
 @_operator("dense_linear")

@@ -31,7 +31,7 @@ def add_outliers(packed: PackedWeight, weight: Tensor, where: Tensor, percent: f
     fmt, (rows, columns) = replace(packed.format, outlier_percent=percent), packed.shape
     count = fmt.outliers(rows, columns)
     if not count:
-        return PackedWeight(packed.parts, fmt, packed.shape)
+        return packed.with_parts(fmt)
     missed = weight.float() - torch.cat([values for _, values in coded_rows(packed)])
     found = where.nonzero()
     spare = count - len(found)  # places beyond all the weights there are: zeros at the end of the last row
@@ -41,13 +41,12 @@ def add_outliers(packed: PackedWeight, weight: Tensor, where: Tensor, percent: f
     counts[-1] += spare
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     kind = getattr(torch, fmt.parts(rows, columns)["outlier_columns"][0])
-    parts = {
-        **packed.parts,
-        "outlier_starts": starts.int(),
-        "outlier_columns": torch.cat([found[:, 1], found.new_zeros(spare)]).to(kind),
-        "outlier_values": torch.cat([_half(missed[where]), torch.zeros(spare, dtype=torch.float16)]),
-    }
-    return PackedWeight({part: parts[part] for part in fmt.parts(rows, columns)}, fmt, packed.shape)
+    return packed.with_parts(
+        fmt,
+        outlier_starts=starts.int(),
+        outlier_columns=torch.cat([found[:, 1], found.new_zeros(spare)]).to(kind),
+        outlier_values=torch.cat([_half(missed[where]), torch.zeros(spare, dtype=torch.float16)]),
+    )
 
 
 def add_columns(packed: PackedWeight, weight: Tensor, columns: Tensor) -> PackedWeight:
@@ -62,8 +61,8 @@ def add_columns(packed: PackedWeight, weight: Tensor, columns: Tensor) -> Packed
         return packed
     filler = weight.new_zeros(-weight.shape[0] % TILE_ROWS, len(columns))
     tiled = torch.cat([weight[:, columns], filler]).view(-1, TILE_ROWS, len(columns)).movedim(1, -1)
-    parts = {**packed.parts, "float_columns": columns.int(), "float_values": _half(tiled).contiguous()}
-    return PackedWeight(parts, replace(packed.format, float_columns=len(columns)), packed.shape)
+    fmt = replace(packed.format, float_columns=len(columns))
+    return packed.with_parts(fmt, float_columns=columns.int(), float_values=_half(tiled).contiguous())
 
 
 def _half(values: Tensor) -> Tensor:

@@ -44,11 +44,15 @@ class PackedWeight:
         """From the parts in order, as :func:`compressor.ops.packed_linear` takes them."""
         return cls(dict(zip(fmt.parts(*shape), tensors, strict=True)), fmt, shape)
 
+    def with_parts(self, fmt: Format, **added: Tensor) -> PackedWeight:
+        """The same in a format that stores these parts as well."""
+        parts = {**self.parts, **added}
+        order = [name for name in fmt.parts(*self.shape) if name in parts]
+        return PackedWeight({name: parts[name] for name in order}, fmt, self.shape)
+
     def fed_with(self, input_scale: Tensor | None) -> PackedWeight:
         """The same with a stored scale of its activations, float32 [1]; None where the format has none."""
-        parts = {**self.parts, **({} if input_scale is None else {"input_scale": input_scale})}
-        order = [name for name in self.format.parts(*self.shape) if name in parts]
-        return PackedWeight({name: parts[name] for name in order}, self.format, self.shape)
+        return self if input_scale is None else self.with_parts(self.format, input_scale=input_scale)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import pkgutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -122,6 +122,8 @@ class Context:
         state: digest of everything that led to the graph as it is; with ``results`` only.
         spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
         notes: what passes have to say beside their records, a line each.
+        prices: what work costs on this machine, seconds by unit (:data:`compressor.machine_probe.UNITS`); None where it
+            was not measured.
         dense: the graph before the first linear was packed, for passes that say ``needs_dense``; else None.
         blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.
     """
@@ -136,6 +138,7 @@ class Context:
     state: str = ""
     spill: Spill | None = None
     notes: list[str] = field(default_factory=list)
+    prices: Mapping[str, float] | None = None
     dense: GraphModule | None = None
     blocks: int = 0
     reused: int = 0

@@ -223,7 +223,7 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
     for name, parameter in list(shadow.named_parameters()):
         if not parameter.is_meta:
             set_parameter(shadow, name, parameter.detach().to("meta"))
-    context = Context(seed=recipe.seed, target=recipe.target.name)
+    context = Context(seed=recipe.seed, target=recipe.target.name, prices=here.seconds)
     passes: list[PassPlan] = []
     before: list[GraphModule] = []
     for index, step in enumerate(recipe.passes, start=1):

@@ -7,7 +7,7 @@ tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +52,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     """
     chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
     gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
-    if gathering.gradients:
+    if gathering.gradients and not gathering.squares:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     twofold = 2 if gathering.with_dense else 1
     batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
@@ -108,24 +108,41 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
                 if plan.format:
                     current[site.node] = _packed(dense[site.node], plan)
             working = max(working, statistics + max(running + widest, quantising))
-    return Streaming(dict(work), twofold * hidden, working, weights, twofold * max(hidden, live), dict(again))
+    found = Streaming(dict(work), twofold * hidden, working, weights, twofold * max(hidden, live), dict(again))
+    return _one_after_another(_plan_backwards(graph, samples, length), found) if gathering.gradients else found
+
+
+def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
+    """Each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    costs, cut = node_costs(graph, 1, length), segments(graph)
+    runs = samples if length else samples / len(graph.meta["inputs"][0][0])
+    work = {unit: 4 * runs * amount for unit, amount in eager_work(costs.values()).items()}
+    hidden = sum(runs_bytes(segment, costs, runs) for segment in cut)
+    kept = max(sum(costs[node].held_bytes + 12 * costs[node].weights for node in segment.nodes) for segment in cut)
+    weights = max(_weight_bytes(segment.nodes, costs) for segment in cut)
+    return Streaming(work, 2 * hidden, kept, weights, 2 * hidden)
 
 
 def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
-    """Each sample forwards twice and backwards once, which is two products more for each of a linear's."""
-    costs, cut = node_costs(graph, 1, length), segments(graph)
-    work: dict[str, float] = defaultdict(float)
-    for unit, amount in eager_work(costs.values()).items():
-        work[unit] += 4 * samples * amount
+    """Squared gradients of weights, each used as soon as it is there."""
+    found = _plan_backwards(graph, samples, length)
+    work = Counter(found.work)
     for plan in plans:
         work["stream_byte"] += 12 * samples * plan.out_features * plan.in_features
-        for unit, amount in plan.work.items():
-            work[unit] += amount
-    hidden = sum(runs_bytes(segment, costs, samples) for segment in cut)
-    kept = max(sum(costs[node].held_bytes + 12 * costs[node].weights for node in segment.nodes) for segment in cut)
-    working = kept + max(plan.working_bytes for plan in plans)
-    weights = max(_weight_bytes(segment.nodes, costs) for segment in cut)
-    return Streaming(dict(work), 2 * hidden, working, weights, 2 * hidden)
+        work.update(plan.work)
+    working = found.working_bytes + max(plan.working_bytes for plan in plans)
+    return dataclasses.replace(found, work=dict(work), working_bytes=working)
+
+
+def _one_after_another(first: Streaming, second: Streaming) -> Streaming:
+    return Streaming(
+        dict(Counter(first.work) + Counter(second.work)),
+        max(first.hidden_bytes, second.hidden_bytes),
+        max(first.working_bytes, second.working_bytes),
+        max(first.weight_bytes, second.weight_bytes),
+        max(first.live_bytes, second.live_bytes),
+        dict(Counter(first.again) + Counter(second.again)),
+    )
 
 
 def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:

@@ -161,7 +161,7 @@ def run_recipe(
     info: ModelInfo = graph.meta["model"]
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
-    machine()  # measured once and remembered; that is no part of what the plan predicts
+    here = machine()  # measured once and remembered; that is no part of what the plan predicts
     with clock.stage("plan", shown=False):
         plan = plan_graph(graph, recipe, destination)
     check_plan(plan)
@@ -177,6 +177,7 @@ def run_recipe(
         results=results,
         state=state,
         spill=Spill(cache_folder() / "spilled") if plan.spill else None,
+        prices=here.seconds,
     )
     observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
     graph = Pipeline(recipe.passes, observers).run(graph, context)

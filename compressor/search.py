@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from compressor.errors import ToolchainError, UsageError
 
-_LARGEST_COST = 1e4  # the solver's tolerances are absolute
+_LARGEST_COST, _LARGEST_SIZE = 1e4, 1e6  # the solver's tolerances are absolute, a millionth
 
 
 def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float) -> list[int]:
@@ -17,7 +17,7 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
 
     Args:
         costs, sizes: of each item's alternatives; costs are not negative.
-        budget: the most that the chosen sizes may sum to.
+        budget: the most that the chosen sizes may sum to, but for rounding (1e-12 of it).
     Returns:
         the index of the alternative chosen for each item.
     Raises:
@@ -34,7 +34,7 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         ) from error
     least = sum(min(alternatives) for alternatives in sizes)
     if least > budget:
-        raise UsageError(f"the budget, {budget:,.0f}, is less than the smallest choice takes, {least:,.0f}")
+        raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
     flat = np.array([cost for alternatives in costs for cost in alternatives], np.float64)
     flat *= _LARGEST_COST / flat.max() if flat.max() > 0 else 0.0
     counts = [len(alternatives) for alternatives in costs]
@@ -42,15 +42,21 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         (np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))),
         shape=(len(counts), len(flat)),
     )
-    weights = np.array([[size for alternatives in sizes for size in alternatives]], np.float64) / max(1.0, budget)
+    weights = np.array([[size for alternatives in sizes for size in alternatives]], np.float64)
+    scale = _LARGEST_SIZE / budget if budget > 0 else 1.0
     found = milp(
         flat,
         integrality=np.ones(len(flat)),
         bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights, -np.inf, 1.0)],
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights * scale, -np.inf, budget * scale)],
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
         raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
     ends = np.cumsum([0, *counts])
     return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]
+
+
+def amount(value: float) -> str:
+    """A number for people, whatever its size."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

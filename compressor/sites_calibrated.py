@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
+from compressor.blocks import Blocks, learnt
 from compressor.calibration import Hessian, stream
 from compressor.formats import Format
+from compressor.gradients_rows import guided_rows
 from compressor.graph import linear_sites
+from compressor.grid_search import Observer
 from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, dequantize
 from compressor.pipeline import Context
@@ -49,6 +52,8 @@ def quantize_calibrated(
     *,
     true_sequential: bool = True,
     match_dense: bool = True,
+    observer: Observer = "mse",
+    task_guided: bool = False,
 ) -> None:
     """Replace the linears that are named, each by one in its own format; what follows sees their new outputs.
 
@@ -57,11 +62,28 @@ def quantize_calibrated(
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
             :func:`compressor.calibration.stream`.
+        observer: ``output`` chooses stored scales of activations by the error of the outputs, too.
+        task_guided: weight rows as :func:`compressor.gradients_rows.guided_rows` does.
     """
     sites = [site for site in linear_sites(graph) if site.name in formats]
-    options = {"true_sequential": true_sequential, "with_dense": match_dense}
-    ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
-    for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
+    samples = ctx.calibration(pass_name)
+    scales, weights = calibrate_inputs(graph, ctx, pass_name, formats, observer), None
+    if task_guided:
+        decides = [samples.sha256, ctx.seed, [site.name for site in sites]]
+        make = partial(guided_rows, graph, samples.ids, sites, ctx.seed, ctx.spill)
+        weights = learnt(graph, ctx, "weights of rows", decides, make)
+    groups = stream(
+        graph,
+        samples.ids,
+        sites,
+        Hessian,
+        true_sequential=true_sequential,
+        with_dense=match_dense,
+        blocks=blocks,
+        spill=ctx.spill,
+        row_weights=weights,
+    )
+    for group, statistic in groups:
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
             with naming(site):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.formats import Format
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
+from compressor.grid_search import OUTPUT_RATIOS, Observer
 from compressor.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.sites import patterns, site_notes
@@ -39,7 +40,8 @@ class Gathering:
     Attributes:
         true_sequential, with_dense: see there.
         squares: the statistic is a matrix, and not a few vectors.
-        gradients: samples also run backwards (:func:`compressor.gradients.squared_gradients`).
+        gradients: samples also run backwards (:func:`compressor.gradients.backwards`), for that matrix's rows or, where
+            the statistic is none, in place of it.
     """
 
     true_sequential: bool
@@ -157,6 +159,16 @@ def _grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched:
     return {"grid_element": float(searches * (_CANDIDATES[fmt.symmetric] if searched else 0) * rows * columns)}
 
 
+def _observer_work(rows: int, columns: int, fmt: Format, observer: Observer) -> Counter[str]:
+    """Work of choosing a weight's grids once; with ``output``, each of more grids takes a product with the Hessian."""
+    work = Counter(_grid_work(rows, columns, fmt, 1, searched=observer != "minmax"))
+    if observer == "output" and not fmt.codebook:
+        tried = len(OUTPUT_RATIOS) * (2 if fmt.symmetric else 1)
+        work["grid_element"] = tried * rows * columns
+        work["matmul_flop"] += 2 * tried * rows * columns * fmt.columns(columns)
+    return work
+
+
 def rtn_work(rows: int, columns: int, fmt: Format) -> Work:
     """Work of rounding a weight to nearest and of its error."""
     size = rows * columns
@@ -204,14 +216,14 @@ def half_product(columns: int) -> float:
     return 1 + min(1.0, BLOCK / columns)
 
 
-def gptq_work(rows: int, columns: int, fmt: Format, *, mse: bool, match_dense: bool) -> Work:
+def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match_dense: bool) -> Work:
     """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
 
     Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
     upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
     """
     size, cubed = rows * columns, columns**3
-    work = Counter(_grid_work(rows, columns, fmt, 1, searched=mse))
+    work = _observer_work(rows, columns, fmt, observer)
     work.update(_grid_work(rows, columns, fmt, 1, searched=False))
     work.update({
         "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
@@ -234,26 +246,28 @@ def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
     return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 8 * 5 * columns**2
 
 
-def adaptive_rounding_work(rows: int, columns: int, fmt: Format, *, steps: int, mse: bool, match_dense: bool) -> Work:
+def adaptive_rounding_work(
+    rows: int, columns: int, fmt: Format, *, steps: int, observer: Observer, match_dense: bool
+) -> Work:
     """Work of :func:`compressor.passes.adaptive_rounding.adaptive_round`.
 
     A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight; a sweep of
     the descent is two products, and per column what GPTQ does.
     """
     size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
-    grids = (_CANDIDATES[fmt.symmetric] if mse else 1) * size
-    return {
+    work = _observer_work(rows, columns, fmt, observer)
+    work.update({
         "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
         "stream_byte": 400 * steps * size,
         "node": 6 * steps * chunks,
         "matmul64_flop": (3 * half_product(columns) + 4 * ROUNDING_SWEEPS) * size * columns,
         "factor64_flop": 1 / 3 * columns**3 if match_dense else 0,
         "rtn_element": 2 * size,
-        "grid_element": grids,
         "dequantize_element": 6 * size,
         "sweep_element": ROUNDING_SWEEPS * size,
         "sweep_column": ROUNDING_SWEEPS * columns,
-    }
+    })  # fmt: skip
+    return work
 
 
 def adaptive_rounding_working_bytes(rows: int, columns: int, fmt: Format) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 EVEN = 16
 """Products of float32 matrices whose sizes are no multiples of this are shared out in other ways."""
@@ -21,11 +22,16 @@ _PIECE = 1024
 _SMALL = 1 << 11  # elements, which PyTorch leaves to one thread
 
 
+def even(matrix: Tensor) -> Tensor:
+    """With rows and columns of zeros up to the next multiples of :data:`EVEN`."""
+    return pad(matrix, (0, -matrix.shape[1] % EVEN, 0, -len(matrix) % EVEN))
+
+
 def total(values: Tensor) -> Tensor:
     """The sum of all elements, in pieces of one size; a tensor without dimensions."""
     values = values.reshape(-1)
     while len(values) > _PIECE:
-        values = torch.nn.functional.pad(values, (0, -len(values) % _PIECE)).view(-1, _PIECE).sum(1)
+        values = pad(values, (0, -len(values) % _PIECE)).view(-1, _PIECE).sum(1)
     return values.sum()
 
 
@@ -45,10 +51,7 @@ def quadratic(D: Tensor, H: Tensor) -> Tensor:
 
 def product(A: Tensor, B: Tensor) -> Tensor:
     """A @ B of float32 matrices of any sizes."""
-    rows, columns = len(A), B.shape[1]
-    odd = -A.shape[1] % EVEN
-    pad = torch.nn.functional.pad
-    return (pad(A, (0, odd, 0, -rows % EVEN)) @ pad(B, (0, -columns % EVEN, 0, odd)))[:rows, :columns]
+    return (even(A) @ even(B))[: len(A), : B.shape[1]]
 
 
 def column_sums(rows: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from compressor.recipe import load_text_spec
 from compressor.resources import resource
 from compressor.samples import Samples, load_samples
 from compressor.sites import compress_site
+from compressor.steady import few_bits
 
 ORACLES = {
     "FP4_E2M1": ml_dtypes.float4_e2m1fn, "FP6_E2M3": ml_dtypes.float6_e2m3fn, "FP6_E3M2": ml_dtypes.float6_e3m2fn,
@@ -155,6 +156,32 @@ def test_one_outlier_does_not_set_the_range(name: str) -> None:
     assert input_error(x, fed, found) <= input_error(x, fed, widest)
     if name == "4":
         assert input_error(x, fed, found) < 0.3 * input_error(x, fed, widest)
+
+
+@pytest.mark.parametrize("name", ["4", "8", "FP4_E2M1"])
+def test_the_outputs_error_decides_where_a_linear_is_given(name: str) -> None:
+    fed, generator = activations(name, "_STATIC"), torch.Generator().manual_seed(0)
+    x = torch.randn(200, 20, generator=generator).relu() * (
+        torch.rand(200, 1, generator=generator) < 0.2
+    )  # mostly zero
+    x[:, 0] *= 8  # the channel with the large inputs is the one that the linear reads most of
+    weight = torch.randn(11, 20, generator=generator)
+    weight[:, 0] *= 5
+
+    def loss(scale: Tensor) -> float:
+        return float(((x - round_activations(x, fed, scale)).double() @ weight.double().t()).square().sum())
+
+    absmax = float(x.max())
+    widest = range_cuts(absmax, fed, 1)[0]
+    found = search_input_scale(x, absmax, fed, weight)
+    tried = [*range_cuts(absmax, fed, 24), *(few_bits(widest * percent / 100) for percent in range(40, 122, 2))]
+    assert loss(found) == pytest.approx(min(map(loss, tried)), rel=1e-4)
+    assert loss(found) <= loss(search_input_scale(x, absmax, fed)) * (1 + 1e-6)
+    if name == "4":
+        assert loss(found) < 0.9 * loss(search_input_scale(x, absmax, fed))
+    with pytest.raises(CompressorError, match="NaN or inf"):
+        search_input_scale(x, float("nan"), fed, weight)
+    assert float(search_input_scale(torch.zeros(4, 20), 0.0, fed, weight)) == 1.0
 
 
 def test_inputs_that_are_not_finite_are_refused_and_none_at_all_give_one() -> None:

@@ -16,7 +16,7 @@ from compressor.calibration import Hessian, load_evaluation, load_samples, strea
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
-from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.graph import linear_sites, match_sites, replace_linear, twin
 from compressor.passes.rtn import rtn_quantize
 from compressor.text_spec import EvaluationSpec, TextSpec
 
@@ -183,6 +183,36 @@ def test_statistics_are_those_of_the_whole_graph(kind: str, true_sequential: boo
     assert list(found) == [site.name for site in sites]
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_count_as_often_as_their_weights_say() -> None:
+    graph = model()
+    sites, generator = linear_sites(graph)[:4], torch.Generator().manual_seed(1)
+    # As often as a sample is repeated, which whole numbers can say without weights.
+    counts = torch.randint(1, 4, (len(IDS),), generator=generator)
+    weights = {site.name: counts.repeat_interleave(IDS.shape[1]).float() for site in sites}
+    repeated = IDS.repeat_interleave(counts, dim=0)
+    options = {"with_dense": twin(graph), "micro_batch_tokens": 36}
+    replace_linear(graph, sites[0], rtn_quantize(graph.get_parameter(sites[0].weight_name), Format.parse("W2A16_G32")))
+    sites = linear_sites(graph)[:3]
+    weighted = stream(graph, IDS, sites, Hessian, row_weights=weights, **options)  # type: ignore[arg-type]
+    plain = stream(graph, repeated, sites, Hessian, **options)  # type: ignore[arg-type]
+    for (group, one), (_, other) in zip(weighted, plain, strict=True):
+        scale = int(counts.sum()) / len(IDS)
+        assert one.cross is not None and other.cross is not None
+        torch.testing.assert_close(one.value, other.value * scale, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.cross, other.cross * scale, rtol=1e-4, atol=1e-4)
+        assert group[0].name.endswith("k_proj") or float(one.cross.abs().max()) > 0
+
+
+def test_equal_weights_change_no_bit() -> None:
+    graph = model()
+    sites = linear_sites(graph)
+    ones = {site.name: torch.ones(IDS.numel()) for site in sites}
+    for (_, one), (_, other) in zip(
+        stream(graph, IDS, sites, Hessian, row_weights=ones), stream(graph, IDS, sites, Hessian), strict=True
+    ):
+        assert torch.equal(one.value, other.value)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -76,6 +76,8 @@ def test_the_operators_gradients_are_those_of_differences() -> None:
     def cached(*qkv: Tensor) -> Tensor:
         return OPS.cached_attention(*qkv, empty, empty, torch.arange(3), 0.5, 2, 3.0, None)  # type: ignore[no-any-return]
 
+    image = torch.randn(2, 5, 4, 3, generator=rng, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: OPS.patches(x, [3, 2], [2, 1], [1, 0], [1, 2]), (image,))
     inputs = tuple(value.requires_grad_() for value in (q, k, v))
     assert torch.autograd.gradcheck(cached, inputs)
     assert torch.autograd.gradcheck(lambda *qkv: OPS.masked_attention(*qkv, mask, 0.5), inputs)

@@ -18,6 +18,7 @@ from compressor.calibration import Samples
 from compressor.capture import capture
 from compressor.errors import CompressorError
 from compressor.graph import linear_sites, set_parameter, twin
+from compressor.passes.adaptive_rounding import AdaptiveRounding
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, Pass, Pipeline
@@ -128,6 +129,7 @@ PASSES = [
     Gptq("W3A8_ASYM_G32", ignore="lm_head", match_dense=False, true_sequential=False),
     Rtn("W4A16_G32"),
     Rtn("W8A8"),
+    AdaptiveRounding("W3A8_G32_STATIC", "re:.*(o|down)_proj", steps=5, observer="output", task_guided=True),
 ]
 
 
@@ -143,6 +145,19 @@ def test_a_second_run_restores_every_block_and_gives_the_same(
     assert ctx.blocks == restored.blocks == restored.reused > 3 and ctx.reused == 0
     assert restored.stages[1].reused == restored.stages[1].blocks == ctx.blocks
     assert ctx.state == restored.state != "the model"
+
+
+def test_a_finished_run_again_reads_no_samples(
+    tmp_path: Path, captured: GraphModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = run(captured, tmp_path, PASSES[-1])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("samples run again")
+
+    monkeypatch.setattr("compressor.streaming.Stream.values", refuse)
+    monkeypatch.setattr("compressor.streaming.Stream.run", refuse)
+    assert same(first, run(captured, tmp_path, PASSES[-1])[0])
 
 
 @pytest.mark.parametrize("step", PASSES, ids=lambda step: f"{type(step).__name__}-{step.scheme}")

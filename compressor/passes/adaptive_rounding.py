@@ -64,7 +64,7 @@ def adaptive_round(
         weight: float [out, in].
         hessian: float32 [in, in], a positive multiple of X^T X.
         steps: of the optimiser.
-        observer: how a group's grid is chosen: ``minmax``, or ``mse`` (see :mod:`compressor.grid_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.grid_search`).
     Raises:
         CompressorError: weight or Hessian hold NaN or inf.
     """
@@ -79,7 +79,7 @@ def adaptive_round(
     damped = H / mean
     damped.diagonal().add_(_DAMPENING)
 
-    choose = chooser(observer, torch.diagonal(H), fmt)
+    choose = chooser(observer, H, fmt)
     rtn, start = rtn_quantize(weight, fmt), rtn_quantize(weight, fmt, choose)
     nearest, scales, zeros = unpack(start)
     unit = start.parts.get("tensor_scale")
@@ -110,10 +110,13 @@ class AdaptiveRounding:
         ignore: patterns of linears to leave dense.
         group_size: columns a scale; 0 keeps the scheme's.
         steps: of the optimiser; time is in proportion.
-        observer: ``mse`` shrinks each grid's range as long as the squared error falls; ``minmax`` does not.
+        observer: ``mse`` shrinks each grid's range as long as the squared error falls, ``output`` changes it as long as
+            the error of the outputs does, of the activations' stored scale as well; ``minmax`` leaves it.
         match_dense: aim at the dense model's outputs, so that each linear makes up for the errors of those before
             it; otherwise at the outputs of the dense weight on the inputs as they now are.  Doubles the time and
             the hidden states of calibration.
+        task_guided: weight the samples' rows, by half, by how far the model's confident predictions move when the
+            linear's outputs there do (:mod:`compressor.gradients_rows`).  Decoders, and modules that predict classes.
     """
 
     scheme: str
@@ -123,6 +126,7 @@ class AdaptiveRounding:
     steps: int = 500
     observer: Observer = "mse"
     match_dense: bool = True
+    task_guided: bool = False
 
     def __post_init__(self) -> None:
         fmt = choose_format(self.scheme, self.group_size)
@@ -139,7 +143,17 @@ class AdaptiveRounding:
         with ctx.reporter.task(name, len(sites)) as task:
             blocks = Blocks(ctx, name, self, task, decides=samples.sha256, chained=True)
             formats = {site.name: fmt for site in sites}
-            quantize_calibrated(graph, ctx, name, formats, blocks, self._quantize, match_dense=self.match_dense)
+            quantize_calibrated(
+                graph,
+                ctx,
+                name,
+                formats,
+                blocks,
+                self._quantize,
+                match_dense=self.match_dense,
+                observer=self.observer,
+                task_guided=self.task_guided,
+            )
         graph.recompile()
         return graph
 
@@ -147,9 +161,9 @@ class AdaptiveRounding:
         """What :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "adaptive_rounding", fmt, self.targets, self.ignore)
-        mse, matched = self.observer == "mse", self.match_dense
-        work = partial(adaptive_rounding_work, steps=self.steps, mse=mse, match_dense=matched)
-        gathering = Gathering(true_sequential=True, with_dense=matched)
+        matched = self.match_dense
+        work = partial(adaptive_rounding_work, steps=self.steps, observer=self.observer, match_dense=matched)
+        gathering = Gathering(true_sequential=True, with_dense=matched, gradients=self.task_guided)
         formats = {site.name: fmt for site in sites}
         return plan_sites(graph, formats, self.ignore, work, adaptive_rounding_working_bytes, gathering)
 

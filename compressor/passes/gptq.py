@@ -74,7 +74,7 @@ def gptq_quantize(
             otherwise from the compensated weight when the group begins.
         dampening_frac: fraction of mean(diag H) added to the diagonal; ten times more as long as the
             factorisation fails or the result is worse than round to nearest.
-        observer: how a group's grid is chosen: ``minmax``, or ``mse`` (see :mod:`compressor.grid_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.grid_search`).
         blocksize: columns between two updates of the whole remainder (speed only).
     Raises:
         UsageError: ``actorder`` without ``static_groups`` (columns of a group would have to lie apart, which
@@ -102,7 +102,7 @@ def gptq_quantize(
     blocks = list(column_blocks(in_features, fmt.columns(in_features), blocksize))
     mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
 
-    choose = chooser(observer, torch.diagonal(H), fmt)
+    choose = chooser(observer, H, fmt)
     start = rtn_quantize(weight, fmt, choose, outliers)
     best, loss, damp = rtn, rtn_loss, dampening_frac
     while damp <= _MOST_DAMPENING:
@@ -141,7 +141,8 @@ class Gptq:
         ignore: patterns of linears to leave dense.
         group_size: columns a scale; 0 keeps the scheme's.
         actorder: quantise the columns with the largest inputs first, on grids taken from the original weight.
-        observer: ``mse`` shrinks each grid's range as long as the squared error falls; ``minmax`` does not.
+        observer: ``mse`` shrinks each grid's range as long as the squared error falls, ``output`` changes it as long as
+            the error of the outputs does, of the activations' stored scale as well; ``minmax`` leaves it.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
         match_dense: aim at the dense model's outputs, so that each linear makes up for the errors of those before
             it; otherwise at the outputs of the dense weight on the inputs as they now are.  Doubles the time and
@@ -180,8 +181,17 @@ class Gptq:
         self, graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], blocks: Blocks
     ) -> None:
         """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
-        options = {"true_sequential": self.true_sequential, "match_dense": self.match_dense}
-        quantize_calibrated(graph, ctx, pass_name, formats, blocks, self._quantize, **options)
+        quantize_calibrated(
+            graph,
+            ctx,
+            pass_name,
+            formats,
+            blocks,
+            self._quantize,
+            true_sequential=self.true_sequential,
+            match_dense=self.match_dense,
+            observer=self.observer,
+        )
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
@@ -193,12 +203,12 @@ class Gptq:
         self, graph: GraphModule, formats: Mapping[str, Format], ignore: str | Sequence[str]
     ) -> list[SitePlan]:
         """What :meth:`quantize_sites` will do."""
-        mse, matched = self.observer == "mse", self.match_dense
+        matched = self.match_dense
         return plan_sites(
             graph,
             formats,
             ignore,
-            partial(gptq_work, mse=mse, match_dense=matched),
+            partial(gptq_work, observer=self.observer, match_dense=matched),
             gptq_working_bytes,
             Gathering(self.true_sequential, matched),
         )

@@ -98,7 +98,7 @@ def llm_fp4_quantize(
             fed, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
             seen = round_activations(x, fed, scale)
     chosen, norm = tries[best], float(total(y.double().square())) or 1.0
-    packed = PackedWeight(chosen.parts, replace(chosen.format, activations=fed), chosen.shape).fed_with(scale)
+    packed = chosen.with_parts(replace(chosen.format, activations=fed)).fed_with(scale)
     return packed, lost(seen, best) / norm, start / norm
 
 

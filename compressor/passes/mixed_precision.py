@@ -1,4 +1,4 @@
-"""Mixed precision: each linear gets the format that a budget of bits buys the least loss with, then GPTQ."""
+"""Mixed precision: each linear gets the format that a budget buys the least loss with, then GPTQ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from compressor.blocks import Blocks
 from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats import Format
-from compressor.graph import Site, linear_sites, replace_linear, segments, twin
+from compressor.graph import ModelInfo, Site, linear_sites, replace_linear, segments, twin
 from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
 from compressor.pipeline import Context, Silent
-from compressor.search import choose_within
+from compressor.search_budget import BUDGETS, Budget, choose_formats, only_budget
 from compressor.sites import choose_sites, naming, summarise_formats
 from compressor.sites_plan import SitePlan, scaled_work
 from compressor.streaming import Stream, split_samples, stream_outputs
@@ -34,16 +34,25 @@ class MixedPrecision:
 
     Every linear is rounded to the smallest scheme, alone, and the divergence of the model's predictions is taken; its
     divergence in the other schemes follows from the errors of its own outputs, whose square it grows with.  The sum
-    over all linears is minimised under the budget, exactly, by an integer programme.
+    over all linears is minimised under the budget, exactly, by an integer programme; under a budget of divergence, the
+    bytes are.  One budget is given.
 
     Attributes:
-        bits: the budget: stored bits a weight, scales and padding included, on average over the matched linears.
+        bits: stored bits a weight, scales and padding included, on average over the matched linears.
+        weight_bytes: of all the model's parameters as this pass leaves them; a number, or text such as ``4 MB``.
+        latency_ms: of all the model's linears in a decoder's single step (an encoder's 128 tokens, one image), each as
+            long as its bytes take at the memory's bandwidth, or its operations at the peak.  Both are measured on the
+            machine that compresses, so the choice depends on it.
+        kl_divergence: sum of the measured divergences, nats a token; decoders only.
         schemes: what there is to choose from; names of formats.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
     """
 
-    bits: float
+    bits: float | None = None
+    weight_bytes: float | str | None = None
+    latency_ms: float | str | None = None
+    kl_divergence: float | None = None
     schemes: tuple[str, ...] = ("W2A16_G64", "W3A16_G128", "W4A16_G128", "W6A16_G128", "W8A16")
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
@@ -52,8 +61,13 @@ class MixedPrecision:
         formats = [Format.parse(scheme) for scheme in self.schemes]
         if len(set(formats)) < 2 or len(set(formats)) < len(formats):
             raise UsageError(f"mixed_precision: schemes {', '.join(self.schemes)}: give at least two different ones")
-        if not 1 <= self.bits <= 16:
-            raise UsageError(f"mixed_precision: bits {self.bits:g} is not between 1 and 16")
+        if self.budget.kind == "bits" and not 1 <= self.budget.limit <= 16:
+            raise UsageError(f"mixed_precision: {self.budget} is not between 1 and 16")
+
+    @property
+    def budget(self) -> Budget:
+        """The one that is given."""
+        return only_budget("mixed_precision", {kind: getattr(self, kind) for kind in BUDGETS})
 
     @property
     def formats(self) -> list[Format]:
@@ -61,16 +75,21 @@ class MixedPrecision:
         return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Replace every matched linear; a note tells the bits, and how many linears got which format."""
-        name, formats = "mixed_precision", self.formats
+        """Replace every matched linear; a note tells the bits, and how many linears got which format.
+
+        Under a budget of divergence, another tells what was expected and what is then measured.
+        """
+        name, formats, budget = "mixed_precision", self.formats, self.budget
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
         samples = ctx.calibration(name)
+        _check_kind(graph, budget)
+        before = twin(graph) if budget.kind == "kl_divergence" else None
         with ctx.reporter.task("sensitivity", len(sites)) as task:
             costs = {}
             for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
                 costs[site] = cost
                 task.advance()
-        chosen = self._choose(sites, [costs[site.name] for site in sites])
+        chosen = self._choose(graph, ctx, sites, [costs[site.name] for site in sites])
         ctx.notes.append(summarise_formats(name, sites, chosen))
         steps = Gptq(scheme=self.schemes[0])
         plain = {site: fmt.name for site, fmt in chosen.items()}
@@ -78,25 +97,57 @@ class MixedPrecision:
             blocks = Blocks(ctx, name, self, task, decides=[samples.sha256, plain], chained=True)
             steps.quantize_sites(graph, ctx, name, chosen, blocks)
         graph.recompile()
+        if before is not None:
+            expected = sum(costs[site.name][formats.index(chosen[site.name])] for site in sites)
+            ctx.notes.append(_compare(before, graph, samples.ids, expected, budget))
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do if all linears are equally sensitive, on a graph without weights."""
+        """What :meth:`run` will do if all linears are equally sensitive, on a graph without weights.
+
+        Under a budget of divergence, what it will do at most.
+        """
+        _check_kind(graph, self.budget)
         sites = choose_sites(graph, "mixed_precision", self.formats[-1], self.targets, self.ignore)
         costs = [[site.out_features * 4.0**-fmt.bits for fmt in self.formats] for site in sites]
         weights = sum(site.out_features * site.in_features for site in linear_sites(graph))
-        plans = Gptq(scheme=self.schemes[0]).plan_formats(graph, self._choose(sites, costs), self.ignore)
+        if self.budget.kind == "kl_divergence":
+            largest = self.formats[-1]
+            chosen = {site.name: largest for site in sites}
+            ctx.notes.append(
+                f"mixed_precision: {self.budget}: formats follow from divergences that the run measures; planned for "
+                f"the largest, {largest.name}"
+            )
+        else:
+            chosen = self._choose(graph, ctx, sites, costs)
+        plans = Gptq(scheme=self.schemes[0]).plan_formats(graph, chosen, self.ignore)
         return [_with_sensitivity(plan, weights, self.formats) for plan in plans]
 
-    def _choose(self, sites: Sequence[Site], costs: Sequence[Sequence[float]]) -> dict[str, Format]:
-        formats = self.formats
-        sizes = [[fmt.packed_bytes(site.out_features, site.in_features) for fmt in formats] for site in sites]
-        budget = self.bits / 8 * sum(site.out_features * site.in_features for site in sites)
+    def _choose(
+        self, graph: GraphModule, ctx: Context, sites: Sequence[Site], costs: Sequence[Sequence[float]]
+    ) -> dict[str, Format]:
         try:
-            picked = choose_within(costs, sizes, budget)
+            return choose_formats(graph, sites, self.formats, costs, self.budget, ctx.prices)
         except UsageError as error:
-            raise UsageError(f"mixed_precision: bits {self.bits:g}: {error} bytes; add a smaller scheme") from error
-        return {site.name: formats[index] for site, index in zip(sites, picked, strict=True)}
+            raise UsageError(f"mixed_precision: {error}") from error
+
+
+def _check_kind(graph: GraphModule, budget: Budget) -> None:
+    info: ModelInfo = graph.meta["model"]
+    if budget.kind == "kl_divergence" and info.kind != "decoder":
+        raise UsageError(
+            f"mixed_precision: {budget}: {info.name} is no decoder, and its sensitivities are no divergences of "
+            "predictions; give bits, weight_bytes or latency_ms"
+        )
+
+
+def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:
+    """How far the sum of the divergences is from that of the whole, in words."""
+    few = split_samples(before, ids, _TOKENS)[0]
+    dense, rounded = (next(stream_outputs(Stream(graph, [few]), Silent())) for graph in (before, after))
+    measured = _divergence(before, dense, rounded)
+    text = f"mixed_precision: {budget}: {expected:.3g} nats a token by adding up, {measured:.3g} measured in the end"
+    return text if measured <= budget.limit else f"{text}: above the budget"
 
 
 def sensitivities(

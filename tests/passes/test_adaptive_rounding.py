@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration import load_samples
+from compressor.calibration import Hessian, Samples, load_samples, stream
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
-from compressor.graph import twin
+from compressor.gradients_rows import guided_rows
+from compressor.graph import linear_sites, match_sites, twin
 from compressor.packing import dequantize
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context, Pipeline
+from compressor.plan_streaming import plan_calibration
 from compressor.recipe import load_text_spec
 from compressor.resources import resource
 
@@ -113,17 +118,46 @@ def test_bad_input() -> None:
         AdaptiveRounding("W4A16_G32", steps=0)
 
 
+def test_guided_rounding_loses_less_of_what_guides_it() -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        graph = capture(transformers.LlamaForCausalLM(config).eval())
+    ids, fmt = torch.randint(20, (2, 32), generator=torch.Generator().manual_seed(0)), Format.parse("W2A16_G16")
+    sites = match_sites(linear_sites(graph), "up_proj")[0]
+    weights = guided_rows(graph, ids, sites, seed=0)
+    ((_, plain),) = stream(graph, ids, sites, Hessian)
+    ((_, guided),) = stream(graph, ids, sites, Hessian, row_weights=weights)
+    weight = graph.get_parameter(sites[0].weight_name).detach().float()
+    values = [dequantize(adaptive_round(weight, h.value, fmt, steps=40)[0]) for h in (plain, guided)]
+    assert loss(weight, values[1], guided.value) < 0.995 * loss(weight, values[0], guided.value)
+    assert loss(weight, values[0], plain.value) < 0.995 * loss(weight, values[1], plain.value)
+    ctx = Context(samples=Samples(ids, torch.empty(0), "", "by chance"))
+    step = AdaptiveRounding(fmt.name, "up_proj", steps=40, match_dense=False, task_guided=True)
+    Pipeline([step]).run(graph, ctx)
+    norm = loss(weight, torch.zeros_like(weight), guided.value)
+    assert ctx.records[0].error == pytest.approx(loss(weight, values[1], guided.value) / norm, rel=1e-4)
+
+
 def test_the_pass_does_what_it_plans_and_says_what_it_reached() -> None:
     model, step = resource("models") / "reference", AdaptiveRounding("W3A16_G128", r"re:.*0\.self_attn", steps=20)
     spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 128})
     ctx = Context(samples=load_samples(spec, model, 2048))
     graph = capture(model)
+    dense = twin(graph)
     plans = [plan for plan in step.plan(twin(graph), ctx) if plan.format]
     Pipeline([step]).run(graph, ctx)
     assert [(r.site, r.format, r.bytes_after) for r in ctx.records] == [
         (plan.site, plan.format, plan.bytes_after) for plan in plans
     ]
     assert len(plans) == 4 and all(plan.work and plan.gathering for plan in plans)
+    guided = [plan for plan in replace(step, task_guided=True).plan(twin(dense), ctx) if plan.format]
+    local, both = (plan_calibration(dense, given, 4, 128) for given in (plans, guided))
+    # Forwards twice and backwards once, which is as much as two forwards.
+    products = 4 * sum(2 * 4 * 128 * site.out_features * site.in_features for site in linear_sites(dense))
+    assert both.work["matmul_flop"] - local.work["matmul_flop"] == pytest.approx(products, rel=0.1)
+    assert both.hidden_bytes > local.hidden_bytes and both.working_bytes >= local.working_bytes
     for record in ctx.records:
         assert record.error_of == "output" and record.rtn_error is not None
         assert record.error < 0.5 * record.rtn_error

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from compressor.calibration import load_samples
-from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.packing import dequantize
 from compressor.passes.awq import _STRENGTHS, Awq, awq_quantize, awq_scale
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
-from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
-from compressor.resources import resource
+from compressor.pipeline import Context
 
 
 def test_the_scale_is_equation_5() -> None:
@@ -51,23 +49,15 @@ def test_clipping_is_never_worse_under_the_inputs() -> None:
     assert lost(dequantize(awq_quantize(weight, squares, fmt))) < lost(dequantize(rtn_quantize(weight, fmt)))
 
 
-def test_the_pass_replaces_every_linear_and_loses_less_than_rtn() -> None:
-    model, targets = resource("models") / "reference", r"re:model\.layers\.[01]\."
-    spec = load_text_spec("python_docs").model_copy(update={"samples": 8, "sequence_length": 128})
-    samples = load_samples(spec, model, 2048)
-
-    def lost(*steps: object) -> float:
-        graph, ctx = capture(model), Context(samples=samples)
-        info = graph.meta["model"]
-        caches = [[torch.zeros(8, info.kv_heads, 1, info.head_dim)] * info.layers] * 2
-        inputs = (samples.ids, torch.arange(128), torch.arange(128), *caches)
-        with torch.no_grad():
-            before = graph(*inputs)[0]
-            graph = Pipeline(steps).run(graph, ctx)  # type: ignore[arg-type]
-            after = graph(*inputs)[0]
+def test_the_pass_replaces_every_linear_and_loses_less_than_rtn(
+    two_blocks: Callable[..., tuple[torch.Tensor, torch.Tensor, Context]],
+) -> None:
+    def lost(step: object) -> float:
+        before, after, ctx = two_blocks(step)
         assert [record.format for record in ctx.records] == ["W3A16_G128"] * 14
         return float((after - before).norm() / before.norm())
 
+    targets = r"re:model\.layers\.[01]\."
     assert lost(Awq("W3A16_G128", targets=targets)) < 0.85 * lost(Rtn("W3A16_G128", targets=targets))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -11,7 +15,7 @@ from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
-from compressor.graph import linear_sites, match_sites, replace_linear
+from compressor.graph import linear_sites, match_sites, replace_linear, twin, weight_bytes
 from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
 from compressor.pipeline import Context, Pipeline
@@ -94,10 +98,54 @@ def test_the_budget_is_kept_and_used(samples: Samples) -> None:
     assert sum(plan.bytes_after for plan in planned if plan.format) == pytest.approx(stored, rel=0.03)
 
 
+SMALL = ("W2A16_G16", "W4A16_G16", "W8A16")
+PRICES = {"read_byte": 1e-9, "matmul_flop": 1e-12, "int8_op": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def small() -> GraphModule:
+    sizes = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return capture(transformers.LlamaForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("budget", [{"weight_bytes": "35 KB"}, {"latency_ms": "0.024ms"}, {"kl_divergence": 0.03}])
+def test_other_budgets_are_kept_used_and_planned(small: GraphModule, budget: dict[str, Any]) -> None:
+    ids = torch.randint(50, (8, 24), generator=torch.Generator().manual_seed(0))
+    ctx = Context(samples=Samples(ids, torch.empty(0), "", "by chance"), prices=PRICES)
+    step = MixedPrecision(**budget, schemes=SMALL)
+    graph, planning, shadow = twin(small), Context(prices=PRICES), twin(small)
+    planned = step.plan(shadow, planning)
+    graph = Pipeline([step]).run(graph, ctx)
+    formats = {record.format for record in ctx.records}
+    assert len(formats) > 1
+    linears = sum(record.bytes_after for record in ctx.records)  # all of them: time is that of their bytes
+    if "kl_divergence" in budget:
+        dense, rounded = (torch.log_softmax(logits(g, ids).double(), -1) for g in (small, graph))
+        measured = float((dense.exp() * (dense - rounded)).sum(-1).mean())
+        _, note = ctx.notes
+        expected, found = map(float, re.findall(r"([\d.e-]+) (?:nats|measured)", note))
+        assert 0.9 * 0.03 < expected <= 0.03 and found == pytest.approx(measured, rel=5e-3)
+        assert ("above the budget" in note) == (measured > 0.03)
+        (said,) = planning.notes
+        assert "planned for the largest, W8A16" in said and {plan.format for plan in planned} == {"W8A16"}
+        return
+    used, most = (weight_bytes(graph), 35e3) if "weight_bytes" in budget else (linears * 1e-6, 0.024)
+    assert 0.95 * most < used <= most
+    assert weight_bytes(shadow) == pytest.approx(weight_bytes(graph), rel=0.05)
+
+
 def test_bad_options() -> None:
     with pytest.raises(UsageError, match="two different"):
         MixedPrecision(bits=4, schemes=("W4A16_G128", "W4A16"))
     with pytest.raises(UsageError, match="bits 99"):
         MixedPrecision(bits=99)
+    with pytest.raises(UsageError, match="exactly one budget"):
+        MixedPrecision()
+    module = capture(torch.nn.Sequential(torch.nn.Linear(32, 4)).eval(), (torch.zeros(2, 32),))
+    with pytest.raises(UsageError, match=r"kl_divergence 0\.1: Sequential is no decoder.*give bits, weight_bytes or"):
+        MixedPrecision(kl_divergence=0.1).plan(module, Context())
     with pytest.raises(UsageError, match=r"bits 1\.5: .*add a smaller scheme"):
         MixedPrecision(bits=1.5).plan(capture(MODEL, weights=False), Context())

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from compressor.calibration import load_samples
-from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.packing import dequantize
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.squeezellm import Squeezellm, squeezellm_quantize
-from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
-from compressor.resources import resource
+from compressor.pipeline import Context
 
 
 @pytest.mark.parametrize("name", ["LUT2", "LUT3", "LUT4", "LUT3_G32", "LUT3_S1"])
@@ -46,24 +44,16 @@ def test_outliers_are_the_most_sensitive_and_the_largest_weights() -> None:
     assert float((dequantize(packed) - weight).view(-1)[chosen].abs().max()) < 0.02
 
 
-def test_the_pass_loses_less_than_rounding_to_nearest() -> None:
-    model, targets = resource("models") / "reference", r"re:model\.layers\.[01]\."
-    spec = load_text_spec("python_docs").model_copy(update={"samples": 8, "sequence_length": 64})
-    samples = load_samples(spec, model, 2048)
-
-    def lost(*steps: object) -> float:
-        graph, ctx = capture(model), Context(samples=samples)
-        info = graph.meta["model"]
-        caches = [[torch.zeros(8, info.kv_heads, 1, info.head_dim)] * info.layers] * 2
-        inputs = (samples.ids, torch.arange(64), torch.arange(64), *caches)
-        with torch.no_grad():
-            before = graph(*inputs)[0]
-            graph = Pipeline(steps).run(graph, ctx)  # type: ignore[arg-type]
-            after = graph(*inputs)[0]
-        assert len(ctx.records) == 14 and ctx.records[0].site.startswith("model.layers.0")
+def test_the_pass_loses_less_than_rounding_to_nearest(
+    two_blocks: Callable[..., tuple[torch.Tensor, torch.Tensor, Context]],
+) -> None:
+    def lost(step: object) -> float:
+        before, after, ctx = two_blocks(step)
+        assert ctx.records[0].site.startswith("model.layers.0")
         p, q = (torch.log_softmax(logits.double(), -1) for logits in (before, after))
         return float((p.exp() * (p - q)).sum(-1).mean())
 
+    targets = r"re:model\.layers\.[01]\."
     plain = lost(Rtn("LUT3", targets=targets))
     assert lost(Squeezellm("LUT3", targets=targets)) < 0.9 * plain
     assert lost(Squeezellm("LUT3_S0.45", targets=targets)) < 0.85 * plain
