@@ -145,7 +145,7 @@ def _evaluate(
         known: ModelInfo = graph.meta["model"]
         if (known.kind, known.vocab_size) != (kind, vocab_size):
             raise UsageError(
-                f"{dense}: {known.kind} with {known.vocab_size} tokens, and {path}: {kind} with {vocab_size}; not its model"
+                f"{dense}: {known.kind} with {known.vocab_size} tokens; {path}: {kind} with {vocab_size}; not its model"
             )
     if kind == "encoder":
         if graph is None:
