@@ -145,8 +145,7 @@ def _evaluate(
         known: ModelInfo = graph.meta["model"]
         if (known.kind, known.vocab_size) != (kind, vocab_size):
             raise UsageError(
-                f"{dense}: is a {known.kind} with {known.vocab_size} tokens, {path} is a {kind} with {vocab_size}; not "
-                "its model"
+                f"{dense}: {known.kind} with {known.vocab_size} tokens; {path}: {kind} with {vocab_size}; not its model"
             )
     if kind == "encoder":
         if graph is None:
