@@ -180,7 +180,7 @@ def run_costs(
         text_tokens=tokens,
         passes=streamed,
         evaluation=forward,
-        logits=evaluation.window * info.vocab_size if evaluation is not None else 0,
+        logits=evaluation.window * info.vocab_size if evaluation is not None and info.kind == "decoder" else 0,
         largest=max((site.out_features * site.in_features for step in passes for site in step.sites), default=0),
         largest_operand_bytes=max((kernel.bytes for kernel in kernels), default=0),
         weight_bytes=weight_bytes(final),

@@ -58,7 +58,7 @@ LAYERS = (
     ("passes",),
     ("codegen",),
     ("export", "runtime", "signing"),
-    ("evaluate", "verify", "bench", "run", "child", "plan", "machine", "lock", "report", "comparison"),
+    ("evaluate", "embeddings", "verify", "bench", "run", "child", "plan", "machine", "lock", "report", "comparison"),
     ("cli", "inspection", "terminal"),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.
