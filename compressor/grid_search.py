@@ -10,19 +10,21 @@ from torch import Tensor
 
 from compressor.codebooks import cluster
 from compressor.formats import Format
-from compressor.packing import choose_grid, grid_values, round_scales, round_to_grid
+from compressor.packing import choose_grid, empty_scale, grid_values, round_scales, round_to_grid
 
 Observer: TypeAlias = Literal["minmax", "mse"]
 """How a group's grid is chosen: by its range, or by :func:`search_grid`."""
 
 _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
+_CUTS = 28  # of grids whose negative scales would be the same ones: as many tries
+_FEW_BITS = 3  # up to which a grid's best range is but a part of the weight's; of one bit it is the mean size
 
 
 def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2.
 
-    A symmetric grid has one code more below zero than above.  Its scale may be negative, so that the code more
-    serves the sign of the largest weight.
+    A symmetric grid of integers has one code more below zero than above.  Its scale may be negative, so that the code
+    more serves the sign of the largest weight.
 
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
@@ -68,11 +70,12 @@ def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | 
         return
     if fmt.symmetric:
         extreme = whole.gather(1, whole.abs().argmax(1, keepdim=True))[:, 0].expand(len(weight))
-        mirrored = fmt.element is not None and fmt.element.is_float  # then a negative scale gives the same grid
+        mirrored = bool(fmt.sliced) or (fmt.element is not None and fmt.element.is_float)  # a negative scale: the same
         top = fmt.middle if fmt.element is None else fmt.element.largest
-        for shrink in _SHRINKS:
+        shrinks = _sliced_shrinks(fmt.bits) if fmt.sliced else _SHRINKS
+        for shrink in shrinks:
             scale = round_scales((extreme.abs() if mirrored else extreme) * (shrink / top), fmt)
-            scale = torch.where(extreme == 0, 1.0, scale)
+            scale = torch.where(extreme == 0, empty_scale(fmt), scale)
             yield scale, None
             if not mirrored:
                 yield -scale, None
@@ -80,6 +83,10 @@ def _candidates(weight: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor | 
     low, high = torch.aminmax(whole, dim=1, keepdim=True)
     for shrink in _SHRINKS[1:]:
         yield choose_grid(weight.clamp(low * shrink, high * shrink), fmt)
+
+
+def _sliced_shrinks(bits: int) -> list[float]:
+    return [(0.94 if bits <= _FEW_BITS else 0.98) ** step for step in range(_CUTS)]
 
 
 def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
