@@ -1,16 +1,17 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
-Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of
-columns, and one float multiply-add a group applies the scales.  Float path: activations stay as they are, or become the
-floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in registers,
-integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a
-weight stores as floats meets the activations as they came, after that.  A single token takes a loop over
-``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
+Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
+by bytes or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
+are, or become the floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in
+registers, integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of
+choices.  What a weight stores as floats meets the activations as they came, after that.  A single token takes a loop
+over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
 code once a block.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +21,7 @@ from tvm.script import tirx as T
 
 from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.vector import Isa, emit_tree_sum
 from compressor.formats import PARTS, TILE_ROWS, Format
@@ -61,7 +63,8 @@ def packed_linear(
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
     (where there is one), y float32 [d0, d1, out].
     """
-    body = Products(out_features, in_features, fmt, isa)
+    is_sliced = counts_bits(fmt, isa)
+    body = (PlaneProducts if is_sliced else Products)(out_features, in_features, fmt, isa)
     integer, ragged = body.integer, out_features % TILE_ROWS != 0
     is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
     parts = fmt.parts(out_features, in_features)
@@ -73,6 +76,8 @@ def packed_linear(
     group_columns = body.group_columns
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
+    is_sign = is_rounded and fed.is_sign
+    combine = operator.add if is_sign else T.max
     step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -113,6 +118,8 @@ def packed_linear(
         x = T.decl_buffer((tokens, columns), "float32", data=x3.data)
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
+        # What products read: bit planes where they count ones.
+        operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, fed_groups), "float32")
@@ -120,15 +127,18 @@ def packed_linear(
 
         @T.inline
         def peak(m, out, begin, n_vectors, n_tail):
+            # The largest size; of signs, the mean.
             lane = T.alloc_buffer((16,), "float32", scope="local")
             lane[every] = T.broadcast(T.float32(0), 16)
             for k in range(n_vectors):
-                lane[every] = T.max(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
+                lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
             for k in range(n_tail):
-                lane[0] = T.max(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
+                lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
             out[0] = T.float32(0)
             for i in T.unroll(16):
-                out[0] = T.max(out[0], lane[i])
+                out[0] = combine(out[0], lane[i])
+            if is_sign:
+                out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 
         @T.inline
         def round_span(m, g, begin, n_vectors, n_tail):
@@ -192,6 +202,10 @@ def packed_linear(
                     lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
                 emit_tree_sum(lane, 16)
                 sums[m, g] = lane[0]
+            if is_sliced:
+                for c in range(chunks):
+                    quads = T.alloc_buffer((8,), "int32", scope="local")
+                    slice_chunk(operands, quads, a, m, c, fed)
 
         @T.inline
         def add_floats(out, tile, token, t, n):
@@ -211,7 +225,8 @@ def packed_linear(
         @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-            acc = T.alloc_buffer(shape, "int32" if integer else "float32", scope="local")
+            partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
+            acc = T.alloc_buffer(partial, "int32" if integer else "float32", scope="local")
             out = T.alloc_buffer(shape, "float32", scope="local")
             values = T.alloc_buffer((4, TILE_ROWS), "float32", scope="local")  # of four columns
             table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32", scope="local")  # of a group
@@ -221,8 +236,8 @@ def packed_linear(
                 body.load_table(table, codebook, first, g, n_tiles)
                 for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                     chunk = T.meta_var(g * body.group_chunks + c)
-                    body.add_chunk(acc, a, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
-                body.end_group(out, acc, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
+                    body.add_chunk(acc, operands, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
+                body.end_group(out, acc, sums, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):

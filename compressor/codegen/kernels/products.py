@@ -29,8 +29,10 @@ class Products:
         self.fed_groups = -(-columns // fed) if fed else 1
         self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
         self.table_size = fmt.levels if fmt.codebook else 1
-        # Codes of integers are unsigned: their zero point is subtracted.
+        # Codes of integers are unsigned: their zero point is subtracted, a half of one from the sums of integers.
         self.has_zeros = fmt.element is None and not fmt.codebook
+        self.accumulators = 1
+        self.half = fmt.middle % 1 if self.integer else 0.0
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -39,7 +41,11 @@ class Products:
                 for t in range(n_tokens):
                     yield t, n, T.ramp(part, 1, self.isa.lanes)
 
+    def _const(self, value: float) -> Any:
+        return T.int32(int(value)) if self.integer else T.float32(value)
+
     def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
+        """Outputs begin at zero."""
         for t, n, at in self.lanes(n_tokens, n_tiles):
             T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
 
@@ -47,14 +53,14 @@ class Products:
         self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
     ) -> None:
         """Accumulators begin at minus the zero point times the sum of the group's activations."""
-        lanes, kind, const = self.isa.lanes, *(("int32", T.int32) if self.integer else ("float32", T.float32))
+        lanes, kind, const = self.isa.lanes, "int32" if self.integer else "float32", self._const
         for t, n, at in self.lanes(n_tokens, n_tiles):
             if not self.has_zeros:
                 T.buffer_store(acc, T.broadcast(T.float32(0), lanes), [t, n, at])
                 continue
             minus_sum = const(0) - sums[m0 + t, g]
             if zeros is None:
-                value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
+                value = T.broadcast(minus_sum * const(self.fmt.middle - self.half), lanes)
             else:
                 value = T.broadcast(minus_sum, lanes) * T.Cast(
                     f"{kind}x{lanes}", zeros[first + n, g // self.scale_groups, at]
@@ -93,12 +99,15 @@ class Products:
                 T.buffer_store(acc, value, [t, n, at])
 
     def end_group(
-        self, out: Any, acc: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
-    ) -> None:
+        self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
         """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
+            if self.half:
+                total = total - T.broadcast(T.Cast("float32", sums[m0 + t, g]) * T.float32(self.half), lanes)
             if scales is None:
                 T.buffer_store(out, out[t, n, at] + total, [t, n, at])
                 continue
