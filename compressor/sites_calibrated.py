@@ -48,6 +48,7 @@ def quantize_calibrated(
     blocks: Blocks,
     quantize: Callable[[Tensor, Hessian, Format], Quantized],
     *,
+    make_statistic: Callable[[int], Hessian] = Hessian,
     true_sequential: bool = True,
     match_dense: bool = True,
 ) -> None:
@@ -55,6 +56,7 @@ def quantize_calibrated(
 
     Args:
         blocks: of the pass.
+        make_statistic: called with the width of a group's input.
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
             :func:`compressor.calibration.stream`.
@@ -62,7 +64,7 @@ def quantize_calibrated(
     sites = [site for site in linear_sites(graph) if site.name in formats]
     options = {"true_sequential": true_sequential, "with_dense": match_dense}
     ids, scales = ctx.calibration(pass_name).ids, calibrate_inputs(graph, ctx, pass_name, formats)
-    for group, statistic in stream(graph, ids, sites, Hessian, blocks=blocks, spill=ctx.spill, **options):
+    for group, statistic in stream(graph, ids, sites, make_statistic, blocks=blocks, spill=ctx.spill, **options):
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
             with naming(site):

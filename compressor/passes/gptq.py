@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -268,11 +268,31 @@ class Gptq:
         return graph
 
     def quantize_sites(
-        self, graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], blocks: Blocks
+        self,
+        graph: GraphModule,
+        ctx: Context,
+        pass_name: str,
+        formats: Mapping[str, Format],
+        blocks: Blocks,
+        make_statistic: Callable[[int], Hessian] = Hessian,
     ) -> None:
-        """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
-        options = {"true_sequential": self.true_sequential, "match_dense": self.match_dense}
-        quantize_calibrated(graph, ctx, pass_name, formats, blocks, self._quantize, **options)
+        """Replace the linears that are named, each by one in its own format.
+
+        Args:
+            blocks: that of the pass.
+            make_statistic: as for :func:`compressor.sites_calibrated.quantize_calibrated`.
+        """
+        quantize_calibrated(
+            graph,
+            ctx,
+            pass_name,
+            formats,
+            blocks,
+            self._quantize,
+            make_statistic=make_statistic,
+            true_sequential=self.true_sequential,
+            match_dense=self.match_dense,
+        )
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""
