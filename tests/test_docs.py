@@ -104,7 +104,7 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["rtn", "gptq", "kv_cache", "adaptive_rounding", "finequant", "squeezellm", "llm_int8", "llm_fp4", "x86"],
+    ["rtn", "gptq", "kv_cache", "adaptive_rounding", "finequant", "squeezellm", "llm_int8", "llm_fp4", "abq", "x86"],
 )
 def test_options_are_documented_with_their_defaults(name: str) -> None:
     from compressor.codegen.targets import target_class
