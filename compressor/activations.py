@@ -1,6 +1,6 @@
 """How a packed linear takes its activations, as data; :mod:`compressor.activations_rounding` says what it computes.
 
-Names follow the field.  Of the numbers: ``8`` (int8; 2 to 8 bits), ``FP8_E4M3`` (``FP8`` for short), ``MXFP4``,
+Names follow the field.  Of the numbers: ``8`` (int8; 1 to 8 bits), ``FP8_E4M3`` (``FP8`` for short), ``MXFP4``,
 ``NVFP4``.  Of the scales: one a token, taken from the token itself, without a suffix; one for every ``<size>`` columns
 of a token with ``_AG<size>``; one for the whole tensor, calibrated and stored, with ``_STATIC``.  There is no dynamic
 scale for the whole tensor: it would make the entries of a batch depend on each other.
@@ -37,11 +37,12 @@ class Activations:
     """Numbers and scales of a linear's input; symmetric, rounded to nearest, ties to even, and saturating.
 
     Attributes:
-        bits: of a number; integers use ``-(2 ** (bits - 1) - 1)`` to ``2 ** (bits - 1) - 1``.
+        bits: of a number; integers use ``-(2 ** (bits - 1) - 1)`` to ``2 ** (bits - 1) - 1``; of 1 bit, -1 and 1.
         element: of floats; None for integers.  A mantissa bit is needed: without one, a tie's even neighbour is not the
             one that rounding a quotient to an integer finds.
-        granularity: one scale a ``token`` or ``group`` of its columns, from the largest of them while running; or one
-            for the ``tensor``, from calibration.
+        granularity: one scale a ``token`` or ``group`` of its columns, from the largest of them while running (from
+            their mean size, of 1 bit: Rastegari et al. 2016, XNOR-Net, arXiv 1603.05279, eq. 6); or one for the
+            ``tensor``, from calibration.
         group_size: columns a group, a multiple of 16; 0 unless the granularity is ``group``.  The last may be shorter.
         scale_type: ``F32``; ``E8M0`` (Microscaling); ``E4M3`` (NVFP4, with one calibrated float32 for the tensor).
     """
@@ -53,8 +54,8 @@ class Activations:
     scale_type: ActivationScale = "F32"
 
     def __post_init__(self) -> None:
-        if self.element is None and not 2 <= self.bits <= 8:
-            raise UsageError(f"format: A{self.bits}; activations are 16 (float), integers of 2 to 8 bits, or floats")
+        if self.element is None and not 1 <= self.bits <= 8:
+            raise UsageError(f"format: A{self.bits}; activations are 16 (float), integers of 1 to 8 bits, or floats")
         if self.element is not None and (self.bits != self.element.bits or not self.element.mantissa_bits):
             raise UsageError(f"format: activations cannot be {self.element.name}: floats have a mantissa bit or more")
         if (self.granularity == "group") != (self.group_size > 0) or self.group_size % GROUP_STEP:
@@ -67,7 +68,12 @@ class Activations:
     @property
     def largest(self) -> float:
         """The largest number."""
-        return float(2 ** (self.bits - 1) - 1) if self.element is None else self.element.largest
+        return float(max(1, 2 ** (self.bits - 1) - 1)) if self.element is None else self.element.largest
+
+    @property
+    def is_sign(self) -> bool:
+        """Whether only signs are left, of which the mean size is the best scale."""
+        return self.bits == 1
 
     @property
     def calibrated(self) -> bool:

@@ -5,22 +5,27 @@ granularity and type of the scales, and the same of the activations.  Names foll
 ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor), ``FP8_E4M3_B128`` (one a block of 128 rows
 by 128 columns); ``FP6_E3M2_G128``, ``FP8_E4M3``, ``NF4_G64`` (floats and tables); ``MXFP4``, ``MXFP6_E2M3``,
 ``MXFP8_E4M3`` (OCP Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32
-scale a tensor); ``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group).  ``A16`` or nothing
-leaves activations as they are; ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and
-``W4A4_G128_AG128`` round them (:mod:`compressor.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored
-as float16 beside the codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input
-columns are (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
+scale a tensor); ``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group); ``BIP2A8_G128``,
+``BIP1A16`` (1 to 8 bit planes: bipolar-INT, Ma et al. 2024, arXiv 2409.17870) and ``BAL2A8`` (bit planes of a balanced
+grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554).  ``A16`` or nothing leaves activations as they are;
+``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round them
+(:mod:`compressor.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the codes
+(dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et al.
+2022, LLM.int8(), arXiv 2208.07339), in float as well.
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
-Codes are unsigned.  Of integers ``value = (code - zero) * scale``; of codebooks ``value = codebook[code]``; of the
-others ``value = element(code) * scale`` (:mod:`compressor.elements`), with NVFP4 times the tensor's scale.  A code of
-``b`` bits is cut into planes of 8, 4, 2 or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2).  A row is
-cut into chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a
-whole number of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to
-``p * j + p - 1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand
-of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose
-words are interleaved::
+Codes are unsigned.  Of integers ``value = (code
+- zero) * scale``.  The ``zero`` of symmetric grids is ``2 ** (b - 1)``; of bipolar ones ``(2 ** b - 1) / 2``, so that
+``value = (2 * code - (2 ** b - 1)) * scale / 2``: a sum of ``+-2 ** i``, one sign a bit; of balanced ones ``2 ** (b -
+2)``, and their codes end at ``2 ** (b - 1)``: ``BAL2`` is {-2, -1, 0, 1, 2}, which takes three bits.  Of codebooks
+``value = codebook[code]``; of the others ``value = element(code) * scale`` (:mod:`compressor.elements`), with NVFP4
+times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2 or 1 bits, lowest bits first
+(:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2); bipolar and balanced codes are cut into planes of 1 bit.  A row is cut into
+chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a whole number
+of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to ``p * j + p -
+1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand of the dot-product
+instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose words are interleaved::
 
     codes         int32    [ceil(out / 16), chunks, words per chunk, 16]
     scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3
@@ -58,6 +63,7 @@ from compressor.elements import Element
 from compressor.errors import UsageError
 
 Strategy = Literal["tensor", "channel", "group", "block"]
+Sliced = Literal["BIP", "BAL"]
 ScaleType = Literal["F16", "E8M0", "E4M3"]
 
 PARTS = (
@@ -74,7 +80,8 @@ PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
 )
 _GRANULARITY = r"(?:_(?:(?P<spans>[GB])(?P<size>\d{1,9})|(?P<strategy>[CT])))?"
 _NAME = re.compile(
-    rf"W(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?", re.ASCII
+    rf"(?P<grid>W|BIP|BAL)(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?",
+    re.ASCII,
 )
 _FED = re.compile(rf"(?P<weights>.+?)(?:_A(?P<act>{NUMBERS})(?P<fed>{SCALES})?)?", re.ASCII)
 _ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
@@ -90,7 +97,7 @@ class Format:
     """How one linear is stored and computed.
 
     Attributes:
-        bits: bits of a weight code, 2 to 8.
+        bits: bits of a weight code, 2 to 8; of bipolar ones 1 to 8.
         symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise one uint8 a scale is stored.
             Always so where codes are no integers.
         strategy: one scale per ``tensor``, output ``channel``, ``group`` of columns of a row, or square ``block``.
@@ -103,6 +110,8 @@ class Format:
         codebook: each row or group has values of its own, float16, in place of a scale.
         outlier_percent: of the weights that are stored as float16.
         float_columns: input columns that are stored as float16.
+        sliced: a symmetric grid whose codes lie in planes of one bit: ``BIP``, bipolar, without a zero; or ``BAL``,
+            balanced, with a zero and as many values below as above it.
     """
 
     bits: int
@@ -115,6 +124,7 @@ class Format:
     codebook: bool = False
     outlier_percent: float = 0.0
     float_columns: int = 0
+    sliced: Sliced | None = None
 
     example: ClassVar[str] = "W4A16_G128"
 
@@ -137,8 +147,15 @@ class Format:
         block = _BLOCKS.get(self.scale_type, self.group_size)
         if self.group_size != block or (self.scale_type != "F16" and self.element is None):
             raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
-        if self.bits not in PLANES:
-            raise UsageError(f"format: {self.bits} bits; integer formats have 2 to 8 bits")
+        if self.sliced and (self.element is not None or self.codebook or not self.symmetric):
+            raise UsageError(f"format: {self.sliced} grids are symmetric integers")
+        if self.sliced and not (1 if self.sliced == "BIP" else 2) <= self.bits <= 8:
+            widths = "BIP has 1 to 8 bits" if self.sliced == "BIP" else "BAL has 1 to 7 bits, and takes one more"
+            raise UsageError(f"format: {self._number}; {widths}")
+        if not self.sliced and self.bits not in PLANES:
+            raise UsageError(
+                f"format: {self.bits} bits; integer formats have 2 to 8 bits, or with bit planes, BIP, 1 to 8"
+            )
         if self.strategy == "block" and (self.group_size % TILE_ROWS or self.scale_type != "F16"):
             raise UsageError(f"format: blocks have float16 scales, and a multiple of {TILE_ROWS} rows and columns")
         if (self.strategy in ("group", "block")) != (self.group_size > 0):
@@ -163,16 +180,22 @@ class Format:
         return max(1, round(self.group_size / self.chunk_columns)) * self.chunk_columns
 
     @property
+    def _number(self) -> str:
+        """Grid and bits of integers, as names begin; a balanced grid has one value more than its bits say."""
+        return f"{self.sliced or 'W'}{self.bits - (self.sliced == 'BAL')}"
+
+    @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
         floats = f"_S{self.outlier_percent:g}" if self.outlier_percent else ""
         floats += f"_F{self.float_columns}" if self.float_columns else ""
-        suffix = {"tensor": "_T", "channel": "" if self.bits == 8 else "_C"}
+        whole = self._number in ("W8", "BIP8") or (self.element is not None and self.bits == 8)
+        suffix = {"tensor": "_T", "channel": "" if whole else "_C"}
         suffix |= {"group": f"_G{self.group_size}", "block": f"_B{self.group_size}"}
         fed = self.activations
         numbers, scales = ("16", "") if fed is None else (fed.numbers, fed.scales)
         if self.element is None and not self.codebook:
-            return f"W{self.bits}A{numbers}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}{scales}{floats}"
+            return f"{self._number}A{numbers}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}{scales}{floats}"
         if self.codebook or self.element is None:
             element = f"LUT{self.bits}{f'_G{self.group_size}' if self.group_size else ''}"
         elif self.scale_type == "E4M3":
@@ -200,10 +223,10 @@ class Format:
             )
         near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
-            f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], FP<bits>_E"
-            f"<bits>M<bits>[_G<size>|_B<size>|_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, "
-            "MXFP4 or NVFP4, and may go on with _A<activations>, _STATIC or _AG<size>, and _S<percent>; "
-            f"nearest: {near[0]}"
+            f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
+            "BIP<bits>A<bits> or BAL<bits>A<bits>[_G<size>|_B<size>|_C|_T], FP<bits>_E<bits>M<bits>[_G<size>|_B<size>|"
+            "_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may go on with "
+            f"_A<activations>, _STATIC or _AG<size>, and _S<percent>; nearest: {near[0]}"
         )
 
     @classmethod
@@ -212,7 +235,9 @@ class Format:
         if (match := _NAME.fullmatch(given)) is not None:
             bits = int(match["bits"])
             fed = Activations.parse(match["act"], match["fed"])
-            return cls(bits, match["asym"] is None, *_granularity(match, bits, 128), fed)
+            sliced: Sliced | None = "BIP" if match["grid"] == "BIP" else "BAL" if match["grid"] == "BAL" else None
+            shape = _granularity(match, bits, 128)
+            return cls(bits + (sliced == "BAL"), match["asym"] is None, *shape, fed, sliced=sliced)
         fed = None
         if (sides := _FED.fullmatch(given)) is not None and sides["act"] not in (None, "16"):
             given, fed = sides["weights"], Activations.parse(sides["act"], sides["fed"])
@@ -247,13 +272,13 @@ class Format:
 
     @property
     def levels(self) -> int:
-        """Number of codes, ``2 ** bits``."""
-        return 1 << self.bits
+        """Number of codes: ``2 ** bits``, or of a balanced grid as many as are in use."""
+        return (1 << (self.bits - 1)) + 1 if self.sliced == "BAL" else 1 << self.bits
 
     @property
-    def middle(self) -> int:
-        """The zero point of a symmetric grid."""
-        return 1 << (self.bits - 1)
+    def middle(self) -> float:
+        """The zero point of a symmetric grid: a whole number, and a half of bipolar grids."""
+        return (self.levels - 1) / 2 if self.sliced else float(1 << (self.bits - 1))
 
     @property
     def integer_products(self) -> bool:
@@ -263,7 +288,7 @@ class Format:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes, lowest bits first."""
-        return PLANES[self.bits]
+        return (1,) * self.bits if self.sliced else PLANES[self.bits]
 
     @property
     def chunk_columns(self) -> int:
@@ -359,6 +384,9 @@ def _presets() -> dict[str, Format]:
     names += [f"MX{name}" for name in floats[:4]]
     names += [f"LUT{bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "_G128", "_S0.45")]
     names += ["W8A8_B128", "FP8_E4M3_B128", "FP8_E4M3_B128_AFP8_E4M3_AG128"]
+    names += [f"BIP{bits}{side}_G128" for bits in range(1, 9) for side in ("A16", "A8")]
+    names += [f"{grid}{side}_G128" for grid in ("BIP2", "BAL2") for side in ("A2", "A4")]
+    names += ["BIP1A1_G128", "BAL1A16_G128", "BAL1A8_G128", "BAL2A16_G128", "BAL2A8_G128", "BIP4A4_G128"]
     names += ["W4A4_G128", "W6A6_G128", "W8A8_STATIC", "W4A8_G128_AG128", "W4A4_G128_AG128", "W4AFP8_E4M3_G128"]
     names += ["FP8_E4M3_AFP8_E4M3", "FP8_E4M3_AFP8_E4M3_STATIC", "FP8_E5M2_AFP8_E5M2", "FP4_E2M1_G128_AFP4_E2M1_STATIC"]
     names += ["MXFP4_AMXFP4", "MXFP6_E2M3_AMXFP6_E2M3", "MXFP8_E4M3_AMXFP8_E4M3", "NVFP4_ANVFP4"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.codebooks import cluster
 from compressor.formats import Format
-from compressor.packing import choose_grid, grid_values, over_shared, round_scales, round_to_grid
+from compressor.packing import choose_grid, empty_scale, grid_values, over_shared, round_scales, round_to_grid
 from compressor.steady import even
 
 Observer: TypeAlias = Literal["minmax", "mse", "output"]
@@ -24,14 +24,16 @@ _SHRINKS = tuple(1 - 0.03 * step for step in range(14))
 OUTPUT_RATIOS = (1.0, *(ratio / 100 for ratio in range(120, 38, -2) if ratio != 100))
 """Ranges to try in place of the largest size where outputs are looked at: around it, evenly apart (LiDAR-PTQ: Zhou et
 al. 2024, arXiv 2401.15865, section 3.1)."""
+_CUTS = 28  # of grids whose negative scales would be the same ones: as many tries
+_FEW_BITS = 3  # up to which a grid's best range is but a part of the weight's; of one bit it is the mean size
 
 
 def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2; or, of more
     grids, by error times a matrix times error.
 
-    A symmetric grid has one code more below zero than above.  Its scale may be negative, so that the code more
-    serves the sign of the largest weight.
+    A symmetric grid of integers has one code more below zero than above.  Its scale may be negative, so that the code
+    more serves the sign of the largest weight.
 
     Args:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
@@ -87,17 +89,21 @@ def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterato
     low, high = over_shared(low, fmt, torch.amin), over_shared(high, fmt, torch.amax)
     if fmt.symmetric:
         extreme = torch.where(-low > high, low, high)
-        mirrored = fmt.element is not None and fmt.element.is_float  # then a negative scale gives the same grid
+        mirrored = bool(fmt.sliced) or (fmt.element is not None and fmt.element.is_float)  # a negative scale: the same
         top = fmt.middle if fmt.element is None else fmt.element.largest
-        for ratio in ratios:
+        for ratio in _sliced_ratios(fmt.bits) if fmt.sliced else ratios:
             scale = round_scales((extreme.abs() if mirrored else extreme) * (ratio / top), fmt)
-            scale = torch.where(extreme == 0, 1.0, scale)
+            scale = torch.where(extreme == 0, empty_scale(fmt), scale)
             yield scale, None
             if not mirrored:
                 yield -scale, None
         return
     for ratio in ratios[1:]:
         yield choose_grid(torch.stack([low, high], dim=1) * ratio, fmt)
+
+
+def _sliced_ratios(bits: int) -> list[float]:
+    return [(0.94 if bits <= _FEW_BITS else 0.98) ** step for step in range(_CUTS)]
 
 
 def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:

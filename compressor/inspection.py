@@ -164,6 +164,9 @@ def _activations_text(fmt: Any) -> str:
 def _element_text(fmt: Any) -> str:
     if fmt.codebook:
         return f"{fmt.bits}-bit codes of {fmt.levels} values each"
+    if fmt.sliced:
+        top, what = (fmt.levels - 1) / 2, {"BIP": "bipolar (no zero)", "BAL": "balanced"}[fmt.sliced]
+        return f"{fmt.bits}-bit integers, {what}: {fmt.levels} values a step apart, -{top:g} to {top:g}"
     if fmt.element is None:
         return f"{fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}"
     values = sorted({value for value in fmt.element.values if value == value})

@@ -60,6 +60,11 @@ class PackedWeight:
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
+def empty_scale(fmt: Format) -> float:
+    """The scale of a group of zeros: 1, or where the grid has no zero, the smallest."""
+    return _SCALES[fmt.scale_type][0] if fmt.sliced == "BIP" else 1.0
+
+
 def round_scales(scales: Tensor, fmt: Format) -> Tensor:
     """The nearest scales that the format can store, as float32; of E8M0, the power of two below.  E4M3 saturates.
 
@@ -82,7 +87,7 @@ def round_scales(scales: Tensor, fmt: Format) -> Tensor:
 def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     """Min-max grid of one group of columns.
 
-    The symmetric integer grid spreads ``2 ** bits - 1`` steps over [-absmax, absmax], as compressed-tensors does.
+    The symmetric integer grid spreads ``levels - 1`` steps over [-absmax, absmax], as compressed-tensors does.
     A codebook has the values of k-means.  Floats and tables put absmax on the largest value; with E8M0 scales, its
     exponent on the largest exponent (OCP Microscaling Formats 1.0, section 6.3).
 
@@ -90,7 +95,7 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
         weight: float32 [out, columns]; for the tensor strategy, the whole weight.
     Returns:
         scales float32 [out], one for each row, that the format can store, and zeros uint8 [out] (None when symmetric).
-        An all-zero group gets scale 1.
+        An all-zero group gets scale 1, or where the grid has no zero, the smallest.
     Raises:
         CompressorError: the weight holds NaN or inf, or its range exceeds what a scale reaches.
     """
@@ -106,7 +111,7 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
         scale = absmax / 2.0**fmt.element.largest_exponent
     else:
         scale = absmax / fmt.element.largest
-    scales = torch.where(absmax == 0, 1.0, round_scales(scale, fmt))
+    scales = torch.where(absmax == 0, empty_scale(fmt), round_scales(scale, fmt))
     if fmt.symmetric:
         return scales, None
     return scales, torch.round(-low / scales).clamp(0, fmt.levels - 1).to(torch.uint8)
@@ -128,7 +133,7 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: For
     if fmt.element is not None:
         codes, ends = map(torch.from_numpy, _rounding(fmt.element))
         return codes[torch.bucketize((weight.double() / scales.double()[:, None]).contiguous(), ends)]
-    zero = float(fmt.middle) if zeros is None else zeros.float()[:, None]
+    zero = fmt.middle if zeros is None else zeros.float()[:, None]
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
 
 
@@ -187,7 +192,7 @@ def _unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
         return torch.from_numpy(_values(fmt.element))[codes.int()]
-    return codes.float() - (float(fmt.middle) if zeros is None else zeros)
+    return codes.float() - (fmt.middle if zeros is None else zeros)
 
 
 def pack(

@@ -50,6 +50,7 @@ def quantize_calibrated(
     blocks: Blocks,
     quantize: Callable[[Tensor, Hessian, Format], Quantized],
     *,
+    make_statistic: Callable[[int], Hessian] = Hessian,
     true_sequential: bool = True,
     match_dense: bool = True,
     observer: Observer = "mse",
@@ -59,6 +60,7 @@ def quantize_calibrated(
 
     Args:
         blocks: of the pass.
+        make_statistic: called with the width of a group's input.
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
             :func:`compressor.calibration.stream`.
@@ -76,7 +78,7 @@ def quantize_calibrated(
         graph,
         samples.ids,
         sites,
-        Hessian,
+        make_statistic,
         true_sequential=true_sequential,
         with_dense=match_dense,
         blocks=blocks,

@@ -65,7 +65,7 @@ def test_names_and_formats_are_inverse(name: str, canonical: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "problem"), [
-    ("W4A9", "A9"), ("W4A1", "A1"), ("W8A16_STATIC", "take no STATIC"), ("FP4_A8", "float activations"),
+    ("W4A9", "A9"), ("W4A0", "A0"), ("W8A16_STATIC", "take no STATIC"), ("FP4_A8", "float activations"),
     ("MXFP4_AMXFP4_AG64", "take no AG64"), ("W4A8_AG24", "multiple of 16"), ("FP4_AFP4_E3M0", "mantissa"),
     ("W4A8_G96_AG64", "multiple of the other"), ("FP8_AFP9", "unknown"), ("W4A8_AG0", "groups of 0"),
 ])  # fmt: skip
@@ -125,6 +125,19 @@ def test_dynamic_scales_are_those_of_the_definition(numbers: str, scales: str | 
         assert grid is not None
         nearest = (group[..., None] / step[..., None] - grid).abs().amin(-1)
         assert torch.allclose((rounded - group).abs() / step, nearest, atol=2e-6 * fed.largest, rtol=0)
+
+
+@pytest.mark.parametrize(("scales", "size"), [(None, 70), ("_AG32", 32)])
+def test_of_one_bit_are_signs_times_the_mean_size(scales: str | None, size: int) -> None:
+    fed, x = activations("1", scales), rows()
+    x[0, 3] = 0.0
+    got = round_activations(x.double(), fed)
+    for begin in range(0, 70, size):
+        group = x[:, begin : begin + size].double()
+        expected = torch.where(group < 0, -1.0, 1.0) * group.abs().mean(1, keepdim=True)
+        assert torch.allclose(got[:, begin : begin + size], expected, rtol=1e-12)
+        cut = search_input_scale(group.float(), float(group.abs().max()), activations("1", "_STATIC"))
+        assert input_error(group.float(), activations("1", "_STATIC"), cut) < float(group.square().sum())
 
 
 @pytest.mark.parametrize("name", sorted({fmt.activations.numbers + fmt.activations.scales for fmt in FORMATS.values()

@@ -114,6 +114,7 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
         "llm_int8",
         "llm_fp4",
         "mixed_precision",
+        "abq",
         "x86",
     ],
 )

@@ -16,9 +16,10 @@ def error(weight: Tensor, importance: Tensor, grid: tuple[Tensor, Tensor | None]
     return difference.square() @ importance
 
 
-@pytest.mark.parametrize(
-    "name", ["W4A16_G32", "W3A16_ASYM_G32", "W2A16_G32", "W8A8", "W4A16_T", "W4A16_ASYM_T", "W4A16_B32"]
-)
+@pytest.mark.parametrize("name", [
+    "W4A16_G32", "W3A16_ASYM_G32", "W2A16_G32", "W8A8", "W4A16_T", "W4A16_ASYM_T", "W4A16_B32", "BIP1A16_G32",
+    "BIP3A16_G32", "BIP4A16_T", "BAL2A16_G32",
+])  # fmt: skip
 def test_never_worse_than_min_max_and_better_for_few_bits(name: str) -> None:
     fmt = Format.parse(name)
     generator = torch.Generator().manual_seed(0)
@@ -77,6 +78,13 @@ def test_the_largest_weight_is_met_whatever_its_sign() -> None:
     scales, zeros = search_grid(weight, torch.ones(3), Format.parse("W4A16_C"))
     assert torch.equal(scales, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     assert zeros is None
+
+
+def test_of_one_bit_the_mean_size_is_found() -> None:
+    """The least squares of +-a: a is the mean of |w| (Rastegari et al. 2016, eq. 6); tries are 6% apart."""
+    weight, fmt = torch.randn(40, 128, generator=torch.Generator().manual_seed(0)), Format.parse("BIP1A16_C")
+    scales, _ = search_grid(weight, torch.ones(128), fmt)
+    assert torch.allclose(scales / 2, weight.abs().mean(1), rtol=0.035)
 
 
 def test_zeros_without_any_importance_give_a_usable_grid() -> None:

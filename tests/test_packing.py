@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from compressor.activations import Activations
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import FORMATS, Format
+from compressor.formats import FORMATS, Format, Sliced
+from compressor.grid_search import search_grid
 from compressor.packing import (
     choose_grid,
     dequantize,
@@ -35,10 +37,11 @@ NOT_INTEGER = [
 def formats(draw: st.DrawFn) -> Format:
     if draw(st.booleans()):
         return Format.parse(draw(st.sampled_from([*NOT_INTEGER, *CODEBOOKS])))
-    bits = draw(st.integers(2, 8))
     strategy = draw(st.sampled_from(["tensor", "channel", "group", "block"]))
     size = 32 * draw(st.integers(1, 3)) if strategy in ("group", "block") else 0
-    return Format(bits, draw(st.booleans()), strategy, size, draw(st.sampled_from([None, Activations()])))
+    fed, sliced = draw(st.sampled_from([None, Activations()])), draw(st.sampled_from([None, None, "BIP", "BAL"]))
+    bits = draw(st.integers(1 if sliced == "BIP" else 2, 8))
+    return Format(bits, sliced is not None or draw(st.booleans()), strategy, size, fed, sliced=sliced)
 
 
 @settings(deadline=None, max_examples=80)
@@ -89,10 +92,10 @@ def test_a_block_has_the_grid_of_its_weights_in_one_row(symmetric: bool, rows: i
         pack(torch.zeros(2, 32, dtype=torch.uint8), torch.tensor([[1.0], [2.0]]), None, Format(4, True, "block", 32))
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_layout_is_the_documented_one(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "sliced"), [*((b, None) for b in range(2, 9)), (1, "BIP"), (5, "BIP"), (3, "BAL")])
+def test_layout_is_the_documented_one(bits: int, sliced: Sliced | None) -> None:
     """Reads single codes back by the bit positions that the formats module documents."""
-    fmt = Format(bits, True, "channel", 0)
+    fmt = Format(bits, True, "channel", 0, sliced=sliced)
     rows, columns = 20, 70
     codes = torch.randint(fmt.levels, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
     packed = pack(codes, torch.ones(rows, 1).half(), None, fmt).parts["codes"]
@@ -109,7 +112,7 @@ def test_layout_is_the_documented_one(bits: int) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(formats(), st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 1e4), st.integers(0, 2**31))
+@given(formats(), st.integers(1, 9), st.integers(1, 40), st.floats(1e-6, 3e3), st.integers(0, 2**31))
 def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: int, size: float, seed: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
     unit = tensor_scale(weight, fmt)
@@ -132,7 +135,7 @@ def test_rounding_error_is_at_most_half_a_step(fmt: Format, rows: int, columns: 
 
 
 def test_grid_keeps_zero_and_survives_extremes() -> None:
-    for name in ("W4A16_G32", "W4A16_ASYM_G32", "W8A8", "W2A16_ASYM_G32", *NOT_INTEGER):
+    for name in ("W4A16_G32", "W4A16_ASYM_G32", "W8A8", "W2A16_ASYM_G32", "BAL1A16_C", "BAL2A8_G32", *NOT_INTEGER):
         fmt = Format.parse(name)
         for weight in (torch.zeros(3, 8), torch.full((3, 8), 1e-30), torch.full((3, 8), -5.0)):
             scales, zeros = choose_grid(weight, fmt)
@@ -152,6 +155,8 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
     assert Format.parse("w4a16") == Format.parse("W4A16_G128")
     assert Format.parse("W8A8").strategy == "channel"
     for name, expected in [("W4A61_G128", "A61"), ("int4", "nearest"), ("W9A16", "9 bits"), ("W3A16_G48", "32"),
+        ("BIP0A8", "BIP has 1 to 8"), ("BIP9A8", "BIP has 1 to 8"), ("BAL8A8", "1 to 7 bits"), ("BIP2A8_G48", "32"),
+        ("BIP2A8_ASYM", "symmetric"), ("W1A8", "bit planes"),
         ("LUT5", "2 to 4"), ("LUT3_T", "channels"), ("LUT3A8", "LUT"), ("W4A16_S11", "10"), ("LUT4_F2", "integers"),
         ("FP6_E4M3", "FP6_E"), ("FP4_E0M3", "FP4_E"), ("NF5", "NF4"), ("MXFP4_G64", "MXFP4"), ("FP8_E4M3_G3", "4"),
         ("W8A8_B24", "16 rows"), ("LUT4_B32", "channels"),
@@ -160,7 +165,9 @@ def test_names_round_trip_and_errors_say_what_is_near() -> None:
             Format.parse(name)
 
 
-@pytest.mark.parametrize("name", ["W3A16_C", "FP4_E2M1_C", "FP8_E4M3", "FP8_E5M2", "NF4_C"])
+@pytest.mark.parametrize(
+    "name", ["W3A16_C", "BIP1A16_C", "BIP3A16_C", "BAL2A16_C", "FP4_E2M1_C", "FP8_E4M3", "FP8_E5M2", "NF4_C"]
+)
 def test_neighbours_of_a_code_stand_for_the_next_values(name: str) -> None:
     fmt = Format.parse(name)
     codes = torch.arange(fmt.levels, dtype=torch.uint8)[None]
@@ -173,3 +180,40 @@ def test_neighbours_of_a_code_stand_for_the_next_values(name: str) -> None:
         for higher, expected in ((True, rising[min(place + 1, len(rising) - 1)]), (False, rising[max(place - 1, 0)])):
             found = neighbour_codes(code.view(1, 1), torch.tensor([[higher]]), fmt)
             assert float(grid_values(found, torch.ones(1), None, fmt)) == expected
+
+
+# --- bit planes
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bipolar_codes_are_sums_of_signs(bits: int) -> None:
+    """sum of +-2^i over the bits, times half a step (Ma et al. 2024, section 3), in numpy."""
+    fmt = Format(bits, True, "channel", 0, sliced="BIP")
+    codes = np.arange(fmt.levels, dtype=np.uint8)
+    signs = [np.where(codes >> i & 1, 1, -1) * 2**i for i in range(bits)]
+    packed = pack(torch.from_numpy(codes)[None], torch.full((1, 1), 0.25).half(), None, fmt)
+    assert np.array_equal(dequantize(packed)[0].numpy(), 0.125 * np.sum(signs, axis=0))
+    assert packed.parts["codes"].numel() == 16 * bits * -(-fmt.levels // 32)
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_balanced_grids_are_symmetric_and_have_a_zero(bits: int) -> None:
+    fmt = Format.parse(f"BAL{bits}A16_C")
+    top = 2 ** (bits - 1)
+    codes = torch.arange(fmt.levels, dtype=torch.uint8)[None]
+    assert grid_values(codes, torch.ones(1), None, fmt)[0].tolist() == list(range(-top, top + 1))
+    assert fmt.bits == bits + 1  # what is stored
+    weight = torch.linspace(-3, 3, 50)[None]
+    scales, _ = choose_grid(weight, fmt)
+    nearest = torch.round(weight.double() / scales.double()[:, None]).clamp(-top, top)
+    assert torch.equal(round_to_grid(weight, scales, None, fmt).double() - top, nearest)
+
+
+def test_a_group_of_zeros_is_as_near_zero_as_a_bipolar_grid_comes() -> None:
+    fmt = Format.parse("BIP2A16_C")
+    for grid in (choose_grid, lambda w, f: search_grid(w, torch.ones(8), f)):
+        scales, _ = grid(torch.zeros(3, 8), fmt)
+        values = grid_values(round_to_grid(torch.zeros(3, 8), scales, None, fmt), scales, None, fmt)
+        assert float(values.abs().max()) == 2.0**-25
+    with pytest.raises(CompressorError, match="NaN, inf"):
+        choose_grid(torch.full((1, 8), float("nan")), fmt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -178,9 +178,20 @@ class Gptq:
         return graph
 
     def quantize_sites(
-        self, graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], blocks: Blocks
+        self,
+        graph: GraphModule,
+        ctx: Context,
+        pass_name: str,
+        formats: Mapping[str, Format],
+        blocks: Blocks,
+        make_statistic: Callable[[int], Hessian] = Hessian,
     ) -> None:
-        """Replace the linears that are named, each by one in its own format; ``blocks`` is that of the pass."""
+        """Replace the linears that are named, each by one in its own format.
+
+        Args:
+            blocks: that of the pass.
+            make_statistic: as for :func:`compressor.sites_calibrated.quantize_calibrated`.
+        """
         quantize_calibrated(
             graph,
             ctx,
@@ -188,6 +199,7 @@ class Gptq:
             formats,
             blocks,
             self._quantize,
+            make_statistic=make_statistic,
             true_sequential=self.true_sequential,
             match_dense=self.match_dense,
             observer=self.observer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.input_scales import has_input_scale
-from compressor.packing import dequantize
+from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_plan import Gathering, SitePlan, plan_dense_sites
+from compressor.steady import total
 
 _STRENGTHS = tuple(0.1 * step for step in range(11))
 
@@ -40,7 +41,17 @@ def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Ten
     return torch.where((absmax > 0) & (tops > 0), scale, 1.0)
 
 
-def output_error(x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Format) -> float:
+Quantize: TypeAlias = Callable[[Tensor, Tensor, Format], PackedWeight]
+"""(weight float32 [out, in], scaled; the scale float32 [in]; format) -> what it is rounded to."""
+
+
+def _nearest(weight: Tensor, _scale: Tensor, fmt: Format) -> PackedWeight:
+    return rtn_quantize(weight, fmt)
+
+
+def output_error(
+    x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Format, quantize: Quantize = _nearest
+) -> float:
     """||X W^T - Q(X / s) Q(W s)^T||^2 over all weights, with activations as the format takes them.
 
     Args:
@@ -53,8 +64,8 @@ def output_error(x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Forma
         step = search_input_scale(smoothed, float(smoothed.abs().max()), fmt.activations) if stored else None
         smoothed = round_activations(smoothed, fmt.activations, step)
     for weight in weights:
-        difference = x @ weight.t() - smoothed @ dequantize(rtn_quantize(weight * scale, fmt)).t()
-        lost += float(difference.double().square().sum())
+        difference = x @ weight.t() - smoothed @ dequantize(quantize(weight * scale, scale, fmt)).t()
+        lost += float(total(difference.double().square()))
     return lost
 
 

@@ -6,8 +6,10 @@ A kernel for an instruction set that this machine lacks is skipped with the reas
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tvm
@@ -20,6 +22,7 @@ from compressor.activations_rounding import round_activations
 from compressor.codegen.kernels import (
     activations,
     attention,
+    bit_planes,
     dense_linear,
     embedding,
     norm,
@@ -108,7 +111,32 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
+@pytest.mark.parametrize(("name", "isa", "counted"), [
+    ("BIP1A1_G32", vector.AVX512_VNNI, True), ("BIP2A2_C", vector.AVX512_VNNI, True),
+    ("BAL1A2_G32", vector.AVX2, True), ("BIP2A4_C", vector.AVX512_VPOPCNTDQ, True),
+    ("BIP5A2_G32", vector.AVX512_VPOPCNTDQ, True), ("BIP4A4_C", vector.AVX2, False),
+    ("BIP7A8_G32", vector.AVX512_VNNI, False), ("BIP8A5_C", vector.AVX512_VNNI, False),
+    ("BAL1A1_C", vector.AVX512_VNNI, False), ("BAL2A6_C", vector.AVX512_VNNI, False),
+], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_products_of_bit_planes_are_exact(name: str, isa: vector.Isa, counted: bool) -> None:
+    """Scales of one and integers in: the sums are exact, and so the outputs, by the plainest definition in numpy."""
+    fmt, pick = Format.parse(name), random.Random(f"{name} {isa.name}")
+    assert bit_planes.counts_bits(fmt, isa) == counted and fmt.activations is not None
+    rng = torch.Generator().manual_seed(len(name))
+    still = replace(fmt, activations=Activations(fmt.activations.bits, granularity="tensor"))
+    rows, columns, top = pick.randint(1, 40), pick.randint(33, 150), int(fmt.activations.largest)
+    codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
+    packed = pack(codes, torch.ones(rows, fmt.groups(columns)), None, still).fed_with(torch.ones(1))
+    kernel = build(packed_linear.packed_linear(rows, columns, still, False, isa, packed_linear.Schedule(1, 1, 2)), isa)
+    for tokens in (1, 3):
+        x = torch.randint(-top, top + 1, (1, tokens, columns), generator=rng)
+        x = torch.where(x < 0, -1, 1) if fmt.activations.is_sign else x
+        expected = x.double().numpy() @ (codes.double().numpy() - (fmt.levels - 1) / 2).T
+        assert np.array_equal(run(kernel, x.float(), *packed.parts.values(), out=(1, tokens, rows)), expected)
+
+
 @pytest.mark.parametrize(("name", "isa"), [
+    ("BIP1A1_C_AG32", vector.AVX512_VNNI), ("BIP1A16_C", vector.AVX512_VNNI),
     ("W8A8_ASYM_STATIC", vector.AVX2), ("W8A5_ASYM_AG32", vector.AVX512_VNNI),
     *((name, isa) for name in ("W4A4_G32_AG64", "NVFP4_ANVFP4") for isa in vector.ISAS.values()),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
@@ -119,14 +147,14 @@ def test_packed_linear_of_rounded_activations(name: str, isa: vector.Isa) -> Non
 
 
 @pytest.mark.parametrize("name", [
-    "4", "8", "FP8_E4M3", "FP8_E5M2", "FP6_E2M3", "FP6_E3M2", "FP4_E2M1", "FP4_E1M2", "FP5_E2M2", "MXFP4",
+    "1", "4", "8", "FP8_E4M3", "FP8_E5M2", "FP6_E2M3", "FP6_E3M2", "FP4_E2M1", "FP4_E1M2", "FP5_E2M2", "MXFP4",
     "MXFP8_E5M2", "NVFP4",
 ])  # fmt: skip
 def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
     """Scale, and numbers a register and one at a time, of rows of 16; ties among them."""
     from tvm.script import tirx as T
 
-    fed = Activations.parse(name, "_AG16" if name[0] in "48F" else None)
+    fed = Activations.parse(name, "_AG16" if name[0] in "148F" else None)
     assert fed is not None
     every = T.ramp(0, 1, 16)
 
@@ -150,7 +178,8 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
     x[200:, 0] = fed.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
     x[7] = 0.0
     expected = round_activations(x, fed, torch.tensor([0.03]))
-    got = run(build(kernel, vector.AVX2), x, x.abs().amax(1), out=(400, 32))
+    top = x.abs().mean(1) if fed.is_sign else x.abs().amax(1)
+    got = run(build(kernel, vector.AVX2), x, top, out=(400, 32))
     assert torch.equal(got[:, :16], expected) and torch.equal(got[:, 16:], expected)
     assert bool(torch.isfinite(expected).all()) and float((expected != 0).float().mean()) > 0.4
 

@@ -36,6 +36,9 @@ def inverse_scale(scale: Any) -> Any:
 
 def on_grid(x: Any, inverse: Any, fed: Activations, lanes: int) -> Any:
     """Activations times the inverse of their scale, rounded and saturated."""
+    if fed.is_sign:
+        size = _spread(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
+        return T.Select(x < _const(0.0, lanes), _const(0.0, lanes) - size, size)
     largest = _const(fed.largest, lanes)
     scaled = T.max(T.min(x * _spread(inverse, lanes), largest), _const(-fed.largest, lanes))
     return T.nearbyint(scaled) if fed.element is None else _to_element(scaled, fed.element, lanes)

@@ -1,19 +1,19 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
-Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of
-columns, and one float multiply-add a group applies the scales.  Float path: activations stay as they are, or become the
-floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in registers,
-integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a
-weight stores as floats meets the activations as they came, after that.  A single token takes a loop over
-``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
+Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
+by bytes or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
+are, or become the floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in
+registers, integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of
+choices.  What a weight stores as floats meets the activations as they came, after that.  A single token takes a loop
+over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
 code once a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import tvm
@@ -21,7 +21,9 @@ from tvm.script import tirx as T
 
 from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
-from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, emit_tree_sum, scale_values
+from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
+from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.vector import Isa, emit_tree_sum
 from compressor.formats import PARTS, TILE_ROWS, Format
 
 
@@ -61,7 +63,8 @@ def packed_linear(
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
     (where there is one), y float32 [d0, d1, out].
     """
-    body = _Body(out_features, in_features, fmt, isa)
+    is_sliced = counts_bits(fmt, isa)
+    body = (PlaneProducts if is_sliced else Products)(out_features, in_features, fmt, isa)
     integer, ragged = body.integer, out_features % TILE_ROWS != 0
     is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
     parts = fmt.parts(out_features, in_features)
@@ -73,6 +76,8 @@ def packed_linear(
     group_columns = body.group_columns
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
+    is_sign = is_rounded and fed.is_sign
+    combine = operator.add if is_sign else T.max
     step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -113,6 +118,8 @@ def packed_linear(
         x = T.decl_buffer((tokens, columns), "float32", data=x3.data)
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
         a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
+        # What products read: bit planes where they count ones.
+        operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, fed_groups), "float32")
@@ -120,15 +127,18 @@ def packed_linear(
 
         @T.inline
         def peak(m, out, begin, n_vectors, n_tail):
+            # The largest size; of signs, the mean.
             lane = T.alloc_buffer((16,), "float32", scope="local")
             lane[every] = T.broadcast(T.float32(0), 16)
             for k in range(n_vectors):
-                lane[every] = T.max(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
+                lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
             for k in range(n_tail):
-                lane[0] = T.max(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
+                lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
             out[0] = T.float32(0)
             for i in T.unroll(16):
-                out[0] = T.max(out[0], lane[i])
+                out[0] = combine(out[0], lane[i])
+            if is_sign:
+                out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 
         @T.inline
         def round_span(m, g, begin, n_vectors, n_tail):
@@ -192,6 +202,10 @@ def packed_linear(
                     lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
                 emit_tree_sum(lane, 16)
                 sums[m, g] = lane[0]
+            if is_sliced:
+                for c in range(chunks):
+                    quads = T.alloc_buffer((8,), "int32", scope="local")
+                    slice_chunk(operands, quads, a, m, c, fed)
 
         @T.inline
         def add_floats(out, tile, token, t, n):
@@ -211,7 +225,8 @@ def packed_linear(
         @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-            acc = T.alloc_buffer(shape, "int32" if integer else "float32", scope="local")
+            partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
+            acc = T.alloc_buffer(partial, "int32" if integer else "float32", scope="local")
             out = T.alloc_buffer(shape, "float32", scope="local")
             values = T.alloc_buffer((4, TILE_ROWS), "float32", scope="local")  # of four columns
             table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32", scope="local")  # of a group
@@ -221,8 +236,8 @@ def packed_linear(
                 body.load_table(table, codebook, first, g, n_tiles)
                 for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                     chunk = T.meta_var(g * body.group_chunks + c)
-                    body.add_chunk(acc, a, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
-                body.end_group(out, acc, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
+                    body.add_chunk(acc, operands, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
+                body.end_group(out, acc, sums, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
@@ -254,108 +269,6 @@ def packed_linear(
     return tvm.tirx.PrimFunc([x, *used, *([bias] if has_bias else []), y], kernel.body, kernel.ret_type, kernel.attrs)
 
 
-def _entry(table: Any, n: int, at: Any, level: int) -> Any:
-    return table[n, level, at]
-
-
 def _part(parts: Mapping[str, tuple[str, tuple[int, ...]]], name: str, handle: Any) -> Any:
     """The buffer of a stored part; None where the format lacks it."""
     return T.match_buffer(handle, parts[name][1], parts[name][0]) if name in parts else None
-
-
-class _Body:
-    """The unrolled inner statements; each method emits stores into the function that is being built."""
-
-    def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
-        self.fmt, self.isa, self.integer, self.tiles = fmt, isa, fmt.integer_products, -(-rows // TILE_ROWS)
-        fed = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
-        # A group here shares both scales, of the weight and of integer activations; the larger is a multiple.
-        self.group_columns = min(fmt.columns(columns), fed or fmt.columns(columns))
-        self.scale_groups = -(-fmt.columns(columns) // self.group_columns)
-        self.fed_span = max(1, fed // self.group_columns)
-        self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
-        self.fed_groups = -(-columns // fed) if fed else 1
-        self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
-        self.table_size = fmt.levels if fmt.codebook else 1
-        # Codes of integers are unsigned: their zero point is subtracted.
-        self.has_zeros = fmt.element is None and not fmt.codebook
-
-    def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
-        """(token, tile, rows of the tile that one register holds)."""
-        for n in range(n_tiles):
-            for part in range(0, TILE_ROWS, self.isa.lanes):
-                for t in range(n_tokens):
-                    yield t, n, T.ramp(part, 1, self.isa.lanes)
-
-    def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
-        for t, n, at in self.lanes(n_tokens, n_tiles):
-            T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
-
-    def start_group(
-        self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
-    ) -> None:
-        """Accumulators begin at minus the zero point times the sum of the group's activations."""
-        lanes, kind, const = self.isa.lanes, *(("int32", T.int32) if self.integer else ("float32", T.float32))
-        for t, n, at in self.lanes(n_tokens, n_tiles):
-            if not self.has_zeros:
-                T.buffer_store(acc, T.broadcast(T.float32(0), lanes), [t, n, at])
-                continue
-            minus_sum = const(0) - sums[m0 + t, g]
-            if zeros is None:
-                value = T.broadcast(minus_sum * const(self.fmt.middle), lanes)
-            else:
-                stored = self.of_rows(zeros, first + n, g, at)
-                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", stored)
-            T.buffer_store(acc, value, [t, n, at])
-
-    def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
-        """Scales or zeros of a register's rows; those of a block share one."""
-        if self.fmt.block_tiles:
-            return T.broadcast(part[tile // self.fmt.block_tiles, g // self.scale_groups], self.isa.lanes)
-        return part[tile, g // self.scale_groups, at]
-
-    def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
-        """The group's values in float32, where it has a codebook."""
-        for _, n, at in self.lanes(1, n_tiles if self.fmt.codebook else 0):
-            for level in range(self.table_size):
-                value = T.Cast(f"float32x{self.isa.lanes}", codebook[first + n, g, level, at])
-                T.buffer_store(table, value, [n, level, at])
-
-    def add_chunk(
-        self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
-        n_tiles: int,
-    ) -> None:  # fmt: skip
-        """Add one chunk of columns of every tile and token."""
-        lanes, fmt = self.isa.lanes, self.fmt
-        for quad in range(fmt.chunk_columns // 4):
-            column = c * fmt.chunk_columns + 4 * quad
-            last = None
-            for t, n, at in self.lanes(n_tokens, n_tiles):
-                if t == 0:  # a new register of codes, shared by all tokens
-                    last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
-                    for i in range(0 if self.integer else 4):
-                        value = code_values(last, i, fmt, lanes, partial(_entry, table, n, at))
-                        T.buffer_store(values, value, [i, at])
-                if self.integer:
-                    four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")
-                    value = dot4(acc[t, n, at], last, T.broadcast(four, lanes), fmt, self.isa)
-                else:
-                    value = acc[t, n, at]
-                    for i in range(4):
-                        value = value + values[i, at] * T.broadcast(a[m0 + t, column + i], lanes)
-                T.buffer_store(acc, value, [t, n, at])
-
-    def end_group(
-        self, out: Any, acc: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
-    ) -> None:
-        """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
-        lanes = self.isa.lanes
-        for t, n, at in self.lanes(n_tokens, n_tiles):
-            total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
-            if scales is None:
-                T.buffer_store(out, out[t, n, at] + total, [t, n, at])
-                continue
-            scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, lanes)
-            if factor is not None:
-                scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
-            T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])

@@ -22,6 +22,7 @@ class Isa:
     name: str
     lanes: int  # 32-bit lanes of a register
     vnni: bool  # has vpdpbusd
+    vpopcnt: bool  # has vpopcntd
     cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list
     mcpu: str
 
@@ -30,11 +31,16 @@ AVX512_VNNI = Isa(
     "avx512_vnni",
     16,
     True,
+    False,
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
     "cascadelake",
 )
-AVX2 = Isa("avx2", 8, False, ("avx2", "fma", "f16c"), "haswell")
-ISAS = {isa.name: isa for isa in (AVX512_VNNI, AVX2)}
+AVX2 = Isa("avx2", 8, False, False, ("avx2", "fma", "f16c"), "haswell")
+AVX512_VPOPCNTDQ = Isa(
+    "avx512_vpopcntdq", 16, True, True, (*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"), "icelake-server"
+)
+"""Only by name: what it adds serves bit planes alone, and its bundles run on fewer machines."""
+ISAS = {isa.name: isa for isa in (AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
 
 
 def splat(value: Any, lanes: int) -> Any:
@@ -52,13 +58,14 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
     result, offset, first = None, 0, 0
     for width in fmt.planes:
         index, j = divmod(quad, 8 // width)
-        bits = word(first + index)
-        if j:
-            bits = T.shift_right(bits, splat(width * j, lanes))
+        bits, down = (
+            word(first + index),
+            width * j - offset,
+        )  # at once to where they belong; masked, no byte sees others
+        if down:
+            bits = T.shift_right(bits, splat(down, lanes)) if down > 0 else T.shift_left(bits, splat(-down, lanes))
         if width < 8:
-            bits = T.bitwise_and(bits, splat(((1 << width) - 1) * 0x01010101, lanes))
-        if offset:
-            bits = T.shift_left(bits, splat(offset, lanes))
+            bits = T.bitwise_and(bits, splat((((1 << width) - 1) << offset) * 0x01010101, lanes))
         result = bits if result is None else T.bitwise_or(result, bits)
         offset, first = offset + width, first + fmt.chunk_columns * width // 32
     return result

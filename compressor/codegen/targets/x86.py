@@ -33,10 +33,11 @@ class X86:
     """Linux on x86-64.
 
     Attributes:
-        isa: ``native`` (the best this machine has), ``avx512_vnni`` or ``avx2``.
+        isa: ``native`` (the better of the next two that this machine has), ``avx512_vnni``, ``avx2``, or
+            ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits.
     """
 
-    isa: Literal["native", "avx512_vnni", "avx2"] = "native"
+    isa: Literal["native", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 
     def resolve(self) -> Isa:
         """The instruction set to generate for.

@@ -1,0 +1,126 @@
+"""The products of the packed linear: what a group of columns adds to the outputs of some tiles, for some tokens.
+
+A packed linear in :mod:`compressor.codegen.kernels.packed_linear` is loops around these statements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, scale_values
+from compressor.formats import TILE_ROWS, Format
+
+
+class Products:
+    """The unrolled inner statements; each method emits stores into the function that is being built."""
+
+    def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
+        self.fmt, self.isa, self.integer, self.tiles = fmt, isa, fmt.integer_products, -(-rows // TILE_ROWS)
+        fed = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
+        # A group here shares both scales, of the weight and of integer activations; the larger is a multiple.
+        self.group_columns = min(fmt.columns(columns), fed or fmt.columns(columns))
+        self.scale_groups = -(-fmt.columns(columns) // self.group_columns)
+        self.fed_span = max(1, fed // self.group_columns)
+        self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
+        self.fed_groups = -(-columns // fed) if fed else 1
+        self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
+        self.table_size = fmt.levels if fmt.codebook else 1
+        # Codes of integers are unsigned: their zero point is subtracted, a half of one from the sums of integers.
+        self.has_zeros = fmt.element is None and not fmt.codebook
+        self.accumulators = 1
+        self.half = fmt.middle % 1 if self.integer else 0.0
+
+    def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
+        """(token, tile, rows of the tile that one register holds)."""
+        for n in range(n_tiles):
+            for part in range(0, TILE_ROWS, self.isa.lanes):
+                for t in range(n_tokens):
+                    yield t, n, T.ramp(part, 1, self.isa.lanes)
+
+    def _const(self, value: float) -> Any:
+        return T.int32(int(value)) if self.integer else T.float32(value)
+
+    def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
+        """Outputs begin at zero."""
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
+
+    def start_group(
+        self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Accumulators begin at minus the zero point times the sum of the group's activations."""
+        lanes, kind, const = self.isa.lanes, "int32" if self.integer else "float32", self._const
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            if not self.has_zeros:
+                T.buffer_store(acc, T.broadcast(T.float32(0), lanes), [t, n, at])
+                continue
+            minus_sum = const(0) - sums[m0 + t, g]
+            if zeros is None:
+                value = T.broadcast(minus_sum * const(self.fmt.middle - self.half), lanes)
+            else:
+                stored = self.of_rows(zeros, first + n, g, at)
+                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", stored)
+            T.buffer_store(acc, value, [t, n, at])
+
+    def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
+        """Scales or zeros of a register's rows; those of a block share one."""
+        if self.fmt.block_tiles:
+            return T.broadcast(part[tile // self.fmt.block_tiles, g // self.scale_groups], self.isa.lanes)
+        return part[tile, g // self.scale_groups, at]
+
+    def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
+        """The group's values in float32, where it has a codebook."""
+        for _, n, at in self.lanes(1, n_tiles if self.fmt.codebook else 0):
+            for level in range(self.table_size):
+                value = T.Cast(f"float32x{self.isa.lanes}", codebook[first + n, g, level, at])
+                T.buffer_store(table, value, [n, level, at])
+
+    def add_chunk(
+        self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
+        """Add one chunk of columns of every tile and token."""
+        lanes, fmt = self.isa.lanes, self.fmt
+        for quad in range(fmt.chunk_columns // 4):
+            column = c * fmt.chunk_columns + 4 * quad
+            last = None
+            for t, n, at in self.lanes(n_tokens, n_tiles):
+                if t == 0:  # a new register of codes, shared by all tokens
+                    last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
+                    for i in range(0 if self.integer else 4):
+                        value = code_values(last, i, fmt, lanes, partial(_entry, table, n, at))
+                        T.buffer_store(values, value, [i, at])
+                if self.integer:
+                    four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")
+                    value = dot4(acc[t, n, at], last, T.broadcast(four, lanes), fmt, self.isa)
+                else:
+                    value = acc[t, n, at]
+                    for i in range(4):
+                        value = value + values[i, at] * T.broadcast(a[m0 + t, column + i], lanes)
+                T.buffer_store(acc, value, [t, n, at])
+
+    def end_group(
+        self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
+        """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
+        lanes = self.isa.lanes
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
+            if self.half:
+                total = total - T.broadcast(T.Cast("float32", sums[m0 + t, g]) * T.float32(self.half), lanes)
+            if scales is None:
+                T.buffer_store(out, out[t, n, at] + total, [t, n, at])
+                continue
+            scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, lanes)
+            if factor is not None:
+                scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
+            T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])
+
+
+def _entry(table: Any, n: int, at: Any, level: int) -> Any:
+    return table[n, level, at]

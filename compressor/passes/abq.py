@@ -1,0 +1,149 @@
+"""ABQ-LLM's post-training quantisation at any number of bits (Zeng et al. 2024, arXiv 2408.08554), searched.
+
+The paper learns, block by block, a balance vector (a scale for each input channel) and how far each range of the
+weights is cut, so that the outputs' distribution stays what it was (its "distribution correction").  Here both are
+searched for each group of linears that share an input, by the error of their outputs with weights and activations
+rounded; and GPTQ, in place of the paper's rounding to nearest, makes up for what the rounding of weights and of
+activations changes.  Bit balance is a format, ``BAL2A8`` (:mod:`compressor.formats`).
+
+Left out: the compensation vectors of the first and last blocks' down_proj, since GPTQ corrects every linear and within
+the stored codes; and the loss on attention maps, since nothing is learned through the attention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.absorbers import Absorber, scale_inputs
+from compressor.activations import Activations
+from compressor.activations_rounding import round_activations
+from compressor.blocks import Blocks
+from compressor.calibration import Hessian, Inputs, stream
+from compressor.formats import Format
+from compressor.graph import Site
+from compressor.packing import PackedWeight
+from compressor.passes.awq import awq_quantize
+from compressor.passes.gptq import Gptq
+from compressor.passes.smoothquant import output_error
+from compressor.pipeline import Context, Task
+from compressor.sites import choose_format, choose_sites, naming
+from compressor.sites_plan import Gathering, SitePlan, Work, gptq_work, gptq_working_bytes, plan_sites, scaled_work
+
+_STRENGTHS = tuple((alpha, beta) for alpha in (0.0, 0.25, 0.5, 0.75) for beta in (0.0, 0.25, 0.5))
+
+
+def balance_scale(size: Tensor, weights: Sequence[Tensor], alpha: float, beta: float) -> Tensor:
+    """s_j = size_j^alpha / max|W_j|^beta over all linears that read X; the largest and the least have the product 1.
+
+    Args:
+        size: of the inputs' channels, float [in].
+        weights: float [out, in] each.
+    Returns:
+        float64 [in]; channels without inputs or weights get the mean of the others.
+    """
+    tops = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).double()
+    used = (size > 0) & (tops > 0)
+    if not bool(used.any()):
+        return torch.ones_like(tops)
+    scale = torch.where(used, size, 1.0).double().pow(alpha) / torch.where(used, tops, 1.0).pow(beta)
+    scale = torch.where(used, scale, scale[used].mean())
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def search_balance(inputs: Inputs, weights: Sequence[Tensor], fmt: Format, absorber: Absorber) -> Tensor:
+    """The scale, float64 [in], under which outputs change least with ranges cut and activations rounded.
+
+    Among the tries are scales of one: the result is never worse than those on the kept rows.
+    """
+
+    def cut(weight: Tensor, scale: Tensor, fmt: Format) -> PackedWeight:
+        return awq_quantize(weight, inputs.mean_square / scale.double().square(), fmt)
+
+    sizes = (inputs.mean_abs,) if fmt.activations is None else (inputs.mean_abs, inputs.absmax)
+    tries = [balance_scale(size, weights, *strengths) for size in sizes for strengths in _STRENGTHS]
+    return min(tries, key=lambda s: output_error(inputs.rows, weights, absorber.shared(s).float(), fmt, cut))
+
+
+class RoundedInputs(Hessian):
+    """The Hessian of inputs as the packed linear reads them: rounded, so that GPTQ makes up for that, too.
+
+    With a stored scale they come as they are: it is chosen for one site, and this statistic is not told which.
+    """
+
+    def __init__(self, in_features: int, fed: Activations | None) -> None:
+        super().__init__(in_features)
+        self._fed = None if fed is None or fed.calibrated else fed
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in rows, float32 [tokens, in_features]."""
+        super().add(round_activations(x, self._fed), dense)
+
+
+@dataclass(frozen=True)
+class Abq:
+    """Balance channels between weights and activations, cut ranges, and quantise with errors made up for.
+
+    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
+    attention.  Where nothing can take it, weights are quantised unscaled and the run's report says why.
+
+    Attributes:
+        scheme: format name, such as ``BIP2A8_G64``.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+        group_size: columns a scale; 0 keeps the scheme's.
+    """
+
+    scheme: str
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        choose_format(self.scheme, self.group_size)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Scale all groups of linears, which leaves the function as it is, and then replace every matched linear."""
+        fmt = choose_format(self.scheme, self.group_size)
+        sites = choose_sites(graph, "abq", fmt, self.targets, self.ignore)
+        samples = ctx.calibration("abq")
+        with ctx.reporter.task("abq", 2 * len(sites)) as task:
+            self._balance(graph, ctx, sites, fmt, task)
+            blocks = Blocks(ctx, "abq", self, task, decides=samples.sha256, chained=True)
+            formats, statistic = {site.name: fmt for site in sites}, partial(RoundedInputs, fed=fmt.activations)
+            self._gptq.quantize_sites(graph, ctx, "abq", formats, blocks, statistic)
+        graph.recompile()
+        return graph
+
+    @property
+    def _gptq(self) -> Gptq:
+        return Gptq(self.scheme, self.targets, self.ignore, self.group_size)
+
+    def _balance(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt: Format, task: Task) -> None:
+        ids = ctx.calibration("abq").ids
+        for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+            weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+            with naming(group[0]):
+                scale_inputs(graph, ctx, "abq", group, partial(search_balance, inputs, weights, fmt))
+            task.advance(len(group))
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """What :meth:`run` will do, on a graph without weights."""
+        fmt = choose_format(self.scheme, self.group_size)
+        formats = {site.name: fmt for site in choose_sites(graph, "abq", fmt, self.targets, self.ignore)}
+        gathering = Gathering(true_sequential=True, with_dense=True)
+        return plan_sites(graph, formats, self.ignore, _work, gptq_working_bytes, gathering)
+
+
+def _work(rows: int, columns: int, fmt: Format) -> Work:
+    tries = len(_STRENGTHS) * (1 if fmt.activations is None else 2)
+    work = Counter({key: tries * value for key, value in scaled_work(rows, columns, fmt, 0).items()})
+    work.update(scaled_work(rows, columns, fmt, tries, chosen=False))
+    work.update(gptq_work(rows, columns, fmt, observer="mse", match_dense=True))
+    return work
