@@ -92,7 +92,7 @@ class Tuner:
             kernel: family, shape, format and number of tokens.
             build: TIR for a schedule.
             operands: arguments to time it with, the output included.
-            source: file of the kernel family; a change of it makes old results void.
+            source: file of the kernel family; a change of it, or of those beside it, makes old results void.
         Raises:
             DriftError: the lock has no schedule for this kernel, or one that is not in ``space``.
         """
@@ -107,7 +107,8 @@ class Tuner:
         candidates = space[:QUICK_CANDIDATES] if self.mode == "quick" else space
         if self.mode == "off" or self.target is None or len(candidates) == 1:
             return space[0]
-        digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:12]
+        beside = sorted(Path(source).parent.glob("*.py"))  # families share products and vector expressions
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()[:12]
         key = f"{kernel}|{self.machine}|{digest}"
         known: Any = self.database.entries.get(key)
         if not _usable(known, len(candidates), len(space)):
