@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -40,7 +41,8 @@ def four(graph: GraphModule) -> list[Site]:
     return [site for site in linear_sites(graph) if site.name.endswith(("q_proj", "up_proj", "down_proj", "lm_head"))]
 
 
-def stored(graph: GraphModule, sites: list[Site], picks: tuple[int, ...]) -> int:
+@functools.cache
+def stored(graph: GraphModule, picks: tuple[int, ...]) -> int:
     """Bytes of the model with these formats, by packing it."""
     packed = twin(graph)
     for site, index in zip(four(packed), picks, strict=True):
@@ -73,7 +75,7 @@ def test_the_costs_are_the_least_that_the_budget_allows(graph: GraphModule, kind
         if kind == "latency_ms":
             return milliseconds(graph, sites, picks)
         if kind == "weight_bytes":
-            return stored(graph, sites, picks)
+            return stored(graph, picks)
         shapes = [(site.out_features, site.in_features) for site in sites]
         return 8 / weights * sum(FORMATS[i].packed_bytes(*s) for i, s in zip(picks, shapes, strict=True))
 
@@ -97,7 +99,7 @@ def test_the_bytes_are_the_least_that_the_divergence_allows(graph: GraphModule, 
     picks = tuple(FORMATS.index(chosen[site.name]) for site in sites)
     divergence = {other: sum(row[i] for row, i in zip(COSTS, other, strict=True)) for other in EVERY}
     assert divergence[picks] <= limit * (1 + 1e-9)
-    assert stored(graph, sites, picks) == min(stored(graph, sites, p) for p in EVERY if divergence[p] <= limit)
+    assert stored(graph, picks) == min(stored(graph, p) for p in EVERY if divergence[p] <= limit)
 
 
 def test_an_image_has_as_many_rows_as_patches() -> None:
