@@ -5,7 +5,8 @@
 Makes a checkpoint of random weights in WORK_FOLDER (the default sizes are those of llama_852m.py) and calibrates on 64
 samples of 256 random tokens.  Each run is a process of its own, and the competitors take turns, so that a disturbance
 of the machine falls on all of them.  Measured from the loaded model to the compressed one; the least of the repeats.
-Peers run in each of --dtypes, since what is quickest differs between processors.
+Peers run in each of --dtypes, since what is quickest differs between processors.  Ours runs as it is by default, aiming
+at the dense model's outputs, which doubles the forward passes; and without that, which is what the peers do.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ PEERS = {"llmcompressor": "gptq", "gptqmodel": "gptq"}
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def compress_ours(model: str, ids_file: str) -> None:
+def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
     """The process that compresses by our GPTQ: figures as JSON on stdout."""
+    from compressor.threads import wait_passively
+
+    wait_passively()  # as the command does
     import torch
     from quality_row import compress
 
@@ -37,13 +41,15 @@ def compress_ours(model: str, ids_file: str) -> None:
 
     ids = torch.from_numpy(np.load(ids_file))
     samples = Samples(ids, torch.empty(0, dtype=torch.int64), tokens_sha256(ids), "random tokens")
-    _, _, _, figures = compress(capture(model), [{"gptq": {"scheme": SCHEME, "ignore": ("lm_head",)}}], samples)
+    options = {"scheme": SCHEME, "ignore": ("lm_head",), "match_dense": match_dense == "true"}
+    _, _, _, figures = compress(capture(model), [{"gptq": options}], samples)
     print(json.dumps(figures))
 
 
 def competitors(model: Path, ids: Path, peers: Path | None, dtypes: list[str]) -> dict[str, list[str]]:
     """What each is called, and its command; a peer's ends with the folder that it writes to."""
-    found = {"ours": [sys.executable, str(Path(__file__).resolve()), "--ours", str(model), str(ids)]}
+    ours = [sys.executable, str(Path(__file__).resolve()), "--ours", str(model), str(ids)]
+    found = {"ours": [*ours, "true"], "ours, match_dense: false": [*ours, "false"]}
     for name, method in PEERS.items() if peers else ():
         python = str(peers.absolute() / name / "bin" / "python")  # type: ignore[operator]
         for dtype in dtypes:
@@ -56,12 +62,12 @@ def run(name: str, command: list[str], scratch: Path, environment: dict[str, str
     """One measurement."""
     with tempfile.TemporaryDirectory(dir=scratch) as out:
         command = [out if part == "OUT" else part for part in command]
-        if name != "ours":
+        if not name.startswith("ours"):
             environment = {**environment, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, cwd=out, env=environment)
         if done.returncode:
             sys.exit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
-        return json.loads(done.stdout if name == "ours" else (Path(out) / "row.json").read_text())
+        return json.loads(done.stdout if name.startswith("ours") else (Path(out) / "row.json").read_text())
 
 
 def main() -> None:
