@@ -51,16 +51,16 @@ FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583):
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from compressor.activations import NUMBERS, SCALES, SHORT, Activations
+from compressor.activations import Activations
 from compressor.elements import Element
 from compressor.errors import UsageError
+from compressor.formats_names import BLOCKS, number, read_name, write_name
 
 Strategy = Literal["tensor", "channel", "group", "block"]
 Sliced = Literal["BIP", "BAL"]
@@ -78,18 +78,6 @@ LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
-_GRANULARITY = r"(?:_(?:(?P<spans>[GB])(?P<size>\d{1,9})|(?P<strategy>[CT])))?"
-_NAME = re.compile(
-    rf"(?P<grid>W|BIP|BAL)(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?",
-    re.ASCII,
-)
-_FED = re.compile(rf"(?P<weights>.+?)(?:_A(?P<act>{NUMBERS})(?P<fed>{SCALES})?)?", re.ASCII)
-_ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
-_CODEBOOK_NAME = re.compile(rf"LUT(?P<bits>\d){_GRANULARITY}", re.ASCII)
-_FLOATS_NAME = re.compile(r"(.+?)(?:_S(?P<outliers>\d{1,2}(?:\.\d{1,3})?))?(?:_F(?P<columns>\d{1,5}))?", re.ASCII)
-_MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
-_BLOCKS: Mapping[ScaleType, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
-"""Columns a scale of the types that standards fix."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +132,14 @@ class Format:
             (self.bits, self.symmetric) != (self.element.bits, True) or (fed is not None and fed.element is None)
         ):
             raise UsageError(f"format: {self.element.name} has {self.element.bits} bits, and float activations")
-        block = _BLOCKS.get(self.scale_type, self.group_size)
+        block = BLOCKS.get(self.scale_type, self.group_size)
         if self.group_size != block or (self.scale_type != "F16" and self.element is None):
             raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
         if self.sliced and (self.element is not None or self.codebook or not self.symmetric):
             raise UsageError(f"format: {self.sliced} grids are symmetric integers")
         if self.sliced and not (1 if self.sliced == "BIP" else 2) <= self.bits <= 8:
             widths = "BIP has 1 to 8 bits" if self.sliced == "BIP" else "BAL has 1 to 7 bits, and takes one more"
-            raise UsageError(f"format: {self._number}; {widths}")
+            raise UsageError(f"format: {number(self)}; {widths}")
         if not self.sliced and self.bits not in PLANES:
             raise UsageError(
                 f"format: {self.bits} bits; integer formats have 2 to 8 bits, or with bit planes, BIP, 1 to 8"
@@ -180,33 +168,9 @@ class Format:
         return max(1, round(self.group_size / self.chunk_columns)) * self.chunk_columns
 
     @property
-    def _number(self) -> str:
-        """Grid and bits of integers, as names begin; a balanced grid has one value more than its bits say."""
-        return f"{self.sliced or 'W'}{self.bits - (self.sliced == 'BAL')}"
-
-    @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
-        floats = f"_S{self.outlier_percent:g}" if self.outlier_percent else ""
-        floats += f"_F{self.float_columns}" if self.float_columns else ""
-        whole = self._number in ("W8", "BIP8") or (self.element is not None and self.bits == 8)
-        suffix = {"tensor": "_T", "channel": "" if whole else "_C"}
-        suffix |= {"group": f"_G{self.group_size}", "block": f"_B{self.group_size}"}
-        fed = self.activations
-        numbers, scales = ("16", "") if fed is None else (fed.numbers, fed.scales)
-        if self.element is None and not self.codebook:
-            return f"{self._number}A{numbers}{'' if self.symmetric else '_ASYM'}{suffix[self.strategy]}{scales}{floats}"
-        if self.codebook or self.element is None:
-            element = f"LUT{self.bits}{f'_G{self.group_size}' if self.group_size else ''}"
-        elif self.scale_type == "E4M3":
-            element = "NVFP4"
-        else:
-            element = f"FP{self.bits}_{self.element.name}" if self.element.is_float else self.element.name
-            if self.scale_type == "E8M0":
-                element = "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
-            else:
-                element += suffix[self.strategy]
-        return element + ("" if fed is None else f"_A{numbers}{scales}") + floats
+        return write_name(self)
 
     @classmethod
     def parse(cls, name: str) -> Format:
@@ -215,12 +179,9 @@ class Format:
         Raises:
             UsageError: the name is none; the nearest preset is named.
         """
-        match = _FLOATS_NAME.fullmatch(name.strip().upper())
-        codes = None if match is None else cls._parse_codes(match[1])
-        if match is not None and codes is not None:
-            return replace(
-                codes, outlier_percent=float(match["outliers"] or 0), float_columns=int(match["columns"] or 0)
-            )
+        fields = read_name(name)
+        if fields is not None:
+            return cls(**fields)
         near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
             f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
@@ -228,37 +189,6 @@ class Format:
             "_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may go on with "
             f"_A<activations>, _STATIC or _AG<size>, and _S<percent>; nearest: {near[0]}"
         )
-
-    @classmethod
-    def _parse_codes(cls, given: str) -> Format | None:
-        """The format of a name without what is stored as floats; None if it is none."""
-        if (match := _NAME.fullmatch(given)) is not None:
-            bits = int(match["bits"])
-            fed = Activations.parse(match["act"], match["fed"])
-            sliced: Sliced | None = "BIP" if match["grid"] == "BIP" else "BAL" if match["grid"] == "BAL" else None
-            shape = _granularity(match, bits, 128)
-            return cls(bits + (sliced == "BAL"), match["asym"] is None, *shape, fed, sliced=sliced)
-        fed = None
-        if (sides := _FED.fullmatch(given)) is not None and sides["act"] not in (None, "16"):
-            given, fed = sides["weights"], Activations.parse(sides["act"], sides["fed"])
-        if (match := _CODEBOOK_NAME.fullmatch(given)) is not None:
-            strategy, size = _granularity(match, 8, 0)  # a row has one codebook unless a group size is given
-            return cls(int(match["bits"]), True, strategy, size, fed, codebook=True)
-        if given == "NVFP4":
-            return cls(4, True, "group", _BLOCKS["E4M3"], fed, Element.parse("E2M1"), "E4M3")
-        head, _, tail = given.partition("_")
-        if head in SHORT and not tail.startswith("E"):
-            given = SHORT[head] + (f"_{tail}" if tail else "")
-        for pattern in (_ELEMENT_NAME, _MX_NAME):
-            match = pattern.fullmatch(given)
-            element = None if match is None else Element.parse(match["element"])
-            if match is None or element is None or (match["bits"] or "4") != str(element.bits):
-                continue
-            if pattern is _MX_NAME:
-                return cls(element.bits, True, "group", _BLOCKS["E8M0"], fed, element, "E8M0")
-            default = 128 if element.is_float else 64  # QLoRA's blocks
-            return cls(element.bits, True, *_granularity(match, element.bits, default), fed, element)
-        return None
 
     @property
     def coded(self) -> Format:
@@ -353,13 +283,6 @@ class Format:
 
 
 _BYTES = {"int32": 4, "float32": 4, "float16": 2, "int16": 2, "uint8": 1}
-
-
-def _granularity(match: re.Match[str], bits: int, group_size: int) -> tuple[Strategy, int]:
-    """Strategy and group size of a name; ``group_size`` is that of fewer than 8 bits where the name says nothing."""
-    if match["size"] or (match["strategy"] is None and bits < 8):
-        return "block" if match["spans"] == "B" else "group", int(match["size"] or group_size)
-    return ("tensor" if match["strategy"] == "T" else "channel"), 0
 
 
 def _presets() -> dict[str, Format]:

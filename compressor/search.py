@@ -36,7 +36,8 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
     if least > budget:
         raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
     flat = np.array([cost for alternatives in costs for cost in alternatives], np.float64)
-    flat *= _LARGEST_COST / flat.max() if flat.max() > 0 else 0.0
+    if flat.max() > 0:
+        flat = flat / flat.max() * _LARGEST_COST  # in this order, for the quotient of the two may be infinite
     counts = [len(alternatives) for alternatives in costs]
     one_each = sparse.csr_array(
         (np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))),

@@ -6,7 +6,7 @@ import itertools
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import ToolchainError, UsageError
@@ -17,6 +17,7 @@ ITEM = st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 50)), min_size=1, ma
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ITEM, min_size=1, max_size=5), st.floats(0, 1))
+@example([[(2.0**-1030, 1), (0.0, 2)]], 1.0)
 def test_the_choice_is_the_best_of_all(items: list[list[tuple[float, int]]], fraction: float) -> None:
     costs = [[cost for cost, _ in item] for item in items]
     sizes = [[float(size) for _, size in item] for item in items]
