@@ -39,27 +39,27 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
     R = inverse_cholesky(H)
     if R is None or not bool(torch.isfinite(cross).all()):
         return weight  # dead or overflowed inputs, which gptq_quantize speaks about
-    del H  # of its size there should be as few as possible at once
     R = R.float()  # lambda keeps its condition low
+    del H  # of its size there should be as few as possible at once
     return weight.float() + product(product(product(weight.float(), cross), R.t()), R)
 
 
 def inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
-    """Upper R with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
+    """Upper R, float64, with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
 
     With H = U U^T, U upper (the Cholesky factor of H read backwards), R is U^-1: one factorisation
     and one triangular inverse instead of the paper's Cholesky, inverse, Cholesky.
     """
-    diagonal = torch.diagonal(H).masked_fill(dead, mean) + damp * mean
+    diagonal = torch.diagonal(H).double().masked_fill(dead, mean) + damp * mean
     places = order.flip(0)
-    backwards = H[places][:, places]
+    backwards = H[places][:, places].double()
     backwards.diagonal().copy_(diagonal[places])
     inverse = inverse_cholesky(backwards)
-    del backwards
     if inverse is None:
         raise CompressorError("the Hessian is not positive definite")
-    R = inverse.flip(0, 1).contiguous()
-    if not bool(torch.isfinite(R).all()):
+    R = inverse.flip(0, 1)  # a copy
+    del backwards, inverse
+    if not bool(torch.isfinite(R.sum())):  # of all elements at once it would take as much memory again
         raise CompressorError("the inverse of the Hessian is not finite")
     return R
 

@@ -38,7 +38,7 @@ class Quantized:
 
 
 def output_loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:
-    """tr((W - Q) H (W - Q)^T), with W and H in float64."""
+    """tr((W - Q) H (W - Q)^T), with W in float64."""
     return max(0.0, float(quadratic(W - dequantize(packed), H)))
 
 

@@ -239,11 +239,12 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
 
 
 def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of GPTQ in float64: the weight, its transpose and a product; the Hessian, its factor and three more.
+    """Memory of GPTQ: the weight, its transpose and a product in float64; the factor of the Hessian's inverse, twice
+    while it is turned round.
 
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """
-    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 8 * 5 * columns**2
+    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2
 
 
 def adaptive_rounding_work(

@@ -40,12 +40,13 @@ def quadratic(D: Tensor, H: Tensor) -> Tensor:
 
     Args:
         D: float64 [rows, n].
-        H: float64 [n, n].
+        H: float32 or float64 [n, n]; never whole in float64 beside that.
     """
     found = torch.zeros((), dtype=torch.float64)
     for first in range(0, len(H), BLOCK):
         part, columns = D[:, first : first + BLOCK], slice(first, first + BLOCK)
-        found += total((2 * (D[:, :first] @ H[:first, columns]) + part @ H[columns, columns]) * part)
+        above, diagonal = H[:first, columns].double(), H[columns, columns].double()
+        found += total((2 * (D[:, :first] @ above) + part @ diagonal) * part)
     return found
 
 
@@ -78,7 +79,7 @@ def inverse_cholesky(A: Tensor) -> Tensor | None:
     of D gives the rest.
 
     Args:
-        A: float64 [n, n], symmetric.
+        A: float64 [n, n], symmetric; it is overwritten, by R where n is a multiple of 16.
     """
     size = len(A)
     if odd := -size % EVEN:
@@ -88,16 +89,18 @@ def inverse_cholesky(A: Tensor) -> Tensor | None:
         return None if R is None else R[:size, :size].contiguous()
     if size == EVEN:
         L, failed = torch.linalg.cholesky_ex(A)
-        return None if int(failed) else torch.linalg.solve_triangular(L, torch.eye(len(A), dtype=A.dtype), upper=False)
+        if int(failed):
+            return None
+        return A.copy_(torch.linalg.solve_triangular(L, torch.eye(size, dtype=A.dtype), upper=False))
     half = size // 2 // EVEN * EVEN
     upper = inverse_cholesky(A[:half, :half])
     if upper is None:
         return None
     corner = A[half:, :half] @ upper.t()
-    lower = inverse_cholesky(A[half:, half:] - corner @ corner.t())
+    A[half:, half:] -= corner @ corner.t()
+    lower = inverse_cholesky(A[half:, half:])
     if lower is None:
         return None
-    R = torch.zeros_like(A)
-    R[:half, :half], R[half:, half:] = upper, lower
-    R[half:, :half] = -lower @ (corner @ upper)
-    return R
+    A[half:, :half] = -lower @ (corner @ upper)
+    A[:half, half:] = 0.0
+    return A

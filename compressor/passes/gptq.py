@@ -90,8 +90,10 @@ def gptq_quantize(
     if not bool(torch.isfinite(hessian).all()):
         raise CompressorError("gptq: the Hessian holds NaN or inf: the site's inputs overflow on these samples")
     dead = torch.diagonal(hessian) <= 0
-    W, H = weight.double(), hessian.to(torch.float64, copy=True)
-    H[dead], H[:, dead] = 0.0, 0.0
+    W, H = weight.double(), hessian  # a copy of H in float64 would be the largest thing in memory
+    if bool(dead.any()):
+        H = hessian.clone()
+        H[dead], H[:, dead] = 0.0, 0.0
     outliers = (
         largest(weight.abs() * torch.diagonal(H).sqrt(), fmt.outliers(*weight.shape)) if fmt.outlier_percent else None
     )
@@ -100,7 +102,7 @@ def gptq_quantize(
     norm = float(quadratic(W, H))
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
     blocks = list(column_blocks(in_features, fmt.columns(in_features), blocksize))
-    mean = float(torch.diagonal(H)[~dead].mean()) if not bool(dead.all()) else 1.0
+    mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
 
     choose = chooser(observer, H, fmt)
     start = rtn_quantize(weight, fmt, choose, outliers)
