@@ -77,6 +77,21 @@ def test_every_option_of_gptq_keeps_its_law(options: dict[str, Any]) -> None:
     assert all(record.error <= (record.rtn_error or 0) for record in ctx.records)
 
 
+def test_fewer_tokens_than_inputs_are_noted_and_dampened() -> None:
+    few = Samples(context().calibration("test").ids[:2], torch.empty(0, dtype=torch.int64), "", "random")
+    ctx = Context(samples=few)
+    Pipeline([Gptq("W4A16_G32")]).run(model(), ctx)
+    noted = {record.site for record in ctx.records if "32 tokens for 44 inputs" in record.note}
+    assert noted == {f"model.layers.{layer}.mlp.down_proj" for layer in range(2)}
+    site = "model.layers.0.mlp.down_proj"
+    graphs = [
+        Pipeline([Gptq("W4A16_C", targets=site, dampening_frac=level)]).run(model(), Context(samples=few))
+        for level in (0.01, 0.1, 1.0)
+    ]
+    first, second, third = (graph.get_parameter(f"{site}.codes") for graph in graphs)
+    assert torch.equal(first, second) and not torch.equal(second, third)
+
+
 def test_two_runs_give_the_same_bytes() -> None:
     first, second = (Pipeline([Gptq("W4A16_G32")]).run(model(), context()) for _ in range(2))
     for (name, x), (other, y) in zip(first.named_parameters(), second.named_parameters(), strict=True):
