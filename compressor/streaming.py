@@ -117,9 +117,11 @@ class Stream:
             passed: nodes that have been run; what others read of them is in ``env``.
         """
         inside = set(segment.nodes).difference(passed)
-        needed, ahead = ancestors(wanted, inside), ancestors([*wanted, *later], inside)
+        needed = ancestors(wanted, inside)
         nodes = [node for node in segment.nodes if node in needed]
-        last_user = {source: node for node in segment.nodes if node in ahead for source in node.all_input_nodes}
+        last_user = {source: node for node in nodes for source in node.all_input_nodes}
+        # Nodes that are run later may stand in front of some that are run now.
+        kept = {source for node in ancestors(later, inside) - needed for source in node.all_input_nodes}.union(later)
         found = {node: env[node] for node in wanted if node in env}
         self.interpreter.env = env
         for node in nodes:
@@ -130,7 +132,7 @@ class Stream:
             if node in wanted:
                 found[node] = env[node]
             for used in (node, *node.all_input_nodes):
-                if last_user.get(used, node) is node and used not in later:
+                if last_user.get(used, node) is node and used not in kept:
                     del env[used]
         return [found[node] for node in wanted]
 

@@ -234,6 +234,35 @@ def test_later_groups_see_earlier_linears_replaced(kind: str) -> None:
     assert not linear_sites(graph)
 
 
+class Shortcut(torch.nn.Module):
+    """A shortcut that stands in front of the first linear of its block, and is not read before the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.linears[0](x))
+        beside = h * 2
+        return self.linears[3](self.linears[2](torch.relu(self.linears[1](h))) + beside)
+
+
+def test_what_a_block_reads_late_stays_until_then() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Shortcut().eval().requires_grad_(False)
+    x, seen = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), {}
+    for name, linear in module.linears.named_children():
+        linear.register_forward_hook(lambda _, given, __, name=name: seen.update({f"linears.{name}": given[0]}))
+    module(x)
+    expected = {name: 2 / 6 * rows.T @ rows for name, rows in seen.items()}  # before capture calls the hooks
+    graph = capture(module, (x[:2],))
+    found = {group[0].name: hessian.value for group, hessian in stream(graph, x, linear_sites(graph), Hessian)}
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
+
+
 def test_only_what_the_sites_need_is_run() -> None:
     graph = model()
     sites, _ = match_sites(linear_sites(graph), "model.layers.0.self_attn")
