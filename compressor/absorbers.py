@@ -9,7 +9,7 @@ Where a residual stream goes through its norms (post-norm), the stream reads a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.graph import Site, linear_sites, set_parameter
-from compressor.pipeline import Context
-from compressor.steady import few_bits
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
@@ -90,31 +88,6 @@ def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
         raise Unabsorbable(f"the weight of {tied[0].name} is tied")
     absorber = _absorb(x)
     return replace(absorber, copied=x) if others else absorber, readers
-
-
-def scale_inputs(
-    graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[Absorber], Tensor]
-) -> Tensor | None:
-    """Scale the input channels of a group of sites that read the same tensor, where something absorbs that.
-
-    Args:
-        choose: the absorber -> scale float64 [in], positive.
-    Returns:
-        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted, as copies are.
-    """
-    names = ", ".join(site.name for site in group)
-    try:
-        absorber, readers = find_absorber(graph, group[0].input)
-    except Unabsorbable as reason:
-        ctx.notes.append(f"{pass_name}: {names}: inputs are not scaled: {reason}")
-        return None
-    scale = few_bits(absorber.shared(choose(absorber))).float()
-    absorber.apply(graph, readers, scale)
-    if absorber.copied is not None:
-        other = next(user for user in absorber.copied.users)
-        norm = f"{describe(absorber.copied)}, which is also read by {describe(other)}"
-        ctx.notes.append(f"{pass_name}: {names}: inputs are scaled in a copy of {norm}")
-    return scale
 
 
 def _read_copy(graph: GraphModule, norm: Node, group: Sequence[Site]) -> None:

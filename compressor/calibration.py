@@ -7,7 +7,7 @@ are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -190,20 +190,7 @@ def stream(
             statistics = [make_statistic(group[0].in_features) for group in groups]
             rows = _read(run, segment, groups, later)
             both = zip(rows, _read(dense, dense_segments[index], groups, later), strict=True) if dense else None
-            roots = [None if row_weights is None else row_weights[group[0].name].sqrt() for group in groups]
-            for xs, ys in both or ((xs, xs) for xs in rows):
-                for g, (group, statistic, x, y) in enumerate(zip(groups, statistics, xs, ys, strict=True)):
-                    if not bool(torch.isfinite(x).all()):
-                        raise CompressorError(
-                            f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the "
-                            "checkpoint in front of it, and the samples"
-                        )
-                    if (root := roots[g]) is None:
-                        statistic.add(x, y)
-                        continue
-                    scale, roots[g] = root[: len(x), None], root[len(x) :]
-                    weighted = x * scale
-                    statistic.add(weighted, weighted if y is x else y * scale)
+            _gather(groups, statistics, both or ((xs, xs) for xs in rows), row_weights)
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it
                 yield groups.pop(0), statistics.pop(0)
@@ -212,6 +199,39 @@ def stream(
             dense.release(dense_segments[index])
         if blocks is not None:
             blocks.keep(graph, block)
+
+
+class _Weighted:
+    """Rows on their way into a statistic, each times the square root of its weight."""
+
+    def __init__(self, statistic: Statistic, weights: Tensor) -> None:
+        self._statistic, self._roots = statistic, weights.sqrt()[:, None]  # of the rows that are still to come
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        roots, self._roots = self._roots[: len(x)], self._roots[len(x) :]
+        weighted = x * roots
+        self._statistic.add(weighted, weighted if dense is x else dense * roots)
+
+
+def _gather(
+    groups: Sequence[list[Site]],
+    statistics: Sequence[Statistic],
+    batches: Iterable[tuple[list[Tensor], list[Tensor]]],
+    row_weights: Mapping[str, Tensor] | None,
+) -> None:
+    """Show the statistic of each group the rows of all batches, and those of the dense graph beside them."""
+    sinks: Sequence[Statistic] = statistics
+    if row_weights is not None:
+        pairs = zip(groups, statistics, strict=True)
+        sinks = [_Weighted(statistic, row_weights[group[0].name]) for group, statistic in pairs]
+    for xs, ys in batches:
+        for group, sink, x, y in zip(groups, sinks, xs, ys, strict=True):
+            if not bool(torch.isfinite(x).all()):
+                raise CompressorError(
+                    f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the checkpoint in "
+                    "front of it, and the samples"
+                )
+            sink.add(x, y)
 
 
 def _read(

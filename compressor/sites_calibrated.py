@@ -60,8 +60,8 @@ def quantize_calibrated(
 
     Args:
         blocks: of the pass.
-        make_statistic: called with the width of a group's input.
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
+        make_statistic: called with the width of a group's input.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
             :func:`compressor.calibration.stream`.
         observer: ``output`` chooses stored scales of activations by the error of the outputs, too.

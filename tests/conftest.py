@@ -127,3 +127,17 @@ def module_bundle(
     dense_weight_bytes = weight_bytes(graph)
     graph = Rtn("W8A16", targets="Linear").run(graph, context)
     return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("module"))
+
+
+@pytest.fixture(scope="session")
+def random_llama() -> Callable[..., Any]:
+    """``random_llama(vocab_size=12, ...)``: transformers' Llama of those sizes with the weights of seed 0."""
+    import torch
+    import transformers
+
+    def make(**sizes: Any) -> transformers.LlamaForCausalLM:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+    return make

@@ -8,10 +8,11 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.absorbers import Unabsorbable, find_absorber, scale_inputs
+from compressor.absorbers import Unabsorbable, find_absorber
 from compressor.capture import capture
 from compressor.graph import group_by_input, linear_sites, segments, weight_bytes
 from compressor.pipeline import Context
+from compressor.scaling import scale_inputs
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,14 +42,11 @@ def test_the_guided_and_the_local_loss_count_the_same() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> transformers.LlamaForCausalLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.5,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config).eval()
+def model(random_llama: Callable[..., transformers.LlamaForCausalLM]) -> transformers.LlamaForCausalLM:
+    return random_llama(
+        vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.5,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

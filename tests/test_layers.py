@@ -50,6 +50,7 @@ LAYERS = (
         "gradients",
         "tensor_files",
         "absorbers",
+        "scaling",
         "residual",
         "images",
         "input_scales",

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber, scale_inputs
+from compressor.absorbers import Absorber
 from compressor.activations import Activations
 from compressor.activations_rounding import round_activations
 from compressor.blocks import Blocks
-from compressor.calibration import Hessian, Inputs, stream
+from compressor.calibration import Hessian, Inputs
 from compressor.formats import Format
-from compressor.graph import Site
 from compressor.packing import PackedWeight
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
 from compressor.passes.smoothquant import output_error
-from compressor.pipeline import Context, Task
-from compressor.sites import choose_format, choose_sites, naming
+from compressor.pipeline import Context
+from compressor.scaling import scale_groups
+from compressor.sites import choose_format, choose_sites
 from compressor.sites_plan import Gathering, SitePlan, Work, gptq_work, gptq_working_bytes, plan_sites, scaled_work
 
 _STRENGTHS = tuple((alpha, beta) for alpha in (0.0, 0.25, 0.5, 0.75) for beta in (0.0, 0.25, 0.5))
@@ -57,7 +57,7 @@ def balance_scale(size: Tensor, weights: Sequence[Tensor], alpha: float, beta: f
     return scale / (scale.max() * scale.min()).sqrt()
 
 
-def search_balance(inputs: Inputs, weights: Sequence[Tensor], fmt: Format, absorber: Absorber) -> Tensor:
+def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
     """The scale, float64 [in], under which outputs change least with ranges cut and activations rounded.
 
     Among the tries are scales of one: the result is never worse than those on the kept rows.
@@ -114,7 +114,7 @@ class Abq:
         sites = choose_sites(graph, "abq", fmt, self.targets, self.ignore)
         samples = ctx.calibration("abq")
         with ctx.reporter.task("abq", 2 * len(sites)) as task:
-            self._balance(graph, ctx, sites, fmt, task)
+            scale_groups(graph, ctx, "abq", sites, task, partial(search_balance, fmt))
             blocks = Blocks(ctx, "abq", self, task, decides=samples.sha256, chained=True)
             formats, statistic = {site.name: fmt for site in sites}, partial(RoundedInputs, fed=fmt.activations)
             self._gptq.quantize_sites(graph, ctx, "abq", formats, blocks, statistic)
@@ -124,14 +124,6 @@ class Abq:
     @property
     def _gptq(self) -> Gptq:
         return Gptq(self.scheme, self.targets, self.ignore, self.group_size)
-
-    def _balance(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt: Format, task: Task) -> None:
-        ids = ctx.calibration("abq").ids
-        for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
-            weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-            with naming(group[0]):
-                scale_inputs(graph, ctx, "abq", group, partial(search_balance, inputs, weights, fmt))
-            task.advance(len(group))
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """What :meth:`run` will do, on a graph without weights."""

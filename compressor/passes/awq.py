@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import scale_inputs
-from compressor.calibration import Inputs, stream
+from compressor.absorbers import Absorber
+from compressor.calibration import Inputs
 from compressor.formats import Format
 from compressor.grid_search import search_grid
 from compressor.input_scales import calibrate_inputs
@@ -18,7 +19,8 @@ from compressor.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.passes.smoothquant import search_scale
 from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites, naming
+from compressor.scaling import scale_groups
+from compressor.sites import choose_format, choose_sites
 from compressor.sites_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
 
 _STRENGTHS = tuple(0.05 * step for step in range(20))
@@ -76,18 +78,8 @@ class Awq:
         """Scale all groups of linears, which leaves the function as it is, and then replace every matched linear."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "awq", fmt, self.targets, self.ignore)
-        samples = ctx.calibration("awq")
-        squares: dict[str, Tensor] = {}
         with ctx.reporter.task("awq", 2 * len(sites)) as task:
-            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
-                weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-                with naming(group[0]):
-                    scaling = partial(awq_scale, inputs.mean_abs)
-                    best = partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, scaling)
-                    scale = scale_inputs(graph, ctx, "awq", group, best)
-                for site in group:
-                    squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())
-                task.advance(len(group))
+            squares = scale_groups(graph, ctx, "awq", sites, task, partial(_search, fmt))
             scales = calibrate_inputs(graph, ctx, "awq", {site.name: fmt for site in sites})
             round_sites(
                 graph, ctx, "awq", sites, task, lambda site, w: awq_quantize(w, squares[site.name], fmt), scales
@@ -107,3 +99,7 @@ class Awq:
             scaled_working_bytes,
             Gathering(true_sequential=False, with_dense=False, squares=False),
         )
+
+
+def _search(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+    return search_scale(inputs.rows, weights, fmt, _STRENGTHS, partial(awq_scale, inputs.mean_abs), absorber)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import scale_inputs
+from compressor.absorbers import Absorber
 from compressor.activations_rounding import range_cuts, round_activations
 from compressor.blocks import Blocks
 from compressor.calibration import Inputs, stream
@@ -24,6 +24,7 @@ from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.passes.smoothquant import search_scale
 from compressor.pipeline import Context, Task
+from compressor.scaling import scale_groups
 from compressor.sites import choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
 from compressor.steady import total
@@ -176,15 +177,12 @@ def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt:
 
     Powers of two: the graph computes the same bits as before.
     """
-    ids = ctx.calibration("llm_fp4").ids
-    for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
-        weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-        with naming(group[0]):
-            shifts = partial(exponent_shifts, inputs.absmax)
-            scale_inputs(
-                graph, ctx, "llm_fp4", group, partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, shifts)
-            )
-        task.advance(len(group))
+
+    def choose(inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+        shifts = partial(exponent_shifts, inputs.absmax)
+        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, absorber)
+
+    scale_groups(graph, ctx, "llm_fp4", sites, task, choose)
 
 
 def _work(rows: int, columns: int, fmt: Format) -> Work:

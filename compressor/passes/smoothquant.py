@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber, scale_inputs
+from compressor.absorbers import Absorber
 from compressor.activations_rounding import round_activations, search_input_scale
-from compressor.calibration import Inputs, stream
+from compressor.calibration import Inputs
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.input_scales import has_input_scale
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
+from compressor.scaling import scale_groups
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_plan import Gathering, SitePlan, plan_dense_sites
 from compressor.steady import total
@@ -115,12 +116,8 @@ class Smoothquant:
         """Scale every group of linears that share an input; the function of the graph stays as it is."""
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
-        samples = ctx.calibration("smoothquant")
         with ctx.reporter.task("smoothquant", len(sites)) as task:
-            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
-                weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-                scale_inputs(graph, ctx, "smoothquant", group, self._choose(weights, inputs, fmt))
-                task.advance(len(group))
+            scale_groups(graph, ctx, "smoothquant", sites, task, partial(self._choose, fmt))
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
@@ -130,8 +127,8 @@ class Smoothquant:
         tries = len(_STRENGTHS) if self.alpha == "search" else 0
         return plan_dense_sites(graph, chosen, Gathering(False, False, squares=False), tries, fmt)
 
-    def _choose(self, weights: Sequence[Tensor], inputs: Inputs, fmt: Format) -> Callable[[Absorber], Tensor]:
-        scale_of, alpha = partial(smooth_scale, inputs.absmax, weights), self.alpha
-        if alpha == "search":
-            return partial(search_scale, inputs.rows, weights, fmt, _STRENGTHS, scale_of)
-        return lambda _absorber: scale_of(alpha)
+    def _choose(self, fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+        scale_of = partial(smooth_scale, inputs.absmax, weights)
+        if self.alpha == "search":
+            return search_scale(inputs.rows, weights, fmt, _STRENGTHS, scale_of, absorber)
+        return scale_of(self.alpha)

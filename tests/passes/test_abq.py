@@ -48,7 +48,7 @@ def test_a_searched_scale_is_never_worse_and_helps_with_salient_channels(name: s
     x = torch.randn(256, 64, generator=rng)
     x[:, [3, 40]] *= 30
     weights, inputs = [torch.randn(48, 64, generator=rng)], seen(x)
-    scale = search_balance(inputs, weights, fmt, Absorber(())).float()
+    scale = search_balance(fmt, inputs, weights, Absorber(())).float()
     cut = lambda w, s, f: awq_quantize(w, inputs.mean_square / s.double().square(), f)  # noqa: E731
     found, unscaled = (output_error(inputs.rows, weights, s, fmt, cut) for s in (scale, torch.ones(64)))
     assert found < 0.95 * unscaled
@@ -93,5 +93,5 @@ def test_bad_input() -> None:
         Abq("BIP2")
     with pytest.raises(CompressorError, match="NaN"):
         search_balance(
-            seen(torch.ones(4, 32)), [torch.full((2, 32), float("nan"))], Format.parse("BIP2A8_G32"), Absorber(())
+            Format.parse("BIP2A8_G32"), seen(torch.ones(4, 32)), [torch.full((2, 32), float("nan"))], Absorber(())
         )

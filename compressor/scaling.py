@@ -1,0 +1,67 @@
+"""Scales of the input channels of linears, put into whatever is in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.absorbers import Absorber, Unabsorbable, describe, find_absorber
+from compressor.calibration import Inputs, stream
+from compressor.graph import Site
+from compressor.pipeline import Context, Task
+from compressor.sites import naming
+from compressor.steady import few_bits
+
+ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
+"""(what is known of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64
+[in], positive."""
+
+
+def scale_groups(
+    graph: GraphModule, ctx: Context, pass_name: str, sites: Sequence[Site], task: Task, choose: ChooseScale
+) -> dict[str, Tensor]:
+    """Scale the inputs of every group of sites that share them, on calibration samples; the function stays as it is.
+
+    Args:
+        task: of the pass; advances by one for each site.
+    Returns:
+        By name of the site, the mean square of its inputs as they are now, float64 [in].
+    """
+    ids, squares = ctx.calibration(pass_name).ids, {}
+    for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+        weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+        with naming(group[0]):
+            scale = scale_inputs(graph, ctx, pass_name, group, partial(choose, inputs, weights))
+        for site in group:
+            squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())
+        task.advance(len(group))
+    return squares
+
+
+def scale_inputs(
+    graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[Absorber], Tensor]
+) -> Tensor | None:
+    """Scale the input channels of a group of sites that read the same tensor, where something absorbs that.
+
+    Args:
+        choose: the absorber -> scale float64 [in], positive.
+    Returns:
+        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted, as copies are.
+    """
+    names = ", ".join(site.name for site in group)
+    try:
+        absorber, readers = find_absorber(graph, group[0].input)
+    except Unabsorbable as reason:
+        ctx.notes.append(f"{pass_name}: {names}: inputs are not scaled: {reason}")
+        return None
+    scale = few_bits(absorber.shared(choose(absorber))).float()
+    absorber.apply(graph, readers, scale)
+    if absorber.copied is not None:
+        other = next(user for user in absorber.copied.users)
+        norm = f"{describe(absorber.copied)}, which is also read by {describe(other)}"
+        ctx.notes.append(f"{pass_name}: {names}: inputs are scaled in a copy of {norm}")
+    return scale
