@@ -15,17 +15,17 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554).  ``A16`` or n
 
 Bit layout (what :mod:`compressor.packing` writes and the kernels read)
 -----------------------------------------------------------------------
-Codes are unsigned.  Of integers ``value = (code
-- zero) * scale``.  The ``zero`` of symmetric grids is ``2 ** (b - 1)``; of bipolar ones ``(2 ** b - 1) / 2``, so that
-``value = (2 * code - (2 ** b - 1)) * scale / 2``: a sum of ``+-2 ** i``, one sign a bit; of balanced ones ``2 ** (b -
-2)``, and their codes end at ``2 ** (b - 1)``: ``BAL2`` is {-2, -1, 0, 1, 2}, which takes three bits.  Of codebooks
-``value = codebook[code]``; of the others ``value = element(code) * scale`` (:mod:`compressor.elements`), with NVFP4
-times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2 or 1 bits, lowest bits first
-(:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2); bipolar and balanced codes are cut into planes of 1 bit.  A row is cut into
-chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane after plane, a whole number
-of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits ``p * j`` to ``p * j + p -
-1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand of the dot-product
-instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose words are interleaved::
+Codes are unsigned.  Of integers ``value = (code - zero) * scale``.  The ``zero`` of symmetric grids is ``2 ** (b -
+1)``; of bipolar ones ``(2 ** b - 1) / 2``, so that ``value = (2 * code - (2 ** b - 1)) * scale / 2``: a sum of ``+-2 **
+i``, one sign a bit; of balanced ones ``2 ** (b - 2)``, and their codes end at ``2 ** (b - 1)``: ``BAL2`` is {-2, -1, 0,
+1, 2}, which takes three bits.  Of codebooks ``value = codebook[code]``; of the others ``value = element(code) * scale``
+(:mod:`compressor.elements`), with NVFP4 times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2
+or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2); bipolar and balanced codes are cut into planes of 1
+bit.  A row is cut into chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane
+after plane, a whole number of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits
+``p * j`` to ``p * j + p - 1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand
+of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose words are
+interleaved::
 
     codes         int32    [ceil(out / 16), chunks, words per chunk, 16]
     scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3

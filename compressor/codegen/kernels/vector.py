@@ -58,10 +58,7 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
     result, offset, first = None, 0, 0
     for width in fmt.planes:
         index, j = divmod(quad, 8 // width)
-        bits, down = (
-            word(first + index),
-            width * j - offset,
-        )  # at once to where they belong; masked, no byte sees others
+        bits, down = word(first + index), width * j - offset  # at once to where they belong; masks keep bytes apart
         if down:
             bits = T.shift_right(bits, splat(down, lanes)) if down > 0 else T.shift_left(bits, splat(-down, lanes))
         if width < 8:
