@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.errors import CompressorError
 from compressor.graph import Segment, Site, group_by_input, segments, twin
+from compressor.precision import bfloat16_products
 from compressor.samples import Samples, load_evaluation, load_samples
 from compressor.steady import BLOCK
 from compressor.streaming import Stream, split_samples
@@ -136,6 +137,7 @@ def stream(
     blocks: Blocks | None = None,
     spill: Spill | None = None,
     row_weights: Mapping[str, Tensor] | None = None,
+    rounded: bool = False,
 ) -> Iterator[tuple[list[Site], S]]:
     """Run samples through the graph and yield each group of sites that share an input, with its statistic.
 
@@ -161,14 +163,16 @@ def stream(
         spill: where hidden states lie; None keeps them in memory.
         row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
             each row times the root of its weight, so that squares and products count that often.
+        rounded: products, of the graph and of the statistics, may round their factors to bfloat16
+            (:mod:`compressor.precision`).
     Raises:
         UsageError: the samples are not what the model reads, or longer than its positions.
         CompressorError: inputs of a site hold NaN or inf.
     """
     batches = split_samples(graph, ids, micro_batch_tokens)
-    run = Stream(graph, batches, spill)
+    run = Stream(graph, batches, spill, rounded)
     beside = with_dense if isinstance(with_dense, GraphModule) else twin(graph) if with_dense else None
-    dense = Stream(beside, batches, spill) if beside is not None else None
+    dense = Stream(beside, batches, spill, rounded) if beside is not None else None
     dense_segments = segments(dense.graph) if dense else []
     names = {site.name for site in sites}
     done = 0  # segments that the hidden states have passed
@@ -190,7 +194,7 @@ def stream(
             statistics = [make_statistic(group[0].in_features) for group in groups]
             rows = _read(run, segment, groups, later)
             both = zip(rows, _read(dense, dense_segments[index], groups, later), strict=True) if dense else None
-            _gather(groups, statistics, both or ((xs, xs) for xs in rows), row_weights)
+            _gather(groups, statistics, both or ((xs, xs) for xs in rows), row_weights, rounded)
             wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
             while groups:  # pops, so that a statistic is freed when the caller is done with it
                 yield groups.pop(0), statistics.pop(0)
@@ -218,6 +222,7 @@ def _gather(
     statistics: Sequence[Statistic],
     batches: Iterable[tuple[list[Tensor], list[Tensor]]],
     row_weights: Mapping[str, Tensor] | None,
+    rounded: bool,
 ) -> None:
     """Show the statistic of each group the rows of all batches, and those of the dense graph beside them."""
     sinks: Sequence[Statistic] = statistics
@@ -226,12 +231,14 @@ def _gather(
         sinks = [_Weighted(statistic, row_weights[group[0].name]) for group, statistic in pairs]
     for xs, ys in batches:
         for group, sink, x, y in zip(groups, sinks, xs, ys, strict=True):
-            if not bool(torch.isfinite(x).all()):
+            # The sum is quicker to look at; it may overflow where no element does.
+            if not (bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())):
                 raise CompressorError(
                     f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the checkpoint in "
                     "front of it, and the samples"
                 )
-            sink.add(x, y)
+            with bfloat16_products(rounded):
+                sink.add(x, y)
 
 
 def _read(

@@ -15,12 +15,14 @@ from compressor.errors import CompressorError
 from compressor.grid_search import ChooseGrid
 from compressor.outliers import add_outliers
 from compressor.packing import PackedWeight, grid_values, pack, round_to_grid, unpack
+from compressor.precision import bfloat16_products
 from compressor.steady import inverse_cholesky, product, total
 
+_NEAR = 16  # columns whose errors go to one another one by one
 _MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
 
 
-def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
+def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool = False) -> Tensor:
     """The weight whose outputs on the inputs X as they are come nearest to those of ``weight`` on dense inputs.
 
     W' = W (I + C (H + lambda I)^-1) minimises ||W X_dense - W' X||^2 (Li et al. 2025, GPTAQ, arXiv 2504.02692, whose
@@ -31,6 +33,7 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
         weight: float [out, in].
         hessian: 2 / n * X^T X, float32 [in, in].
         cross: 2 / n * (X_dense - X)^T X, float32 [in, in].
+        rounded: the products that make the correction may round their factors to bfloat16.
     Returns:
         float32 [out, in].
     """
@@ -41,7 +44,9 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
         return weight  # dead or overflowed inputs, which gptq_quantize speaks about
     R = R.float()  # lambda keeps its condition low
     del H  # of its size there should be as few as possible at once
-    return weight.float() + product(product(product(weight.float(), cross), R.t()), R)
+    with bfloat16_products(rounded):
+        correction = product(product(product(weight.float(), cross), R.t()), R)
+    return weight.float() + correction
 
 
 def inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
@@ -84,38 +89,47 @@ def sweep(
 ) -> tuple[PackedWeight, float]:
     """Algorithm 1 of the paper, on the grids of ``start`` or chosen on the way; and ||E||^2.
 
-    W and codes are held transposed: a column is contiguous.  Outliers have no error: they take the compensated weight
-    as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078, algorithm 1).
+    W and codes are held transposed: a column is contiguous.  Errors go to the next few columns one by one, from there
+    to the rest of the block by a product, and to what follows by another.  Outliers have no error: they take the
+    compensated weight as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078, algorithm 1).
     """
     out_features, in_features = W.shape
     fmt, size = start.format, start.format.columns(in_features)
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     _, scales, zeros = unpack(start)
-    scales, zeros = scales.clone(), None if zeros is None else zeros.clone()  # unpack may return views
+    # Of each group contiguous; unpack may return views.
+    scales = scales.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    zeros = None if zeros is None else zeros.t().clone(memory_format=torch.contiguous_format)
     unit = start.parts.get("tensor_scale")
     Wt = W.t()[order].contiguous() if unit is None else W.t()[order] / unit.double()
+    places, diagonal = order.tolist(), torch.diagonal(Hinv).tolist()
     squares = 0.0
     for first, last in blocks:
         Err = torch.empty(last - first, out_features, dtype=W.dtype)
-        for i in range(first, last):
-            group = int(order[i]) // size
-            if choose is not None and i % size == 0:
-                scale, zero = choose(Wt[i : i + size].t().float(), slice(i, i + size))
-                scales[:, group] = scale
-                if zeros is not None and zero is not None:
-                    zeros[:, group] = zero
-            scale, zero = scales[:, group], None if zeros is None else zeros[:, group]
-            code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
-            error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / Hinv[i, i]
-            if outliers is not None:
-                error[outliers[:, order[i]]] = 0.0
-            Wt[i + 1 : last].addmm_(Hinv[i, i + 1 : last, None], error[None], alpha=-1)
-            Err[i - first] = error
-            codes[order[i]] = code[:, 0]
+        for begin, end in column_blocks(last - first, size, _NEAR):
+            near = slice(first + begin, first + end)
+            for i in range(near.start, near.stop):
+                group = places[i] // size
+                if choose is not None and i % size == 0:
+                    scale, zero = choose(Wt[i : i + size].t().float(), slice(i, i + size))
+                    scales[group] = scale
+                    if zeros is not None and zero is not None:
+                        zeros[group] = zero
+                scale, zero = scales[group], None if zeros is None else zeros[group]
+                code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
+                error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / diagonal[i]
+                if outliers is not None:
+                    error[outliers[:, places[i]]] = 0.0
+                if i + 1 < near.stop:
+                    Wt[i + 1 : near.stop].addmm_(Hinv[i, i + 1 : near.stop, None], error[None], alpha=-1)
+                Err[i - first] = error
+                codes[places[i]] = code[:, 0]
+            if near.stop < last:
+                Wt[near.stop : last].addmm_(Hinv[near, near.stop : last].t(), Err[begin:end], alpha=-1)
         Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
         squares += float(total(Err.square()))
     squares *= 1.0 if unit is None else float(unit) ** 2
-    packed = pack(codes.t().contiguous(), scales, zeros, fmt, unit)
+    packed = pack(codes.t().contiguous(), scales.transpose(0, 1), None if zeros is None else zeros.t(), fmt, unit)
     if outliers is None:
         return packed, squares
     compensated = torch.empty_like(Wt).index_copy_(0, order, Wt if unit is None else Wt * unit)

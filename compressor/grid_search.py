@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.codebooks import cluster
 from compressor.formats import Format
-from compressor.packing import choose_grid, empty_scale, grid_values, over_shared, round_scales, round_to_grid
+from compressor.packing import choose_grid, empty_scale, nearest_values, over_shared, round_scales
 from compressor.steady import even
 
 Observer: TypeAlias = Literal["minmax", "mse", "output"]
@@ -108,9 +108,8 @@ def _sliced_ratios(bits: int) -> list[float]:
 
 def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """[out]; the sum of rows that share a grid, in every place."""
-    values = grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
-    difference = values - weight
+    difference = nearest_values(weight, scales, zeros, fmt).sub_(weight)
     if importance.dim() == 1:
-        return over_shared(difference.square() @ importance, fmt, torch.sum)
+        return over_shared(difference.square_() @ importance, fmt, torch.sum)
     padded = even(difference)
     return over_shared(((padded @ even(importance)) * padded).sum(1)[: len(weight)], fmt, torch.sum)

@@ -27,6 +27,7 @@ from compressor.errors import CompressorError
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",
+    "bfloat16_flop": "the same by way of bfloat16, where the CPU has AMX (compressor.precision)",
     "int8_op": "one operation of an int8 matrix product",
     "matmul64_flop": "one operation of a float64 matrix product",
     "factor64_flop": "one operation of a float64 Cholesky factorisation or triangular solve",
@@ -168,6 +169,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.ops import rms_norm
     from compressor.packing import dequantize
     from compressor.passes.rtn import rtn_quantize
+    from compressor.precision import bfloat16_products
 
     spreads: list[float] = []
 
@@ -190,6 +192,10 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     def factor() -> None:
         torch.linalg.solve_triangular(torch.linalg.cholesky_ex(definite)[0], eye, upper=False)
 
+    def rounded() -> None:
+        with bfloat16_products():
+            x @ w
+
     def nodes() -> None:
         for _ in range(200):
             small.add(small)
@@ -200,6 +206,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
 
     seconds = {
         "matmul_flop": price(2 * 2048 * 512**2, lambda: x @ w),
+        "bfloat16_flop": price(2 * 2048 * 512**2, rounded),
         "int8_op": price(2 * 512**3, lambda: torch._int_mm(codes, codes)),
         "matmul64_flop": price(2 * 512**3, lambda: square @ square),
         "factor64_flop": price(factored, factor),

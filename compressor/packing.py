@@ -161,6 +161,14 @@ def grid_values(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format
     return _unscaled(codes, zero, fmt) * scales.float()[:, None]
 
 
+def nearest_values(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
+    """Values of the nearest codes: :func:`grid_values` of :func:`round_to_grid`, of integers without the codes."""
+    if fmt.codebook or fmt.element is not None:
+        return grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
+    zero, step = fmt.middle if zeros is None else zeros.float()[:, None], scales.float()[:, None]
+    return (weight / step).add_(zero).round_().clamp_(0, fmt.levels - 1).sub_(zero).mul_(step)
+
+
 def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
     """What NVFP4 divides a weight by, so that its largest block scale is E4M3's largest; float32 [1], else None.
 
@@ -192,7 +200,7 @@ def _unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
         return torch.from_numpy(_values(fmt.element))[codes.int()]
-    return codes.float() - (fmt.middle if zeros is None else zeros)
+    return codes.float().sub_(fmt.middle if zeros is None else zeros)
 
 
 def pack(
@@ -214,16 +222,14 @@ def pack(
         raise ValueError(f"scales {tuple(scales.shape)} and zeros do not fit {fmt.name} of {rows} x {columns}")
     tiles, chunks, span = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.chunk_columns
     grid = pad(codes, (0, chunks * span - columns, 0, tiles * TILE_ROWS - rows))
-    grid = grid.view(tiles, TILE_ROWS, chunks, span)
+    quads = grid.contiguous().view(torch.int32).view(tiles, TILE_ROWS, chunks, span // 4)  # four columns each
     words, offset = [], 0
     for width in fmt.planes:
-        plane = (grid >> offset) & ((1 << width) - 1)
+        plane = (quads >> offset) & _every_byte((1 << width) - 1)
         # A word's columns are numbered 4 * j + i: byte i, bits width * j.
-        plane = plane.view(tiles, TILE_ROWS, chunks, span * width // 32, 8 // width, 4)
-        octets = torch.zeros(*plane.shape[:4], 4, dtype=torch.uint8)
-        for j in range(8 // width):
-            octets |= plane[..., j, :] << (width * j)
-        words.append(octets.view(torch.int32).squeeze(-1))  # [tiles, 16, chunks, words of this plane]
+        plane = plane.view(tiles, TILE_ROWS, chunks, span * width // 32, 8 // width)
+        shifted = (plane[..., j] << (width * j) for j in range(8 // width))
+        words.append(functools.reduce(torch.bitwise_or, shifted))  # [tiles, 16, chunks, words of this plane]
         offset += width
     packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
     stored = scales.to(_STORED[fmt.scale_type])
@@ -238,19 +244,25 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     fmt, (rows, columns) = packed.format, packed.shape
     tiles, chunks = packed.parts["codes"].shape[:2]
     words = packed.parts["codes"].permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
-    codes = torch.zeros(tiles * TILE_ROWS, chunks * fmt.chunk_columns, dtype=torch.uint8)
+    quads: Tensor | None = None  # of four columns each, int32 [tiles, 16, chunks, quads]
     offset = first = 0
     for width in fmt.planes:
-        count = fmt.chunk_columns * width // 32
-        octets = words[..., first : first + count].contiguous().view(torch.uint8)
-        octets = octets.view(tiles, TILE_ROWS, chunks, count, 1, 4)
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
-        codes |= (((octets >> shifts) & ((1 << width) - 1)) << offset).view_as(codes)
+        count, mask = fmt.chunk_columns * width // 32, _every_byte((1 << width) - 1)
+        plane = words[..., first : first + count]
+        found = torch.stack([(plane >> (width * j)) & mask for j in range(8 // width)], dim=-1).flatten(-2)
+        quads = found if quads is None else quads | found << offset
         offset, first = offset + width, first + count
+    assert quads is not None
+    codes = quads.view(torch.uint8).view(tiles * TILE_ROWS, chunks * fmt.chunk_columns)
     zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
     scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(_STORED[fmt.scale_type])
     return codes[:rows, :columns], scales.float(), zeros
+
+
+def _every_byte(value: int) -> int:
+    """An int32 whose four bytes are the same."""
+    return int.from_bytes(bytes([value] * 4), "little", signed=True)
 
 
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
@@ -271,7 +283,7 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         if "tensor_scale" in packed.parts:
             scales = scales * packed.parts["tensor_scale"]
         zero = None if zeros is None else _spread(zeros.float(), size, columns)
-        yield slice(begin, end), _unscaled(codes, zero, fmt) * _spread(scales, size, columns)
+        yield slice(begin, end), _unscaled(codes, zero, fmt).mul_(_spread(scales, size, columns))
 
 
 def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
@@ -312,7 +324,7 @@ def dequantize(packed: PackedWeight) -> Tensor:
 
 def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:
     """[out, groups] -> [out, columns], each value over its group's columns."""
-    return per_group.repeat_interleave(size, dim=1)[:, :columns]
+    return per_group[:, :, None].expand(-1, -1, size).flatten(1)[:, :columns]
 
 
 def _tile(per_row: Tensor, fmt: Format) -> Tensor:

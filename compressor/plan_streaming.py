@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from compressor.formats import Format
 from compressor.graph import Segment, Site, group_by_input, segments
 from compressor.plan_costs import NodeCost, eager_work, node_costs
+from compressor.precision import is_coarse
 from compressor.sites_plan import SitePlan, Work, half_product
 from compressor.streaming import ancestors
 
@@ -54,6 +56,8 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
     if gathering.gradients and not gathering.squares:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
+    coarse = is_coarse(Format.parse(plan.format) for plan in chosen.values() if plan.format)
+    product = "bfloat16_flop" if gathering.squares and coarse else "matmul_flop"
     twofold = 2 if gathering.with_dense else 1
     batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
     dense = node_costs(graph, batch, length)
@@ -68,7 +72,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
         for costs in (dense, current)[2 - twofold :]:
             for amounts, ran in ((work, False), (again, True)):
                 for unit, amount in eager_work(costs[node] for node in nodes if (node in passed) is ran).items():
-                    amounts[unit] += runs * amount
+                    amounts[product if unit == "matmul_flop" else unit] += runs * amount
 
     for index, segment in enumerate(cut):
         block = [site for site in (*segment.sites, *segment.packed) if site.name in chosen]
@@ -94,7 +98,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
             products = 0.0  # with one half of a symmetric matrix, and all of the other
             for size, group in zip(read, round_, strict=True):
                 products += size * group[0].in_features * (half_product(group[0].in_features) + 2 * (twofold - 1))
-            work["matmul_flop"] += runs * products if gathering.squares else 0
+            work[product] += runs * products if gathering.squares else 0
             work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * runs * sum(read)
             statistics = 4 * twofold * square
             widest = 4 * max(read)

@@ -18,6 +18,7 @@ from compressor.grid_search import Observer
 from compressor.input_scales import calibrate_inputs
 from compressor.packing import PackedWeight, dequantize
 from compressor.pipeline import Context
+from compressor.precision import is_coarse
 from compressor.sites import compress_site, naming
 from compressor.steady import quadratic
 
@@ -58,6 +59,8 @@ def quantize_calibrated(
 ) -> None:
     """Replace the linears that are named, each by one in its own format; what follows sees their new outputs.
 
+    Where all formats are coarse enough, products of calibration are those of :mod:`compressor.precision`.
+
     Args:
         blocks: of the pass.
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
@@ -84,6 +87,7 @@ def quantize_calibrated(
         blocks=blocks,
         spill=ctx.spill,
         row_weights=weights,
+        rounded=is_coarse(formats.values()),
     )
     for group, statistic in groups:
         for site in group:

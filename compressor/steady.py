@@ -39,19 +39,21 @@ def quadratic(D: Tensor, H: Tensor) -> Tensor:
     """tr(D H D^T) of a symmetric H, of which only blocks on and above the diagonal are read: half of the product.
 
     Args:
-        D: float64 [rows, n].
+        D: float64 or float32 [rows, n]; products are in its type.
         H: float32 or float64 [n, n]; never whole in float64 beside that.
     """
     found = torch.zeros((), dtype=torch.float64)
     for first in range(0, len(H), BLOCK):
         part, columns = D[:, first : first + BLOCK], slice(first, first + BLOCK)
-        above, diagonal = H[:first, columns].double(), H[columns, columns].double()
-        found += total((2 * (D[:, :first] @ above) + part @ diagonal) * part)
+        above, diagonal = H[:first, columns].to(D.dtype), H[columns, columns].to(D.dtype)
+        found += total(((2 * product(D[:, :first], above) + product(part, diagonal)) * part).double())
     return found
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
-    """A @ B of float32 matrices of any sizes."""
+    """A @ B of float32 matrices of any sizes; also of float64."""
+    if A.dtype == torch.float64:
+        return A @ B
     return (even(A) @ even(B))[: len(A), : B.shape[1]]
 
 

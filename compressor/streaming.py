@@ -18,6 +18,7 @@ from compressor.errors import UsageError
 from compressor.graph import ModelInfo, Segment, segments, shared_nodes
 from compressor.graph_cache import empty_caches
 from compressor.pipeline import Reporter
+from compressor.precision import bfloat16_products
 from compressor.tensor_files import Spill, release, trim
 
 
@@ -28,11 +29,14 @@ class Stream:
         graph: a captured model; its linears may be replaced meanwhile.
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
+        rounded: products may round their factors to bfloat16 (:mod:`compressor.precision`).
     Raises:
         UsageError: a batch is longer than the model's positions.
     """
 
-    def __init__(self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None) -> None:
+    def __init__(
+        self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None, rounded: bool = False
+    ) -> None:
         info: ModelInfo = graph.meta["model"]
         longest = max(ids.shape[1] for ids in batches)
         if info.max_positions and longest > info.max_positions:
@@ -41,6 +45,7 @@ class Stream:
                 "set a shorter sequence_length"
             )
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
+        self.rounded = rounded
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
         self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
         self.hidden: list[Tensor | None] = [None] * len(batches)
@@ -128,7 +133,8 @@ class Stream:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in env:
                     env[source] = self.interpreter.run_node(source)
-            env[node] = self.interpreter.run_node(node)
+            with bfloat16_products(self.rounded):
+                env[node] = self.interpreter.run_node(node)
             if node in wanted:
                 found[node] = env[node]
             for used in (node, *node.all_input_nodes):

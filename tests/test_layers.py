@@ -18,7 +18,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.p
 # A module may import its own layer and those before it.  A name stands for the module and whatever begins with it
 # and an underscore (`capture` for `capture_weights` too), a folder for all in it.
 LAYERS = (
-    ("errors", "resources", "cache", "fingerprint", "timing", "threads"),
+    ("errors", "resources", "cache", "fingerprint", "timing", "threads", "cpu"),
     (
         "elements",
         "activations",
@@ -28,6 +28,7 @@ LAYERS = (
         "outliers",
         "grid_search",
         "rounding",
+        "precision",
         "compensation",
         "ops",
         "steady",

@@ -18,6 +18,7 @@ from compressor.grid_search import Observer, chooser
 from compressor.packing import PackedWeight, pack, unpack
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
+from compressor.precision import is_coarse
 from compressor.rounding import descend, learn_rounding, neighbours, spread_values
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
@@ -169,7 +170,7 @@ class AdaptiveRounding:
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross = statistic.value, statistic.cross
-        target = weight if cross is None else match_dense(weight, hessian, cross)
+        target = weight if cross is None else match_dense(weight, hessian, cross, rounded=is_coarse([fmt]))
         packed, info = adaptive_round(target, hessian, fmt, steps=self.steps, observer=self.observer)
         notes = []
         if info.method == "rtn":

@@ -21,6 +21,7 @@ from compressor.outliers import largest
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
+from compressor.precision import is_coarse
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
@@ -100,7 +101,7 @@ def gptq_quantize(
     )
     rtn = rtn_quantize(weight, fmt, outliers=outliers)
     rtn_loss = output_loss(W, rtn, H)
-    norm = float(quadratic(W, H))
+    norm = float(quadratic(weight.float(), H))  # only for the record
     order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
     blocks = list(column_blocks(in_features, fmt.columns(in_features), blocksize))
     mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
@@ -238,8 +239,10 @@ class Gptq:
                 f"calibrated on {tokens} tokens for {len(hessian)} inputs, so the Hessian has not full rank: dampening "
                 f"{dampening_frac:g}; give more samples"
             )
+        if cross is not None:
+            weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt]))
         packed, info = gptq_quantize(
-            weight if cross is None else match_dense(weight, hessian, cross),
+            weight,
             hessian,
             fmt,
             actorder=self.actorder,

@@ -9,23 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from compressor.codegen.kernels.vector import ISAS, Isa
+from compressor.cpu import host_flags
 from compressor.errors import ToolchainError, UsageError
 
 if TYPE_CHECKING:
     import tvm
-
-
-def host_flags() -> frozenset[str]:
-    """CPU flags of this machine as Linux names them; empty where it is no x86-64 Linux."""
-    info = Path("/proc/cpuinfo")
-    if platform.machine() != "x86_64" or not info.exists():
-        return frozenset()
-    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
 
 
 @dataclass(frozen=True)
