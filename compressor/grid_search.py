@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.codebooks import cluster
 from compressor.formats import Format
-from compressor.packing import choose_grid, empty_scale, nearest_values, over_shared, round_scales
+from compressor.grids import choose_grid, empty_scale, nearest_values, over_shared, round_scales
 from compressor.steady import even
 
 Observer: TypeAlias = Literal["minmax", "mse", "output"]
@@ -43,7 +43,7 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
         scales float32 [out] that the format can store and zeros uint8 [out] (None when symmetric), never worse than
         min-max.
     Raises:
-        CompressorError: as :func:`compressor.packing.choose_grid`.
+        CompressorError: as :func:`compressor.grids.choose_grid`.
     """
     matrix = None if importance.dim() == 1 or fmt.codebook else importance
     importance = importance if importance.dim() == 1 else torch.diagonal(importance)

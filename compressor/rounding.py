@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats import Format
-from compressor.packing import grid_values, neighbour_codes, round_to_grid
+from compressor.grids import grid_values, neighbour_codes, round_to_grid
 from compressor.steady import EVEN, apply
 
 _ZETA, _GAMMA = 1.1, -0.1  # eq. 23

@@ -20,7 +20,8 @@ from compressor.elements import Element
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import FORMATS, Format
 from compressor.graph import linear_sites
-from compressor.packing import dequantize, round_to_grid, tensor_scale
+from compressor.grids import round_to_grid, tensor_scale
+from compressor.packing import dequantize
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn, rtn_quantize

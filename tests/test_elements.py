@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from compressor.elements import Element
 from compressor.errors import CompressorError
 from compressor.formats import FORMATS, Format
-from compressor.packing import choose_grid, dequantize, round_scales, round_to_grid, tensor_scale
+from compressor.grids import choose_grid, round_scales, round_to_grid, tensor_scale
+from compressor.packing import dequantize
 from compressor.passes.rtn import rtn_quantize
 
 ORACLES = {

@@ -21,7 +21,8 @@ from compressor.graph import (
     twin,
     weight_bytes,
 )
-from compressor.packing import PackedWeight, choose_grid, dequantize, pack, round_to_grid
+from compressor.grids import choose_grid, round_to_grid
+from compressor.packing import PackedWeight, dequantize, pack
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressor.formats import Format
 from compressor.grid_search import search_grid
-from compressor.packing import choose_grid, grid_values, round_to_grid
+from compressor.grids import choose_grid, grid_values, round_to_grid
 
 
 def error(weight: Tensor, importance: Tensor, grid: tuple[Tensor, Tensor | None], fmt: Format) -> Tensor:

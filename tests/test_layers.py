@@ -24,6 +24,7 @@ LAYERS = (
         "activations",
         "formats",
         "codebooks",
+        "grids",
         "packing",
         "outliers",
         "grid_search",

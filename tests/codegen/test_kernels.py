@@ -32,9 +32,10 @@ from compressor.codegen.kernels import (
 )
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import FORMATS, Format
+from compressor.grids import round_scales
 from compressor.ops import outputs
 from compressor.outliers import add_columns, add_outliers
-from compressor.packing import PackedWeight, pack, round_scales
+from compressor.packing import PackedWeight, pack
 
 OPS = torch.ops.compressor
 WIDTHS = [vector.AVX512_VNNI, vector.AVX2]  # what else there is differs in bit planes only

@@ -12,7 +12,8 @@ from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.grid_search import search_grid
-from compressor.packing import choose_grid, dequantize, grid_values, round_to_grid, tensor_scale, unpack
+from compressor.grids import choose_grid, grid_values, round_to_grid, tensor_scale
+from compressor.packing import dequantize, unpack
 from compressor.passes.gptq import Observer, gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 
