@@ -164,7 +164,9 @@ def test_quality_of_the_kernels_is_that_of_the_graph(name: str, run: Callable[[s
         return
     tokens, _ = load_evaluation(spec, None, folder)
     measured = measure_quality(GraphLogits(result.graph), tokens, window=spec.window, stride=spec.stride)
-    assert result.outcome.metrics["perplexity"] == pytest.approx(measured.perplexity, rel=1e-3)
+    # A last bit decides which way an activation is rounded: 1e-6 of the embedding moves 512 tokens' perplexity by 0.2%.
+    rounds = any(Format.parse(site["format"]).activations for site in result.manifest["sites"] if site["format"])
+    assert result.outcome.metrics["perplexity"] == pytest.approx(measured.perplexity, rel=5e-3 if rounds else 1e-3)
 
 
 @pytest.mark.parametrize("name", RECIPES)
