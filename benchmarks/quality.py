@@ -30,6 +30,7 @@ from compressor.pipeline import pass_class
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 IGNORE = ("lm_head",)
+OF_PACKED = ("bias_correction",)  # passes that only look at linears that are packed, which no IGNORE is
 
 
 def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -49,7 +50,9 @@ def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that a pass has, and what every pass leaves dense."""
     known = {field.name for field in dataclasses.fields(pass_class(name))}
-    return {key: value for key, value in {**options, "ignore": IGNORE}.items() if key in known}
+    if name not in OF_PACKED:
+        options = {**options, "ignore": IGNORE}
+    return {key: value for key, value in options.items() if key in known}
 
 
 class Evaluator:

@@ -13,6 +13,7 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -38,6 +39,8 @@ def scheme(task: Job, group: int, targets: list[str]) -> QuantizationScheme:
 
 def main() -> None:
     """Compress, save, read back."""
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_: None  # AWQ pins what it keeps, and a CPU alone cannot
     task = job()
     model = task.load()
     parameters = {name for name, _ in model.named_parameters()}
