@@ -1,9 +1,17 @@
-"""What the processor can do."""
+"""What the processor is and can do."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
 
 
 def host_flags() -> frozenset[str]:

@@ -273,8 +273,7 @@ def _short(value: Any) -> str:
 
 def _cpu(target: Target) -> dict[str, Any]:
     """The processor, the instruction set of the kernels, and what arithmetic libraries choose their code by."""
-    from compressor.codegen.tune import cpu_name
-    from compressor.cpu import host_flags
+    from compressor.cpu import cpu_name, host_flags
 
     features = sorted(flag for flag in host_flags() if _VECTOR_FEATURES.match(flag))
     return {"name": cpu_name(), "isa": target.resolve().name, "features": features}

@@ -23,6 +23,7 @@ from typing import Any
 
 from compressor import __version__
 from compressor.cache import cache_folder, merge_entries, read_entries
+from compressor.cpu import cpu_name
 from compressor.errors import CompressorError
 
 UNITS: Mapping[str, str] = {
@@ -113,8 +114,6 @@ def machine(measure: bool = False) -> Machine:
     """
     import torch
 
-    from compressor.codegen.tune import cpu_name
-
     versions = (torch.__version__, importlib.metadata.version("apache-tvm"), __version__)
     key = "|".join((cpu_name(), f"{torch.get_num_threads()} threads", *versions))
     file = cache_folder() / "machine.json"
@@ -138,8 +137,6 @@ def probe() -> Machine:
         CompressorError: the process failed.
     """
     import torch
-
-    from compressor.codegen.tune import cpu_name
 
     threads = torch.get_num_threads()
     command = [sys.executable, "-c", _CHILD, str(threads)]

@@ -18,8 +18,8 @@ from compressor.cache import cache_folder
 from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets import Target
-from compressor.codegen.tune import cpu_name
 from compressor.comparison import Speed, comparisons, measure_speed
+from compressor.cpu import cpu_name
 from compressor.errors import GateError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality

@@ -29,7 +29,8 @@ class Stream:
         graph: a captured model; its linears may be replaced meanwhile.
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
-        rounded: products may round their factors to bfloat16 (:mod:`compressor.precision`).
+        rounded: products in :meth:`stage` and :meth:`values` may round their factors to bfloat16
+            (:mod:`compressor.precision`).
     Raises:
         UsageError: a batch is longer than the model's positions.
     """
@@ -79,7 +80,7 @@ class Stream:
         for i in range(len(self.batches)):
             env = {**self.environment(segment, i), **self._live[i]}
             given = set(env)
-            with torch.no_grad():
+            with torch.no_grad(), bfloat16_products(self.rounded):
                 found = self.run(segment, env, wanted, later, self._passed)
             self._live[i] = {
                 node: value
@@ -98,7 +99,9 @@ class Stream:
     @torch.no_grad()
     def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
         """Run one batch through a segment as far as the nodes of interest; their values."""
-        return self.run(segment, self.environment(segment, i), wanted)
+        env = self.environment(segment, i)
+        with bfloat16_products(self.rounded):
+            return self.run(segment, env, wanted)
 
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
         """What one batch's nodes of a segment read, but for parameters."""
@@ -133,8 +136,7 @@ class Stream:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in env:
                     env[source] = self.interpreter.run_node(source)
-            with bfloat16_products(self.rounded):
-                env[node] = self.interpreter.run_node(node)
+            env[node] = self.interpreter.run_node(node)
             if node in wanted:
                 found[node] = env[node]
             for used in (node, *node.all_input_nodes):

@@ -25,7 +25,8 @@ from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
 from compressor.codegen.targets import Target
-from compressor.codegen.tune import Tuner, cpu_name
+from compressor.codegen.tune import Tuner
+from compressor.cpu import cpu_name
 from compressor.errors import CompressorError, VerificationError
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16

@@ -27,14 +27,6 @@ _WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
 
 
-def cpu_name() -> str:
-    """The processor's model name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
-
-
 class Database:
     """Schedules that won, on disk; an unreadable file counts as empty and is replaced."""
 

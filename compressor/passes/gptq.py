@@ -65,8 +65,9 @@ def gptq_quantize(
 ) -> tuple[PackedWeight, GptqInfo]:
     """Quantise column after column, spreading each column's error over the columns after it.
 
-    All arithmetic is float64.  The result is never worse under ``hessian`` than round to nearest: where it
-    would be, the codes of round to nearest are returned and the info says so.
+    All arithmetic is float64, but for the norm that errors are relative to.  The result is never worse under
+    ``hessian`` than round to nearest: where it would be, the codes of round to nearest are returned and the info says
+    so.
 
     Args:
         weight: float [out, in].

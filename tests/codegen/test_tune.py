@@ -16,7 +16,8 @@ from tvm.script import tirx as T
 
 from compressor.cache import cache_folder
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Database, Tuner, cpu_name
+from compressor.codegen.tune import Database, Tuner
+from compressor.cpu import cpu_name
 from compressor.errors import DriftError
 
 SOURCE, SIZE = __file__, 4096
