@@ -131,13 +131,16 @@ def module_bundle(
 
 @pytest.fixture(scope="session")
 def random_llama() -> Callable[..., Any]:
-    """``random_llama(vocab_size=12, ...)``: transformers' Llama of those sizes with the weights of seed 0."""
+    """``random_llama(vocab_size=12, ...)``: a Llama of transformers with the weights of seed 0, small in all else."""
     import torch
     import transformers
+
+    small = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
     def make(**sizes: Any) -> transformers.LlamaForCausalLM:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**small, **sizes})).eval()
 
     return make

@@ -21,10 +21,7 @@ OPS = torch.ops.compressor
 
 @pytest.fixture(scope="module")
 def model(random_llama: Callable[..., transformers.LlamaForCausalLM]) -> transformers.LlamaForCausalLM:
-    return random_llama(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
-    )  # fmt: skip
+    return random_llama(hidden_size=32, intermediate_size=48, tie_word_embeddings=True)
 
 
 def test_they_are_those_of_the_model_s_own_loss(model: transformers.LlamaForCausalLM) -> None:

@@ -43,10 +43,8 @@ def test_the_guided_and_the_local_loss_count_the_same() -> None:
 
 @pytest.fixture(scope="module")
 def model(random_llama: Callable[..., transformers.LlamaForCausalLM]) -> transformers.LlamaForCausalLM:
-    return random_llama(
-        vocab_size=12, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.5,
-    )  # fmt: skip
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return random_llama(vocab_size=12, hidden_size=16, intermediate_size=32, **heads, initializer_range=0.5)
 
 
 @pytest.fixture(scope="module")

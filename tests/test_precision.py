@@ -63,10 +63,7 @@ def test_formats_of_four_bits_and_fewer_are_coarse() -> None:
 
 @pytest.fixture(scope="module")
 def model(random_llama: Callable[..., transformers.LlamaForCausalLM]) -> transformers.LlamaForCausalLM:
-    return random_llama(
-        vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
+    return random_llama(initializer_range=0.3)
 
 
 def ids() -> Tensor:

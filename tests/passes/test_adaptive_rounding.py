@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -118,12 +119,11 @@ def test_bad_input() -> None:
         AdaptiveRounding("W4A16_G32", steps=0)
 
 
-def test_guided_rounding_loses_less_of_what_guides_it() -> None:
-    sizes = {"vocab_size": 20, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        graph = capture(transformers.LlamaForCausalLM(config).eval())
+def test_guided_rounding_loses_less_of_what_guides_it(
+    random_llama: Callable[..., transformers.LlamaForCausalLM],
+) -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    graph = capture(random_llama(**sizes, initializer_range=0.4))
     ids, fmt = torch.randint(20, (2, 32), generator=torch.Generator().manual_seed(0)), Format.parse("W2A16_G16")
     sites = match_sites(linear_sites(graph), "up_proj")[0]
     weights = guided_rows(graph, ids, sites, seed=0)
