@@ -36,6 +36,7 @@ from compressor.sites_plan import Work
 from compressor.text_spec import DataSource
 
 if TYPE_CHECKING:
+    from compressor.codegen.kernels.vector import Isa
     from compressor.plan import PassPlan
 
 _NEW_TOKENS = 64  # timed single steps
@@ -71,6 +72,7 @@ class Costs:
         again: of passes, what is added to it if hidden states lie on disk.
         graphs: captured, and compressed; parameters may be on the meta device.
         tune: as in the recipe.
+        isa: instruction set of the kernels.
         evaluation: None where nothing is evaluated.
         runs_here: whether this machine executes the kernels.
         times_dense: whether the dense model would be timed.
@@ -82,6 +84,7 @@ class Costs:
     again: dict[str, Work]
     graphs: tuple[GraphModule, GraphModule]
     tune: str
+    isa: Isa
     evaluation: Evaluation | None
     runs_here: bool
     times_dense: bool
@@ -108,7 +111,7 @@ class Costs:
         for stage, amounts in passes.items():
             again = machine.cost(self.again.get(stage, {})) if spill else 0.0
             seconds[stage.removeprefix("pass ")] = machine.cost(amounts) + again
-        seconds["compile"] = compile_seconds(final, machine, self.tune)
+        seconds["compile"] = compile_seconds(final, machine, self.tune, self.isa)
         seconds["write"] = machine.cost(self.work["write"])
         if not self.runs_here:
             return seconds
@@ -139,7 +142,8 @@ def run_costs(
     """
     info: ModelInfo = graph.meta["model"]
     target = recipe.target.build()
-    runs_here = target.executes(target.resolve())
+    isa = target.resolve()
+    runs_here = target.executes(isa)
     nodes, dense_bytes = len(graph.graph.nodes), weight_bytes(graph)
     work: dict[str, Work] = {"capture": capture_work(nodes, dense_bytes if info.source is not None else 0)}
     evaluation = _evaluation(recipe, info) if runs_here else None
@@ -197,6 +201,7 @@ def run_costs(
         again=again,
         graphs=(graph, final),
         tune=recipe.tune,
+        isa=isa,
         evaluation=evaluation,
         runs_here=runs_here,
         times_dense=runs_here and info.source is not None and info.kind != "module",

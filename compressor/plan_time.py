@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,6 +15,9 @@ from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost
 from compressor.plan_roofline import Roofline
 from compressor.sites_plan import Work
+
+if TYPE_CHECKING:
+    from compressor.codegen.kernels.vector import Isa
 
 MODEL_ERROR = 0.3
 """How far off a stage may be, as a fraction, because the model is simple: see benchmarks/plan_accuracy.py."""
@@ -78,7 +81,7 @@ class Kernel:
         rows, columns: shape of the weight.
         bytes: of the weight as it is stored.
         integer: whether its products are of int8.
-        candidates: schedules that there are for one token, and for many.
+        format: of the packed weight; None where it is dense.
     """
 
     name: str
@@ -86,41 +89,46 @@ class Kernel:
     columns: int
     bytes: int
     integer: bool
-    candidates: tuple[int, int]
+    format: Format | None = None
 
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
     """The kernels of a graph's linears, equal ones once."""
     from compressor.codegen.convert import dense_linear_name, packed_linear_name
-    from compressor.codegen.kernels import dense_linear, packed_linear
 
     found: dict[str, Kernel] = {}
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.packed_linear.default:
             _, _, bias, format_name, columns, rows = args
-            fmt, tiles = Format.parse(format_name), -(-rows // TILE_ROWS)
+            fmt = Format.parse(format_name)
             name = packed_linear_name(rows, columns, fmt, bias is not None)
-            counts = (len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, fmt)))
-            stored, integer = fmt.packed_bytes(rows, columns), fmt.integer_products
+            found[name] = Kernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
         elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
             weight = graph.get_parameter(args[1].target)
             rows, columns = weight.shape
             storage = "uint16" if weight.dtype is torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
             name = dense_linear_name(rows, columns, storage, args[2] is not None)
-            counts = (len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1)))
-            stored, integer = weight.numel() * weight.element_size(), False
-        else:
-            continue
-        found[name] = Kernel(name, rows, columns, stored, integer, counts)
+            found[name] = Kernel(name, rows, columns, weight.numel() * weight.element_size(), False)
     return list(found.values())
 
 
-def compile_seconds(graph: GraphModule, machine: Machine, tune: str) -> float:
+def _candidates(kernel: Kernel, isa: Isa) -> tuple[int, int]:
+    """Schedules that there are for one token, and for many."""
+    from compressor.codegen.kernels import dense_linear, packed_linear
+
+    if kernel.format is None:
+        return len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1))
+    tiles = -(-kernel.rows // TILE_ROWS)
+    return len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, kernel.format, isa))
+
+
+def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -> float:
     """Exporting and lowering a compressed graph, and timing those schedules that no earlier run has timed.
 
     Args:
         tune: ``off``, ``quick`` or ``full``.
+        isa: instruction set of the kernels.
     """
     from compressor.codegen.convert import TUNED_TOKENS
     from compressor.codegen.tune import QUICK_CANDIDATES, Database
@@ -130,7 +138,7 @@ def compile_seconds(graph: GraphModule, machine: Machine, tune: str) -> float:
     seconds = turns * machine.seconds["python"]
     done = {key.partition("|")[0] for key in Database().entries if f"|{machine.cpu}|" in key}
     for kernel in kernels if tune != "off" else ():
-        for tokens, candidates in zip((1, TUNED_TOKENS), kernel.candidates, strict=True):
+        for tokens, candidates in zip((1, TUNED_TOKENS), _candidates(kernel, isa), strict=True):
             if f"{kernel.name}:{tokens}" in done:
                 continue
             candidates = min(candidates, QUICK_CANDIDATES) if tune == "quick" else candidates

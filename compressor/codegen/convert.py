@@ -117,7 +117,7 @@ class Converter:
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
             source = packed_linear.__file__
             first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
-            space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt)
+            space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt, self.isa)
             many = f"{name}:{TUNED_TOKENS}"
             schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
             details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}

@@ -46,6 +46,8 @@ _DTYPES = {  # safetensors name -> numpy's
 }
 # Control characters as JSON has them, but the new line and the tab.
 _CONTROLS = re.compile(r"(?<!\\)(?:\\\\)*\\(?:u00[01]|[bfr])|[\x7f-\x9f]")
+_libc = ctypes.CDLL(None)
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 _configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
 
 
@@ -153,6 +155,13 @@ def check_cpu(required: Sequence[str], root: Path) -> None:
     missing = [name for name in required if re.sub(r"\W|_", "", str(name)) not in present]
     if missing:
         raise BundleError(f"{root}: this CPU lacks {', '.join(missing)}; compress again for this CPU")
+    if "amx_tile" in required and not allow_tiles():
+        raise BundleError(f"{root}: this system does not let processes use AMX; compress again, without it")
+
+
+def allow_tiles() -> bool:
+    """Ask Linux to let this process use AMX's tile registers, which it must before the first one; False if refused."""
+    return _libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def available_cores() -> int:

@@ -38,7 +38,7 @@ from compressor.outliers import add_columns, add_outliers
 from compressor.packing import PackedWeight, pack
 
 OPS = torch.ops.compressor
-WIDTHS = [vector.AVX512_VNNI, vector.AVX2]  # what else there is differs in bit planes only
+WIDTHS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]  # what else there is differs in bit planes only
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 
 
@@ -125,6 +125,22 @@ def test_packed_linear_of_any_preset_and_shape(name: str, isa: vector.Isa, pick:
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("name", ["W8A8", "W4A8_G128", "W4A8_ASYM_G32", "W8A8_ASYM_G32_AG64", "W3A8_G64_S1", "W6A8_C"])
+def test_tiles_take_any_number_of_tokens(name: str) -> None:
+    """One register's rows, two, a whole block of tokens and more; whole registers of columns, and rows of two tiles."""
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(len(name))
+    rows, columns = (64, 256) if name[1] in "48" else (50, 200)
+    packed = random_packed(fmt, rows, columns, rng)
+    tiles = packed.parts["codes"].shape[0]
+    (schedule,) = packed_linear.gemm_space(tiles, 1, fmt, vector.AMX)
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, vector.AMX, schedule), vector.AMX)
+    for tokens in (2, 16, 33, 128, 300):
+        x = torch.randn(1, tokens, columns, generator=rng)
+        got = run(kernel, x, *packed.parts.values(), out=(1, tokens, rows))
+        expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, columns, rows)
+        assert relative_error(got, expected) < TOLERANCE, tokens
+
+
 @pytest.mark.parametrize(("name", "isa", "counted"), [
     ("BIP1A1_G32", vector.AVX512_VNNI, True), ("BIP2A2_C", vector.AVX512_VNNI, True),
     ("BAL1A2_G32", vector.AVX2, True), ("BIP2A4_C", vector.AVX512_VPOPCNTDQ, True),
@@ -206,7 +222,7 @@ def check_packed_linear(
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
     tiles = packed.parts["codes"].shape[0]
-    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt)
+    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt, isa)
     schedule = pick.choice(space[:schedules])
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
     for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
@@ -222,7 +238,7 @@ def check_packed_linear(
 def test_every_schedule_of_the_packed_linear_agrees(name: str, index: int) -> None:
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
     rows, columns = 128, 96
-    space = packed_linear.gemm_space(8, 4, fmt)
+    space = packed_linear.gemm_space(8, 4, fmt, vector.AVX512_VNNI)
     gemv = packed_linear.gemv_space(8)
     schedule = packed_linear.Schedule(
         gemv[index % len(gemv)].gemv_tiles, space[index].gemm_tiles, space[index].gemm_tokens
@@ -313,8 +329,8 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
         attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, has_sinks), vector.AVX512_VNNI
     )
     sinks = normal(heads) if has_sinks else None
-    for past, new in [(0, 1), (0, 5), (5, 1), (7, 20), (37, 3)]:
-        k_cache, v_cache = normal(2, kv_heads, 40, width), normal(2, kv_heads, 40, width)
+    for past, new in [(0, 1), (0, 5), (5, 1), (7, 20), (37, 3), (0, 90), (50, 43)]:
+        k_cache, v_cache = normal(2, kv_heads, 100, width), normal(2, kv_heads, 100, width)
         q, k, v = normal(2, heads, new, width) * 4, normal(2, kv_heads, new, width), normal(2, kv_heads, new, width)
         position = torch.arange(past, past + new)
         caches = [tvm.runtime.tensor(t.numpy()) for t in (k_cache, v_cache)]
@@ -328,13 +344,17 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
             assert torch.equal(torch.from_numpy(got.numpy()), cache)  # written where it must be and nowhere else
 
 
-def test_masked_attention_ignores_padding() -> None:
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 9, 32, generator=rng) for _ in range(3))
-    mask = torch.ones(2, 9)
-    mask[1, 5:] = 0
-    kernel = build(attention.masked_attention(4, 4, 32, 0.2), vector.AVX2)
-    got = run(kernel, q, k, v, mask, out=(2, 9, 4, 32))
+@pytest.mark.parametrize(("length", "width", "kv_heads"), [(9, 32, 4), (70, 12, 2)])
+def test_masked_attention_ignores_padding(length: int, width: int, kv_heads: int) -> None:
+    """Padding at the end of one text and, more than a block of keys, at the beginning of another."""
+    rng = torch.Generator().manual_seed(length)
+    q = torch.randn(3, 4, length, width, generator=rng)
+    k, v = (torch.randn(3, kv_heads, length, width, generator=rng) for _ in range(2))
+    mask = torch.ones(3, length)
+    mask[1, length // 2 :] = 0
+    mask[2, : length // 2] = 0
+    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2), vector.AVX2)
+    got = run(kernel, q, k, v, mask, out=(3, length, 4, width))
     assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
 
 

@@ -1,16 +1,19 @@
 """Attention kernels: causal over a cache that the kernel itself extends, and bidirectional with padding.
 
-Scores of one query row are kept whole (two passes); rows and heads are divided over threads.
+Of a single token the scores of each head are kept whole (two passes); several tokens are attended to in blocks
+(:mod:`compressor.codegen.kernels.prompt_attention`).  Heads and blocks are divided over threads.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree_sum, exp
+from compressor.codegen.kernels.prompt_attention import KEYS, PromptBlocks, at_most, keys_from
+from compressor.codegen.kernels.vector import emit_tree_sum, exp, ramp, splat_float, widen
 
 VECTOR = 16
 
@@ -24,7 +27,7 @@ def cached_attention(
     ``position``), position int64 [S], sinks [H] (where there are any), out [B, S, H, D]; floats are float32.
     """
     repeat, windowed = heads // kv_heads, window > 0
-    row = Row(head_dim, scale, softcap, has_sinks)
+    row, prompt = Row(head_dim, scale, softcap, has_sinks), PromptBlocks(head_dim, repeat, scale, softcap)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -49,22 +52,44 @@ def cached_attention(
         sinks = T.meta_var(T.match_buffer(sinks_, (heads,), "float32") if has_sinks else None)
         out = T.match_buffer(out_, (batch, new, heads, head_dim), "float32")
 
-        for b, h, s in T.grid(batch, kv_heads, new):
-            for d in T.vectorized(head_dim):
-                k_cache[b, h, position[0] + s, d] = k[b, h, s, d]
-            for d in T.vectorized(head_dim):
-                v_cache[b, h, position[0] + s, d] = v[b, h, s, d]
-        for task in T.parallel(batch * new * heads):
-            h = T.meta_var(task % heads)
-            s = T.meta_var(task // heads % new)
-            b = T.meta_var(task // heads // new)
-            last = T.meta_var(position[0] + s + 1)
-            first = T.meta_var(T.max(last - window, T.int64(0)) if windowed else T.int64(0))
-            # Filled up to whole vectors, so that the exponentials need no scalar tail.
-            scores = T.alloc_buffer((last - first + VECTOR,), "float32")
-            held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
-            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
-            row.emit(held, query, result, scores, sinks[h] if has_sinks else None, None, first, last - first)
+        end = T.meta_var(position[0] + new)
+
+        @T.inline
+        def store(b, h):
+            for s in range(new):
+                for d in T.vectorized(head_dim):
+                    k_cache[b, h, position[0] + s, d] = k[b, h, s, d]
+                for d in T.vectorized(head_dim):
+                    v_cache[b, h, position[0] + s, d] = v[b, h, s, d]
+
+        if new == 1:
+            for b, h in T.grid(batch, kv_heads):
+                store(b, h)
+            for task in T.parallel(batch * heads):
+                h = T.meta_var(task % heads)
+                b = T.meta_var(task // heads)
+                first = T.meta_var(T.max(end - window, T.int64(0)) if windowed else T.int64(0))
+                # Filled up to whole vectors, so that the exponentials need no scalar tail.
+                scores = T.alloc_buffer((end - first + VECTOR,), "float32")
+                held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
+                query, result = T.meta_var((Place(q, b, h, T.int64(0)), Place(out, b, T.int64(0), h)))
+                row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first)
+        else:
+            span = T.meta_var((capacity + (KEYS - 1)) // KEYS * KEYS)
+            turned = T.alloc_buffer((batch, kv_heads, head_dim, span), "float32")
+            for task in T.parallel(batch * kv_heads):
+                store(task // kv_heads, task % kv_heads)
+                prompt.turn(turned, k_cache, task // kv_heads, task % kv_heads, end)
+            count = T.meta_var(prompt.blocks(new))
+            for task in T.parallel(batch * kv_heads * count):
+                block = T.meta_var(prompt.place(task % count, count))
+                kv = T.meta_var(task // count % kv_heads)
+                b = T.meta_var(task // count // kv_heads)
+                early, late = T.meta_var(prompt.tokens(block, new))
+                begin = T.meta_var(T.max(position[0] + early + 1 - window, T.int64(0)) if windowed else T.int64(0))
+                seen = T.meta_var(partial(_causal, position, window))
+                sink = T.meta_var((lambda head: sinks[head]) if has_sinks else None)
+                prompt.attend(q, turned, v_cache, out, b, kv, block, new, begin, position[0] + late + 1, seen, sink)
 
     *params, sinks, out = kernel.params
     params += [sinks, out] if has_sinks else [out]
@@ -76,8 +101,7 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], out [B, S, H, D], all float32.
     """
-    repeat = heads // kv_heads
-    row = Row(head_dim, scale, 0.0, False)
+    prompt = PromptBlocks(head_dim, heads // kv_heads, scale, 0.0)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, out_: T.handle) -> None:
@@ -88,16 +112,34 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
         v = T.match_buffer(v_, (batch, kv_heads, length, head_dim), "float32")
         mask = T.match_buffer(mask_, (batch, length), "float32")
         out = T.match_buffer(out_, (batch, length, heads, head_dim), "float32")
-        for task in T.parallel(batch * length * heads):
-            h = T.meta_var(task % heads)
-            s = T.meta_var(task // heads % length)
-            b = T.meta_var(task // heads // length)
-            scores = T.alloc_buffer((length + VECTOR,), "float32")
-            held = T.meta_var(DenseRows(k, v, b, h // repeat, head_dim))
-            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
-            row.emit(held, query, result, scores, None, Place(mask, b), T.int64(0), length)
+        span = T.meta_var((length + (KEYS - 1)) // KEYS * KEYS)
+        turned = T.alloc_buffer((batch, kv_heads, head_dim, span), "float32")
+        kept = T.alloc_buffer((batch, span), "float32")  # the mask, and zeros where a block goes on
+        for b in range(batch):
+            for t in range(span):
+                kept[b, t] = T.if_then_else(t < length, mask[b, T.min(t, length - 1)], T.float32(0))
+        for task in T.parallel(batch * kv_heads):
+            prompt.turn(turned, k, task // kv_heads, task % kv_heads, length)
+        count = T.meta_var(prompt.blocks(length))
+        for task in T.parallel(batch * kv_heads * count):
+            kv = T.meta_var(task // count % kv_heads)
+            b = T.meta_var(task // count // kv_heads)
+            seen = T.meta_var(partial(_kept, kept, b))
+            prompt.attend(q, turned, v, out, b, kv, task % count, length, T.int64(0), length, seen, None)
 
     return kernel
+
+
+def _causal(position: Any, window: int, token: Any, first: Any) -> Any:
+    """Which of 16 keys from ``first`` on a new token sees."""
+    keys, last = keys_from(first), position[0] + token
+    seen = at_most(keys, last)
+    return T.And(seen, T.Not(at_most(keys, last - window))) if window else seen
+
+
+def _kept(mask: Any, b: Any, _token: Any, first: Any) -> Any:
+    """Which of 16 keys from ``first`` on are no padding."""
+    return mask[b, T.ramp(first, 1, VECTOR)] != T.broadcast(T.float32(0), VECTOR)
 
 
 class Place:
@@ -153,21 +195,6 @@ class DenseRows:
             T.buffer_store(acc, acc[at] + p * self.values[self.b, self.kv, row, at], [at])
 
 
-def ramp(first: Any, lanes: int) -> Any:
-    """The index of ``lanes`` elements in a row; of one element, its own."""
-    return T.ramp(first, 1, lanes) if lanes > 1 else first
-
-
-def widen(value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
-    return T.broadcast(value, lanes) if lanes > 1 else value
-
-
-def splat_float(value: float, lanes: int) -> Any:
-    """A float32 constant in every lane."""
-    return widen(T.float32(value), lanes)
-
-
 class Row:
     """One query row: scores, softmax and the weighted sum of values, emitted into the current function."""
 
@@ -181,7 +208,6 @@ class Row:
         result: Place,
         scores: Any,
         sink: Any,
-        mask: Place | None,
         first: Any,
         count: Any,
     ) -> None:
@@ -190,15 +216,12 @@ class Row:
         Args:
             query, result: where the row is read from and written to.
             scores: a buffer for them, filled up to whole vectors.
-            mask: 0 at keys that are hidden; None hides none.
         """
         lowest, lanes = T.float32(-3.0e38), held.lanes
         stat = T.alloc_buffer((2,), "float32", scope="local")  # maximum, sum
         T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
             score = self._score(held, query, first + j)
-            if mask is not None:
-                score = T.if_then_else(mask[first + j] == T.float32(0), lowest, score)
             T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:

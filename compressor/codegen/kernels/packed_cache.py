@@ -12,9 +12,9 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention import VECTOR, Place, Row, ramp, splat_float, widen
+from compressor.codegen.kernels.attention import VECTOR, Place, Row
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-from compressor.codegen.kernels.vector import emit_tree
+from compressor.codegen.kernels.vector import emit_tree, ramp, splat_float, widen
 from compressor.formats_cache import CacheFormat
 
 _INFINITE = 255 << 23  # the bits of float32's infinity; those of NaN are above
@@ -133,7 +133,7 @@ def packed_attention(
                     query[ramp(d, lanes)] = q[b, h, s, ramp(d, lanes)]
             held = T.meta_var(PackedRows(k_cache, v_cache, b, kv, width, fmt))
             load, store = T.meta_var((Place(query), Place(result)))
-            row.emit(held, load, store, scores, sinks[h] if has_sinks else None, None, first, last - first)
+            row.emit(held, load, store, scores, sinks[h] if has_sinks else None, first, last - first)
             if has_order:
                 for d in T.serial(width):
                     out[b, s, h, v_order[kv, d]] = result[d]

@@ -1,12 +1,12 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
 Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
-by bytes or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
-are, or become the floats that they round to (:mod:`compressor.codegen.kernels.activations`), and codes become floats in
-registers, integers by conversion, small floats by way of float16, tables by a permutation, codebooks by a tree of
-choices.  What a weight stores as floats meets the activations as they came, after that.  A single token takes a loop
-over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each
-code once a block.
+by bytes, by AMX's tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path:
+activations stay as they are, or become the floats that they round to (:mod:`compressor.codegen.kernels.activations`),
+and codes become floats in registers, integers by conversion, small floats by way of float16, tables by a permutation,
+codebooks by a tree of choices.  What a weight stores as floats meets the activations as they came, after that.  A
+single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of
+``gemm_tokens`` tokens that unpacks each code once a block.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.tiles import SIDE, TOKENS, TileProducts, takes_tiles
 from compressor.codegen.kernels.vector import Isa, emit_tree_sum
 from compressor.formats import PARTS, TILE_ROWS, Format
 
@@ -44,12 +45,15 @@ def gemv_space(tiles: int) -> list[Schedule]:
     return [Schedule(n, *_GEMM_DEFAULT) for n in (4, 2, 8, 1) if tiles % n == 0]
 
 
-def gemm_space(tiles: int, gemv_tiles: int, fmt: Format) -> list[Schedule]:
+def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Schedule]:
     """Schedules that differ in what several tokens take; the default first.
 
-    A chunk is unrolled over its columns, tiles and tokens: formats with long chunks take smaller blocks, since
-    the time to compile grows with the square of the statements.
+    AMX has one: two tiles by blocks of tokens that fit the cache.  Otherwise a chunk is unrolled over its columns,
+    tiles and tokens: formats with long chunks take smaller blocks, since the time to compile grows with the square of
+    the statements.
     """
+    if takes_tiles(fmt, isa):
+        return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((2, 8), (1, 16), (2, 4), (4, 4)) if n * m * quads <= 64 and tiles % n == 0]
     return [Schedule(gemv_tiles, n, m) for n, m in (_GEMM_DEFAULT, *space)]
@@ -74,11 +78,16 @@ def packed_linear(
     rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
     vectors, tail = columns // 16, columns % 16
     group_columns = body.group_columns
+    is_tiled = takes_tiles(fmt, isa)
+    by_tiles = TileProducts(body, columns, schedule.gemm_tiles)
+    # Bytes from one token's activations to the next, those that fill up chunks or registers included.
+    width = by_tiles.stride if is_tiled else padded
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
     is_sign = is_rounded and fed.is_sign
     combine = operator.add if is_sign else T.max
-    step, every = schedule.gemm_tokens, T.ramp(0, 1, 16)
+    round_to = 2 * SIDE if is_tiled else schedule.gemm_tokens
+    step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -114,10 +123,10 @@ def packed_linear(
         bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
         y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
         tokens = T.meta_var(d0 * d1)
-        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (step - 1)) // step * step))
+        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (round_to - 1)) // round_to * round_to))
         x = T.decl_buffer((tokens, columns), "float32", data=x3.data)
         y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
-        a = T.alloc_buffer((slots, padded), "int8" if integer else "float32")  # activations, columns filled up
+        a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
         operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
@@ -186,7 +195,7 @@ def packed_linear(
                 round_token(m)
             else:
                 copy_token(m)
-            for k in range(padded - columns):
+            for k in range(width - columns):
                 a[m, columns + k] = T.int8(0) if integer else T.float32(0)
             if not integer:
                 factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
@@ -223,6 +232,21 @@ def packed_linear(
                         out[t, n, r] = out[t, n, r] + T.Cast("float32", outliers[begin + k]) * single
 
         @T.inline
+        def write(out, tile, token, t, n):
+            # What a token's outputs of a tile still lack, and then where they belong.
+            add_floats(out, tile, token, t, n)
+            if ragged:
+                for r in range(TILE_ROWS):
+                    row = T.meta_var(tile * TILE_ROWS + r)
+                    if row < rows:
+                        value = T.meta_var(out[t, n, r])
+                        y[token, row] = value + bias[row] if has_bias else value
+            else:
+                at = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
+                wide = T.meta_var(out[t, n, every])
+                y[token, at] = wide + bias[at] if has_bias else wide
+
+        @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
             partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
@@ -241,17 +265,39 @@ def packed_linear(
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
-                        add_floats(out, first + n, m0 + t, t, n)
-                        if ragged:
-                            for r in range(TILE_ROWS):
-                                row = T.meta_var((first + n) * TILE_ROWS + r)
-                                if row < rows:
-                                    value = T.meta_var(out[t, n, r])
-                                    y[m0 + t, row] = value + bias[row] if has_bias else value
-                        else:
-                            at = T.meta_var(T.ramp((first + n) * TILE_ROWS, 1, TILE_ROWS))
-                            wide = T.meta_var(out[t, n, every])
-                            y[m0 + t, at] = wide + bias[at] if has_bias else wide
+                        write(out, first + n, m0 + t, t, n)
+
+        @T.inline
+        def tile_step(found, scale, out, b, first, m0, t0, g, n_sides):
+            by_tiles.multiply(found, a, b, codes, first, m0, g, n_sides)
+            by_tiles.add(out, found, scale, sums, zeros, factor if by_group else None, first, m0, t0, g, n_sides)
+
+        @T.inline
+        def tile_block(first):
+            n_tiles = T.meta_var(by_tiles.n_tiles)
+            out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
+            b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
+            found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32")
+            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
+            by_tiles.configure()
+            for j in range((tokens + (step - 1)) // step):
+                count = T.meta_var(T.min(tokens - j * step, T.int64(step)))
+                for t in range((count + (round_to - 1)) // round_to * round_to):
+                    for n in T.unroll(n_tiles):
+                        out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
+                for g in range(groups):
+                    by_tiles.unpack(b, codes, first, g)
+                    by_tiles.load_scales(scale, scales, first, g)
+                    if tokens <= SIDE:
+                        tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)
+                    else:
+                        for i in range((count + (2 * SIDE - 1)) // (2 * SIDE)):
+                            t0 = T.meta_var(i * (2 * SIDE))
+                            tile_step(found, scale, out, b, first, j * step + t0, t0, g, 2)
+                for t in range(count):
+                    for n in T.unroll(n_tiles):
+                        write(out, first + n, j * step + t, t, n)
+            by_tiles.release()
 
         if tokens == 1:
             prepare(T.int64(0))
@@ -261,8 +307,11 @@ def packed_linear(
             for m in T.parallel(tokens):
                 prepare(m)
             for i in T.parallel(tiles // schedule.gemm_tiles):
-                for j in range((tokens + (step - 1)) // step):
-                    block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
+                if is_tiled:
+                    tile_block(i * schedule.gemm_tiles)
+                else:
+                    for j in range((tokens + (step - 1)) // step):
+                        block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
 
     x, *stored, bias, y = kernel.params
     used = [param for name, param in zip(PARTS, stored, strict=True) if name in parts]

@@ -53,18 +53,19 @@ class Products:
         self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
     ) -> None:
         """Accumulators begin at minus the zero point times the sum of the group's activations."""
-        lanes, kind, const = self.isa.lanes, "int32" if self.integer else "float32", self._const
         for t, n, at in self.lanes(n_tokens, n_tiles):
             if not self.has_zeros:
-                T.buffer_store(acc, T.broadcast(T.float32(0), lanes), [t, n, at])
+                T.buffer_store(acc, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
                 continue
-            minus_sum = const(0) - sums[m0 + t, g]
-            if zeros is None:
-                value = T.broadcast(minus_sum * const(self.fmt.middle - self.half), lanes)
-            else:
-                stored = self.of_rows(zeros, first + n, g, at)
-                value = T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", stored)
-            T.buffer_store(acc, value, [t, n, at])
+            T.buffer_store(acc, self.minus_zeros(sums, zeros, first + n, m0 + t, g, at), [t, n, at])
+
+    def minus_zeros(self, sums: Any, zeros: Any, tile: Any, m: Any, g: Any, at: Any) -> Any:
+        """Minus the zero points of a register's rows times the sum of a token's activations in the group."""
+        lanes, kind = self.isa.lanes, "int32" if self.integer else "float32"
+        minus_sum = self._const(0) - sums[m, g]
+        if zeros is None:
+            return T.broadcast(minus_sum * self._const(self.fmt.middle - self.half), lanes)
+        return T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", self.of_rows(zeros, tile, g, at))
 
     def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
         """Scales or zeros of a register's rows; those of a block share one."""
@@ -108,18 +109,24 @@ class Products:
         n_tiles: int,
     ) -> None:  # fmt: skip
         """Apply the group's scales: the weight's, and the activations' where they have several (``factor``)."""
-        lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
-            total = T.Cast(f"float32x{lanes}", acc[t, n, at]) if self.integer else acc[t, n, at]
-            if self.half:
-                total = total - T.broadcast(T.Cast("float32", sums[m0 + t, g]) * T.float32(self.half), lanes)
-            if scales is None:
-                T.buffer_store(out, out[t, n, at] + total, [t, n, at])
-                continue
-            scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, lanes)
-            if factor is not None:
-                scale = scale * T.broadcast(factor[m0 + t, g // self.fed_span], lanes)
-            T.buffer_store(out, out[t, n, at] + total * scale, [t, n, at])
+            scale = None
+            if scales is not None:
+                scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, self.isa.lanes)
+            value = self.scaled(acc[t, n, at], scale, sums, factor, m0 + t, g)
+            T.buffer_store(out, out[t, n, at] + value, [t, n, at])
+
+    def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:
+        """A group's sums for a token with their scales, as float32."""
+        lanes = self.isa.lanes
+        value = T.Cast(f"float32x{lanes}", total) if self.integer else total
+        if self.half:
+            value = value - T.broadcast(T.Cast("float32", sums[m, g]) * T.float32(self.half), lanes)
+        if scale is None:
+            return value
+        if factor is not None:
+            scale = scale * T.broadcast(factor[m, g // self.fed_span], lanes)
+        return value * scale
 
 
 def _entry(table: Any, n: int, at: Any, level: int) -> Any:

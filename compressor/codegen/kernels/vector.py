@@ -25,6 +25,8 @@ class Isa:
     vpopcnt: bool  # has vpopcntd
     cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list
     mcpu: str
+    tiles: bool = False  # has AMX's registers for int8 matrices
+    mattr: tuple[str, ...] = ()  # LLVM's names of what ``mcpu`` lacks
 
 
 AVX512_VNNI = Isa(
@@ -40,7 +42,33 @@ AVX512_VPOPCNTDQ = Isa(
     "avx512_vpopcntdq", 16, True, True, (*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"), "icelake-server"
 )
 """Only by name: what it adds serves bit planes alone, and its bundles run on fewer machines."""
-ISAS = {isa.name: isa for isa in (AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
+AMX = Isa(
+    "amx",
+    16,
+    True,
+    False,
+    (*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8"),
+    "cascadelake",
+    True,
+    ("+amx-tile", "+amx-int8"),
+)
+ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
+"""Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
+
+
+def ramp(first: Any, lanes: int) -> Any:
+    """The index of ``lanes`` elements in a row; of one element, its own."""
+    return T.ramp(first, 1, lanes) if lanes > 1 else first
+
+
+def widen(value: Any, lanes: int) -> Any:
+    """A scalar in every lane."""
+    return T.broadcast(value, lanes) if lanes > 1 else value
+
+
+def splat_float(value: float, lanes: int) -> Any:
+    """A float32 constant in every lane."""
+    return widen(T.float32(value), lanes)
 
 
 def splat(value: Any, lanes: int) -> Any:

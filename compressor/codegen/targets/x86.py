@@ -1,4 +1,4 @@
-"""x86-64 with AVX2 or AVX512-VNNI: detection, TVM target, linking."""
+"""x86-64 with AVX2, AVX512-VNNI or AMX: detection, TVM target, linking."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from compressor_runtime import allow_tiles
 
 from compressor.codegen.kernels.vector import ISAS, Isa
 from compressor.cpu import host_flags
@@ -24,11 +26,11 @@ class X86:
     """Linux on x86-64.
 
     Attributes:
-        isa: ``native`` (the better of the next two that this machine has), ``avx512_vnni``, ``avx2``, or
+        isa: ``native`` (the first of the next three that this machine has), ``amx``, ``avx512_vnni``, ``avx2``, or
             ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits.
     """
 
-    isa: Literal["native", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
+    isa: Literal["native", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 
     def resolve(self) -> Isa:
         """The instruction set to generate for.
@@ -48,13 +50,14 @@ class X86:
 
     def executes(self, isa: Isa) -> bool:
         """Whether this machine can execute code for ``isa``."""
-        return host_flags().issuperset(isa.cpu_flags)
+        return host_flags().issuperset(isa.cpu_flags) and (not isa.tiles or allow_tiles())
 
     def tvm_target(self, isa: Isa) -> tvm.target.Target:
-        """TVM's target; LLVM takes the features from the name of a CPU generation that has just these."""
+        """TVM's target; LLVM takes the features from the name of a CPU generation that has just these, or lacks few."""
         import tvm
 
-        return tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": isa.mcpu})
+        fields = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": isa.mcpu}
+        return tvm.target.Target({**fields, "mattr": list(isa.mattr)} if isa.mattr else fields)
 
     def check_toolchain(self) -> None:
         """Raise ToolchainError unless there is a linker."""

@@ -1,0 +1,150 @@
+"""Products of many tokens with AMX: eight registers of 16 rows of 64 bytes, and one instruction a product of two.
+
+A register takes 16 tokens by 64 columns of activations, another 64 columns by 16 rows of the weight, four columns a
+word: as the packed layout has them, but for their bits.  Codes are unpacked once for a block of tokens.  Sums of a
+group are int32 in a register; they leave it to get their scales.  Registers and instructions: Intel, Architecture
+Instruction Set Extensions Programming Reference, chapter 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.vector import Isa, code_quad, scale_values
+from compressor.formats import TILE_ROWS, Format
+
+SIDE = 16
+"""Rows of a register."""
+DEPTH = 64
+"""Columns of activations in a register."""
+TOKENS = 128
+"""Tokens for which codes are unpacked once: so many outputs of two tiles stay in the first-level cache."""
+_LANES = SIDE
+_A, _B = 4, 6  # registers 0 to 3 hold sums, two tiles of activations and two of the weight follow
+
+
+def takes_tiles(fmt: Format, isa: Isa) -> bool:
+    """Whether several tokens are multiplied by tiles."""
+    return isa.tiles and fmt.integer_products and not fmt.sliced
+
+
+def stride(columns: int) -> int:
+    """Bytes from one token's activations to the next: whole registers, and a cache line more, so that the rows of a
+    register do not meet in the same few sets of the cache."""
+    return -(-columns // DEPTH) * DEPTH + DEPTH
+
+
+class TileProducts:
+    """Statements of one step over ``n_tiles`` tiles of the weight's rows."""
+
+    def __init__(self, body: Products, columns: int, n_tiles: int) -> None:
+        self.body, self.fmt, self.n_tiles, self.stride = body, body.fmt, n_tiles, stride(columns)
+        self.step_chunks = DEPTH // self.fmt.chunk_columns  # of a register
+        self.steps = -(-body.group_chunks // self.step_chunks)  # registers of a group
+        whole = columns % DEPTH == 0 and body.group_columns % DEPTH == 0
+        self.is_direct = whole and self.fmt.bits == 8  # what is stored is what the register takes
+        # Otherwise the zero point is subtracted while unpacking, where it is a number that all codes share.
+        is_centred = not self.is_direct and self.fmt.symmetric and not body.half
+        self.centre = int(self.fmt.middle) if is_centred else 0
+
+    def configure(self) -> None:
+        """All eight registers are full: palette 1, 64 bytes in each of 16 rows."""
+        words = [1, *[0] * 3, *[DEPTH << 16 | DEPTH] * 4, *[0] * 4, *[SIDE * 0x01010101] * 2, 0, 0]
+        memory = T.alloc_buffer((16,), "int32", scope="local")
+        T.buffer_store(memory, T.Shuffle([T.int32(word) for word in words], list(range(16))), [T.ramp(0, 1, 16)])
+        _tile("ldtilecfg", T.address_of(memory[0]))
+
+    def release(self) -> None:
+        """Give the registers back, so that nobody saves them."""
+        _tile("tilerelease")
+
+    def unpack(self, b: Any, codes: Any, first: Any, g: Any) -> None:
+        """Codes of a group as bytes in ``b`` int32 [steps, n_tiles, 16, 16]; zeros where it ends within a register."""
+        fmt, body, quads = self.fmt, self.body, self.fmt.chunk_columns // 4
+        ends = body.group_chunks % self.step_chunks != 0 or body.chunks % body.group_chunks != 0
+
+        def chunk(k: Any, n: int, c: int, is_there: bool) -> None:
+            every, place = T.ramp(0, 1, _LANES), g * body.group_chunks + k * self.step_chunks + c
+            for quad in range(quads):
+                value = T.broadcast(T.int32(0), _LANES)
+                if is_there:
+                    value = code_quad(lambda w: codes[first + n, place, w, every], fmt, quad, _LANES)
+                    value = self._centred(value)
+                T.buffer_store(b, value, [k, n, c * quads + quad, every])
+
+        with T.serial(0, 0 if self.is_direct else self.steps) as k:
+            for n in range(self.n_tiles):
+                for c in range(self.step_chunks):
+                    if not ends:
+                        chunk(k, n, c, True)
+                        continue
+                    left = T.min(body.group_chunks, body.chunks - g * body.group_chunks)
+                    with T.If(k * self.step_chunks + c < left):
+                        with T.Then():
+                            chunk(k, n, c, True)
+                        with T.Else():
+                            chunk(k, n, c, False)
+
+    def _centred(self, codes: Any) -> Any:
+        if not self.centre:
+            return codes
+        octets = T.reinterpret(codes, dtype=f"int8x{4 * _LANES}")
+        centre = T.int8(self.centre - 256 * (self.centre > 127))  # of 8 bits, 128 and -128 are the same
+        return T.reinterpret(octets - T.broadcast(centre, 4 * _LANES), dtype=f"int32x{_LANES}")
+
+    def multiply(self, sums: Any, a: Any, b: Any, codes: Any, first: Any, m0: Any, g: Any, n_sides: int) -> None:
+        """Sums int32 [n_sides, n_tiles, 16, 16] of a group, for ``16 * n_sides`` tokens from ``m0``."""
+        pairs = [(s, n) for s in range(n_sides) for n in range(self.n_tiles)]
+        product = "tdpbssd" if self.centre else "tdpbsud"
+        for i in range(len(pairs)):
+            _tile("tilezero", T.uint8(i))
+        with T.serial(0, self.steps) as k:
+            step = g * self.steps + k if self.is_direct else k
+            column = g * self.body.group_columns + k * DEPTH
+            for s in range(n_sides):
+                _load(_A + s, a[m0 + SIDE * s, column], self.stride)
+            for n in range(self.n_tiles):
+                word = codes[first + n, step * self.step_chunks, 0, 0] if self.is_direct else b[k, n, 0, 0]
+                _load(_B + n, word, DEPTH)
+            for i, (s, n) in enumerate(pairs):
+                _tile(product, T.uint8(i), T.uint8(_A + s), T.uint8(_B + n))
+        for i, (s, n) in enumerate(pairs):
+            _tile("tilestored64", T.uint8(i), T.address_of(sums[s, n, 0, 0]), T.int64(4 * SIDE))
+
+    def load_scales(self, scale: Any, scales: Any, first: Any, g: Any) -> None:
+        """The group's scales in float32 [n_tiles, 16]."""
+        every = T.ramp(0, 1, _LANES)
+        for n in range(self.n_tiles):
+            stored = self.body.of_rows(scales, first + n, g, every)
+            T.buffer_store(scale, scale_values(stored, self.fmt, _LANES), [n, every])
+
+    def add(
+        self, out: Any, sums: Any, scale: Any, fed_sums: Any, zeros: Any, factor: Any, first: Any, m0: Any, t0: Any,
+        g: Any, n_sides: int,
+    ) -> None:  # fmt: skip
+        """Add a group's sums, with its scales, to ``out`` float32 [tokens, n_tiles, 16] from token ``t0`` on."""
+        every = T.ramp(0, 1, _LANES)
+        with T.serial(0, SIDE) as r:
+            for s in range(n_sides):
+                for n in range(self.n_tiles):
+                    m, total, at = m0 + SIDE * s + r, sums[s, n, r, every], [t0 + SIDE * s + r, n, every]
+                    if not self.centre:
+                        total = total + self.body.minus_zeros(fed_sums, zeros, first + n, m, g, every)
+                    value = self.body.scaled(total, scale[n, every], fed_sums, factor, m, g)
+                    T.buffer_store(out, out[tuple(at)] + value, at)
+
+
+def _tile(name: str, *arguments: Any) -> None:
+    """Emit one of the instructions, which take register numbers as constants."""
+    number = T.llvm_lookup_intrinsic_id(f"llvm.x86.{name}")
+    T.evaluate(T.call_llvm_intrin(number, *arguments, dtype="void"))
+
+
+def _load(register: int, first: Any, stride_bytes: int) -> None:
+    _tile("tileloadd64", T.uint8(register), T.address_of(first), T.int64(stride_bytes))
+
+
+assert TILE_ROWS == SIDE  # a register takes the rows of a tile
