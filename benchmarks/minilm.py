@@ -169,7 +169,7 @@ def main() -> None:
                 target, bundle = recipe.target.build(), Path(scratch) / f"{len(rows)}"
                 library = compile_graph(graph, target, tune="off", threads=options.threads)
                 bundle.mkdir()
-                assemble(bundle, graph, library, target, recipe, context, weight_bytes(dense))
+                assemble(bundle, graph, [library], target, recipe, context, weight_bytes(dense))
                 with BundleProcess(bundle, options.threads) as process:
                     got, ms = embedded(process.hidden, texts)
                 cosines = torch.cosine_similarity(got, expected)

@@ -96,7 +96,7 @@ def bundled(dense: GraphModule, graph: GraphModule, context: Context, recipe: Re
         del weights[site.name]  # left dense
     target = recipe.target.build()
     library = compile_graph(graph, target, tune="off")
-    assemble(folder, graph, library, target, recipe, context, weight_bytes(dense))
+    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))
     return {"bits": stored_bits(folder, weights), "weights": sum(weights.values())}
 
 

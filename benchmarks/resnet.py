@@ -131,7 +131,7 @@ def main() -> None:
             in_graph, _ = accuracy(graph_classes(graph))
             with tempfile.TemporaryDirectory() as folder:
                 library = compile_graph(graph, target, tune="off")
-                assemble(Path(folder), graph, library, target, recipe, context, weight_bytes(dense))
+                assemble(Path(folder), graph, [library], target, recipe, context, weight_bytes(dense))
                 with BundleProcess(Path(folder), options.threads) as process:
                     ours, ours_unseen = accuracy(process.classes)
                 stored = read_manifest(Path(folder))["weight_bytes"]

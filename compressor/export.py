@@ -31,6 +31,20 @@ _HERE = -100  # AT_FDCWD
 
 
 @dataclass(frozen=True)
+class FasterLibrary:
+    """The same kernels for an instruction set that fewer CPUs have."""
+
+    path: Path
+    isa: str
+    cpu_features: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """Its file in a bundle."""
+        return f"model_{self.isa}.so"
+
+
+@dataclass(frozen=True)
 class BundleParts:
     """What a bundle is made of.  Everything here must be the same in two runs with the same inputs."""
 
@@ -42,11 +56,13 @@ class BundleParts:
     recipe: Mapping[str, Any]  # after defaults and overrides
     sites: Sequence[Mapping[str, Any]]  # site, format, bytes_before, bytes_after, ...
     kernels: Sequence[Mapping[str, Any]]  # name, evidence, ...
-    cpu_features: Sequence[str]  # as in /proc/cpuinfo
+    cpu_features: Sequence[str]  # of the library, as in /proc/cpuinfo
     dense_weight_bytes: int
     calibration: Mapping[str, Any] | None = None  # source, samples, tokens and SHA-256 of what was calibrated on
     tokenizer: Path | None = None  # folder of the model; None for a model without text
     lock: str | None = None  # text of compress.lock
+    isa: str = "native"  # name of the library's instruction set
+    faster: Sequence[FasterLibrary] = ()  # for CPUs that have more, best first
 
 
 def write_bundle(destination: Path, parts: BundleParts) -> Path:
@@ -126,6 +142,11 @@ def _fill(folder: Path, parts: BundleParts) -> None:
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     python, versions = resource("export") / "python", installed_versions()
     shutil.copyfile(parts.library, folder / "model.so")
+    libraries = [{"isa": parts.isa, "file": "model.so", "cpu_features": sorted(parts.cpu_features)}]
+    for library in reversed(parts.faster):
+        shutil.copyfile(library.path, folder / library.name)
+        entry = {"isa": library.isa, "file": library.name, "cpu_features": sorted(library.cpu_features)}
+        libraries.insert(0, entry)
     for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
         shutil.copyfile(python / name, folder / name)
     _copy_tvm_runtime(folder / "lib")
@@ -157,6 +178,7 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         ],
         "kernels": list(parts.kernels),
         "cpu_features": sorted(parts.cpu_features),
+        "libraries": libraries,
         "versions": versions,
         "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
         "dense_weight_bytes": parts.dense_weight_bytes,

@@ -46,6 +46,8 @@ from compressor.verify_smoke import smoke_test
 if TYPE_CHECKING:
     from torch import nn
 
+    from compressor.codegen.kernels.vector import Isa
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -184,29 +186,41 @@ def run_recipe(
     with clock.stage("independence"):
         independence = check_independence(graph)
     with clock.stage("compile"):
-        library = compile_graph(
-            graph, target, tune=recipe.tune, threads=threads, pinned=lock.schedules, dump=_dumper(dump)
-        )
-    lock.add_schedules(library.schedules)
+        libraries = [
+            compile_graph(
+                graph,
+                target,
+                isa=isa,
+                tune=recipe.tune,
+                threads=threads,
+                pinned=lock.schedules,
+                dump=_dumper(dump, isa),
+            )
+            for isa in (None, *target.faster())
+        ]
+    lock.add_schedules({name: fields for library in libraries for name, fields in library.schedules.items()})
     lock.check()
     with publishing(destination) as partial:
         with clock.stage("write"):
-            assemble(partial, graph, library, target, recipe, context, weight_bytes(dense), lock.text())
+            assemble(partial, graph, libraries, target, recipe, context, weight_bytes(dense), lock.text())
         manifest = read_manifest(partial)
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
         metrics |= _cache_sizes(info, manifest["model"])
         metrics["batch_independent"] = independence.independent
         checks = []
-        notes = [*library.notes]
+        notes = list(dict.fromkeys(note for library in libraries for note in library.notes))
         if not independence.independent:
             notes.append(f"batch entries are {independence}")
         kernel_error, speed = None, Speed({}, {})
-        del graph, library
+        del graph, libraries
         if runs_here:
             with clock.stage("check"):
                 smoke = smoke_test(partial, threads)
+                checks.append(Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch"))
+                if target.faster():
+                    isas = (*target.faster(), target.resolve())
+                    checks += [_check_library(partial, isa, target.executes(isa), threads) for isa in isas]
             kernel_error = smoke.error
-            checks.append(Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch"))
             with clock.stage("evaluate", shown=False):
                 reference = GraphLogits(dense, spill=context.spill)
                 quality = bundle_quality(partial, reference, data, recipe, clock.reporter, threads)
@@ -336,12 +350,20 @@ def _make_dump_folder(folder: Path) -> None:
         raise UsageError(f"dump: {folder} cannot be made a folder: {error}; choose another") from error
 
 
-def _dumper(folder: Path | None) -> Any:
+def _check_library(bundle: Path, isa: Isa, runs_here: bool, threads: int | None) -> Check:
+    """What came of running the kernels for one of several instruction sets."""
+    if not runs_here:
+        return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
+    error = smoke_test(bundle, threads, isa.name).error
+    return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")
+
+
+def _dumper(folder: Path | None, isa: Isa | None) -> Any:
     if folder is None:
         return None
-    count = iter(range(1, 1000))
+    count, of = iter(range(1, 1000)), "" if isa is None else f"_{isa.name}"
 
     def write(phase: str, text: str) -> None:
-        (folder / f"lower_{next(count):02d}_{phase}.py").write_text(text, encoding="utf-8")
+        (folder / f"lower{of}_{next(count):02d}_{phase}.py").write_text(text, encoding="utf-8")
 
     return write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx import GraphModule
 from compressor.codegen.lower import Library
 from compressor.codegen.targets import Target
 from compressor.errors import CompressorError
-from compressor.export import BundleParts, fill_bundle
+from compressor.export import BundleParts, FasterLibrary, fill_bundle
 from compressor.formats_cache import cache_bytes_per_token
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
@@ -27,23 +28,29 @@ _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a t
 def assemble(
     folder: Path,
     graph: GraphModule,
-    library: Library,
+    libraries: Sequence[Library],
     target: Target,
     recipe: Recipe,
     context: Context,
     dense_weight_bytes: int,
     lock: str | None = None,
 ) -> None:
-    """Link the library and write all files of a bundle, with the text of its lock, into the empty ``folder``.
+    """Link the libraries and write all files of a bundle, with the text of its lock, into the empty ``folder``.
 
+    Args:
+        libraries: the one that all CPUs run which the bundle is for, and faster ones, best first.
     Raises:
         CompressorError: there is no room, in the temporary folder or in ``folder``.
     """
     info: ModelInfo = graph.meta["model"]
     with tempfile.TemporaryDirectory() as scratch:
         _check_room(Path(scratch))
+        library, *faster = libraries
         shared = Path(scratch) / "model.so"
         library.save(shared, target)
+        linked = [FasterLibrary(Path(scratch) / f"{n}.so", x.isa.name, x.isa.cpu_flags) for n, x in enumerate(faster)]
+        for one, file in zip(faster, linked, strict=True):
+            one.save(file.path, target)
         parts = BundleParts(
             graph=graph,
             parameters=library.parameters,
@@ -52,8 +59,10 @@ def assemble(
             model=_facts(graph),
             recipe=recipe.resolved(),
             sites=[dataclasses.asdict(record) for record in context.records],
-            kernels=library.kernels,
+            kernels=[kernel for one in libraries for kernel in one.kernels],
             cpu_features=library.isa.cpu_flags,
+            isa=library.isa.name,
+            faster=linked,
             dense_weight_bytes=dense_weight_bytes,
             calibration=None if context.samples is None else context.samples.facts(),
             tokenizer=info.source if info.kind != "module" else None,

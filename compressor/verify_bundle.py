@@ -227,11 +227,23 @@ def _kernels(bundle: Path, manifest: Manifest, threads: int | None) -> tuple[Che
         smoke = smoke_test(bundle, threads)
     except VerificationError as error:
         return Check("kernels", False, str(error)), None
+    for other in _others(manifest):
+        try:
+            smoke_test(bundle, threads, other)
+        except VerificationError as error:
+            return Check("kernels", False, f"for {other}: {error}"), None
     detail = (
         f"re-executed in a fresh process, relative error {smoke.error:.2g}, at most {smoke.tolerance:.2g}; "
         f"loads in {smoke.load_s:.2f} s, first token after {smoke.first_token_ms:.1f} ms"
     )
     return Check("kernels", True, detail), smoke
+
+
+def _others(manifest: Manifest) -> list[str]:
+    """Instruction sets of those libraries that this CPU runs, but for the best, which it takes by itself."""
+    from compressor_runtime import missing_features
+
+    return [entry.isa for entry in manifest.libraries or () if not missing_features(entry.cpu_features)][1:]
 
 
 def _evidence(manifest: Manifest, kernels: Check) -> Check:

@@ -69,6 +69,14 @@ class ModelEntry(_Entry):
     bos_id: Count | None
 
 
+class LibraryEntry(_Entry):
+    """Kernels for one instruction set."""
+
+    isa: str
+    file: str
+    cpu_features: list[str]
+
+
 class Manifest(_Entry):
     """The manifest of schemas 1 and 2."""
 
@@ -84,6 +92,7 @@ class Manifest(_Entry):
     parameter_types: list[TypeEntry] | None = None  # from schema 2 on
     kernels: Annotated[list[KernelEntry], Field(min_length=1)]
     cpu_features: list[str]
+    libraries: list[LibraryEntry] | None = None  # bundles from before there were several say nothing
     versions: dict[str, str]
     weight_bytes: Bytes
     dense_weight_bytes: Bytes

@@ -56,13 +56,14 @@ class SmokeResult:
 _FIELDS = [field.name for field in dataclasses.fields(SmokeResult) if field.name != "error"]
 
 
-def smoke_test(bundle: Path, threads: int | None = None) -> SmokeResult:
+def smoke_test(bundle: Path, threads: int | None = None, isa: str | None = None) -> SmokeResult:
     """Load a bundle in a process of its own, with the run-time that is shipped in it, and compare its outputs.
 
     The process gets five minutes, and a second more for every 10 MB of the bundle.
 
     Args:
         threads: of the kernels; None takes the physical cores.
+        isa: instruction set of the kernels; None takes the best of the bundle's that runs here.
     Raises:
         VerificationError: the bundle does not load, computes something else, imports what it must not, crashes or
             hangs.
@@ -73,6 +74,7 @@ def smoke_test(bundle: Path, threads: int | None = None) -> SmokeResult:
         raise VerificationError(f"{bundle}: has no {_SCRIPT}: a bundle without vectors; compress the model again")
     limit_s = _TIMEOUT_S + sum(file.lstat().st_size for file in folder.iterdir()) / _SLOWEST_BYTES_PER_S
     options = [] if threads is None else ["--threads", str(threads)]
+    options += [] if isa is None else ["--isa", isa]
     # -B: no __pycache__ in the bundle.
     command = [sys.executable, "-B", "-c", _CHILD, str(folder), str(script), ",".join(BLOCKED), *options]
     try:

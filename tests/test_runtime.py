@@ -690,5 +690,33 @@ def test_cpu_features_may_be_named_as_by_linux_or_llvm() -> None:
     compressor_runtime.check_cpu(names, Path("b"))
 
 
+def test_the_first_library_that_this_cpu_runs_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = [{"isa": isa, "file": f"{isa}.so", "cpu_features": [isa]} for isa in ("best", "good", "plain")]
+    manifest = {"cpu_features": ["plain"], "libraries": libraries}
+    lacking: set[str] = set()
+    monkeypatch.setattr(compressor_runtime, "missing_features", lambda names: [n for n in names if n in lacking])
+
+    def choose(isa: str | None = None) -> str:
+        return compressor_runtime.choose_library(Path("b"), manifest, isa)
+
+    assert (choose(), choose("good")) == ("best.so", "good.so")
+    with pytest.raises(RequestError, match="isa='other': the bundle has kernels for best, good, plain"):
+        choose("other")
+    lacking |= {"best"}
+    assert choose() == "good.so"
+    with pytest.raises(BundleError, match="this CPU lacks best"):
+        choose("best")
+    lacking |= {"good", "plain"}
+    with pytest.raises(BundleError, match="this CPU lacks plain"):
+        choose()
+
+
+def test_a_system_that_refuses_amx_is_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressor_runtime.Path, "read_text", lambda _self: "flags : amx_tile avx2\n")
+    monkeypatch.setattr(compressor_runtime, "allow_tiles", lambda: False)
+    assert compressor_runtime.missing_features(["amx_tile", "avx2"]) == ["amx_tile"]
+    assert compressor_runtime.missing_features(["avx2"]) == []
+
+
 def test_the_public_api_loads_bundles(bundle_folder: Path) -> None:
     assert isinstance(compressor.load(bundle_folder), compressor.Bundle)

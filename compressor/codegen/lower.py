@@ -100,6 +100,7 @@ def compile_graph(
     graph: GraphModule,
     target: Target,
     *,
+    isa: Isa | None = None,
     tune: str = "quick",
     threads: int | None = None,
     pinned: Mapping[str, Mapping[str, Any]] | None = None,
@@ -108,6 +109,7 @@ def compile_graph(
     """Lower a graph and generate its kernels.
 
     Args:
+        isa: instruction set of the kernels; None takes the target's.
         tune: ``off``, ``quick`` or ``full``.
         threads: threads that candidates are timed on, part of the tuning key; None takes the physical cores.
         pinned: ``Library.schedules`` of a locked run, in place of timing; None times.
@@ -117,12 +119,14 @@ def compile_graph(
         DriftError: ``pinned`` are the schedules of other kernels.
         ToolchainError, UsageError: from the target.
     """
-    isa = target.resolve()
+    base = target.resolve()
+    isa = isa or base
     tvm_target = target.tvm_target(isa)
     runs_here = target.executes(isa)
     threads = threads or available_cores()
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
-    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, pinned=pinned)
+    suffix = "" if isa == base else f"@{isa.name}"
+    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     converter = Converter(isa, tuner)
     program = reexport(graph)
     activations = _fixed_sizes(program)

@@ -53,6 +53,7 @@ class Tuner:
         threads: threads that candidates run on.
         target: TVM target to compile candidates for, or None where this machine cannot execute them.
         machine: what results depend on besides the kernel (instruction set, CPU, threads).
+        suffix: of kernels' names in ``pinned`` and ``chosen``, where a bundle has them for several instruction sets.
         pinned: kernel -> fields of its schedule, from a lock: nothing is timed.  None chooses.
         chosen: kernel -> fields of the schedule it got, as ``pinned`` takes them.
         notes: what the user should know.
@@ -63,6 +64,7 @@ class Tuner:
     target: tvm.target.Target | None
     machine: str
     database: Database = dataclasses.field(default_factory=Database)
+    suffix: str = ""
     pinned: Mapping[str, Mapping[str, Any]] | None = None
     chosen: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -91,8 +93,8 @@ class Tuner:
         if self.pinned is None:
             schedule = self._fastest(kernel, space, build, operands, source)
         else:
-            schedule = _find(kernel, space, self.pinned)
-        self.chosen[kernel] = _fields(schedule)
+            schedule = _find(kernel + self.suffix, space, self.pinned)
+        self.chosen[kernel + self.suffix] = _fields(schedule)
         return schedule
 
     def _fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any, source: str) -> S:

@@ -69,12 +69,13 @@ class RequestError(BundleError, ValueError):
     exit_code: ClassVar[int] = 2
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Bundle:
+def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str | None = None) -> Bundle:
     """Load a bundle, after every file has been compared with its size and SHA-256 in the manifest.
 
     Args:
         path: the bundle's folder.
         threads: worker threads of the kernels; None takes the physical cores that this process may use.
+        isa: instruction set of the kernels; None takes the best of those in the bundle that this CPU has.
     Raises:
         BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
         DamagedBundleError: a file is missing, or differs from the manifest.
@@ -83,10 +84,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Bundle:
         raise RequestError(f"threads={threads}: at least one is needed")
     root = Path(path)
     manifest = read_manifest(root)
-    check_cpu(_items(manifest, "cpu_features", str), root)
+    library = choose_library(root, manifest, isa)
     check_files(root, manifest)
     _load_tvm_runtime(root, manifest)
-    return Bundle(root, manifest, threads or available_cores())
+    return Bundle(root, manifest, threads or available_cores(), library)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
 def check_files(root: Path, manifest: dict[str, Any]) -> None:
     """Check that every file of the manifest is there, inside ``root``, and has the size and SHA-256 stated."""
     files = _field(manifest, "files", dict)
-    for name in (LIBRARY, WEIGHTS, TVM_RUNTIME):
+    for name in (LIBRARY, *(_field(entry, "file", str) for entry in _libraries(manifest)), WEIGHTS, TVM_RUNTIME):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
     for name, entry in files.items():
@@ -144,24 +145,47 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
+def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None) -> str:
+    """The file of kernels to load: the first that this CPU runs, of those for ``isa`` if it is given."""
+    check_cpu(_items(manifest, "cpu_features", str), root)  # what all of them need
+    entries = [entry for entry in _libraries(manifest) if isa in (None, _field(entry, "isa", str))]
+    if not entries:
+        names = ", ".join(str(entry["isa"]) for entry in _libraries(manifest))
+        raise RequestError(f"{root}: isa={isa!r}: the bundle has kernels for {names or 'no instruction set'}")
+    for entry in entries:
+        if not missing_features(_items(entry, "cpu_features", str)):
+            return str(_field(entry, "file", str))
+    check_cpu(_items(entries[-1], "cpu_features", str), root)
+    raise AssertionError  # some of them are missing
+
+
+def _libraries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of the kernels, for the most demanding CPU first; older bundles have one and do not list it."""
+    only = {"isa": "", "file": LIBRARY, "cpu_features": _items(manifest, "cpu_features", str)}
+    return _items(manifest, "libraries", dict) if "libraries" in manifest else [only]
+
+
 def check_cpu(required: Sequence[str], root: Path) -> None:
     """Raise a BundleError when the CPU lacks a feature; named as by Linux or LLVM ("avx512_vnni", "avx512vnni")."""
+    if missing := missing_features(required):
+        raise BundleError(f"{root}: this CPU lacks {', '.join(missing)}; compress again for this CPU")
+
+
+def missing_features(required: Sequence[str]) -> list[str]:
+    """Those that this CPU lacks, or that the system does not let processes use."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return  # not Linux: the loader will say what it cannot run
+        return []  # not Linux: the loader will say what it cannot run
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     present = {re.sub(r"\W|_", "", flag) for flag in (found[1].split() if found else ())}
     missing = [name for name in required if re.sub(r"\W|_", "", str(name)) not in present]
-    if missing:
-        raise BundleError(f"{root}: this CPU lacks {', '.join(missing)}; compress again for this CPU")
-    if "amx_tile" in required and not allow_tiles():
-        raise BundleError(f"{root}: this system does not let processes use AMX; compress again, without it")
+    return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
 
 
 def allow_tiles() -> bool:
     """Ask Linux to let this process use AMX's tile registers, which it must before the first one; False if refused."""
-    return _libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return bool(_libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def available_cores() -> int:
@@ -209,19 +233,19 @@ def read_safetensors(file: Path) -> dict[str, NDArray[Any]]:
 class Bundle:
     """A loaded bundle; made by :func:`load`.  Threads may share it: calls into its kernels take turns."""
 
-    def __init__(self, root: Path, manifest: dict[str, Any], threads: int) -> None:
-        self.path, self.manifest, self.threads = root, manifest, threads
+    def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str = LIBRARY) -> None:
+        self.path, self.manifest, self.threads, self.library = root, manifest, threads, library
         self.kind: str = _field(manifest, "kind", str)  # "decoder", "encoder" or "module"
         self.model = _checked_model(manifest)
         self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
         parameters = _checked_parameters(root, manifest)
         self._parameters = tvm_ffi.convert([_to_tvm(array) for array in parameters])
         try:
-            self._machine = tvm_ffi.load_module(str(_member(root, LIBRARY).resolve()))["vm_load_executable"]()
+            self._machine = tvm_ffi.load_module(str(_member(root, library).resolve()))["vm_load_executable"]()
             self._machine["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
             self._main = self._machine["main"]
         except (RuntimeError, AttributeError) as error:
-            raise BundleError(f"{root / LIBRARY}: cannot be loaded: {error}") from error
+            raise BundleError(f"{root / library}: cannot be loaded: {error}") from error
         self._turn = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
 

@@ -119,10 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = Path(__file__).resolve().parent
     parser.add_argument("bundle", nargs="?", type=Path, default=here, help="the bundle's folder (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
+    parser.add_argument("--isa", help="check the kernels for this instruction set (default: the best that runs here)")
     options = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:
-        bundle = load(options.bundle, threads=options.threads)
+        bundle = load(options.bundle, threads=options.threads, isa=options.isa)
         load_s = time.perf_counter() - begin
         first_token_ms, decode_ms = measure(bundle)
         errors, tolerance = compare(bundle)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from compressor_runtime import BundleError, load
 
+from compressor.codegen.kernels.vector import ISAS
 from compressor.codegen.targets import target_class, x86
 from compressor.errors import ToolchainError, UsageError
 from compressor.recipe import Recipe
+from compressor.resources import resource
 from compressor.run import run_recipe
 
 
@@ -31,6 +37,29 @@ def test_native_on_a_machine_without_the_instructions(monkeypatch: pytest.Monkey
 def test_unknown_target_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="nearest: x86"):
         target_class("x68")
+
+
+def test_one_bundle_for_any_cpu(random_llama: Callable[..., Any], tmp_path: Path) -> None:
+    """Integer sums are exact, so that instruction sets agree to the last bit or two; what this CPU lacks is compiled."""
+    random_llama().save_pretrained(tmp_path / "model")
+    shutil.copy(resource("models") / "reference" / "tokenizer.json", tmp_path / "model")
+    passes = [{"rtn": {"scheme": "W4A8_G32", "targets": "Linear"}}]
+    content = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off", "target": {"x86": {"isa": "any"}}}
+    outcome = run_recipe(Recipe.from_dict(content), tmp_path / "bundle")
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    isas = [entry["isa"] for entry in manifest["libraries"]]
+    assert isas == ["amx", "avx512_vnni", "avx2"] and manifest["libraries"][-1]["file"] == "model.so"
+    here = {isa for isa in isas if x86.X86().executes(ISAS[isa])}
+    assert {k["isa"] for k in manifest["kernels"] if k["evidence"] == "executed"} == here
+    assert {c.name for c in outcome.checks if c.passed and c.name.startswith("kernels")} == {
+        f"kernels for {i}" for i in here
+    }
+    ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
+    logits = [load(tmp_path / "bundle", isa=isa).session().step(ids) for isa in here]
+    for other in logits[1:]:
+        assert abs(other - logits[0]).max() < 1e-6 * abs(logits[0]).max()
+    with pytest.raises(BundleError, match="has kernels for amx, avx512_vnni, avx2"):
+        load(tmp_path / "bundle", isa="neon")
 
 
 def test_for_another_machine_kernels_are_compiled_and_nothing_is_measured(

@@ -29,6 +29,9 @@ class Target(Protocol):
     def resolve(self) -> Isa:
         """The instruction set to generate for; raises UsageError when it cannot be had."""
 
+    def faster(self) -> tuple[Isa, ...]:
+        """Instruction sets that the bundle gets kernels for as well, best first: a machine takes the first it has."""
+
     def tvm_target(self, isa: Isa) -> tvm.target.Target:
         """TVM's description of the target."""
 

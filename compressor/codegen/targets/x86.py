@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from compressor_runtime import allow_tiles
 
-from compressor.codegen.kernels.vector import ISAS, Isa
+from compressor.codegen.kernels.vector import AMX, AVX2, AVX512_VNNI, ISAS, Isa
 from compressor.cpu import host_flags
 from compressor.errors import ToolchainError, UsageError
 
@@ -27,10 +27,11 @@ class X86:
 
     Attributes:
         isa: ``native`` (the first of the next three that this machine has), ``amx``, ``avx512_vnni``, ``avx2``, or
-            ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits.
+            ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits; or ``any``: kernels for AMX, AVX512-VNNI and AVX2 in
+            one bundle, which takes the best that it finds where it is loaded.
     """
 
-    isa: Literal["native", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
+    isa: Literal["native", "any", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 
     def resolve(self) -> Isa:
         """The instruction set to generate for.
@@ -38,6 +39,8 @@ class X86:
         Raises:
             UsageError: ``native`` on a machine that has none of them.
         """
+        if self.isa == "any":
+            return AVX2
         if self.isa != "native":
             return ISAS[self.isa]
         for isa in ISAS.values():
@@ -47,6 +50,10 @@ class X86:
             f"target x86: this machine ({platform.machine()}) has none of {', '.join(ISAS)}; "
             "name the target machine's: target: {x86: {isa: avx2}}"
         )
+
+    def faster(self) -> tuple[Isa, ...]:
+        """Those that ``any`` adds."""
+        return (AMX, AVX512_VNNI) if self.isa == "any" else ()
 
     def executes(self, isa: Isa) -> bool:
         """Whether this machine can execute code for ``isa``."""
