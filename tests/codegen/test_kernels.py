@@ -30,6 +30,7 @@ from compressor.codegen.kernels import (
     patches,
     vector,
 )
+from compressor.codegen.kernels.tiles import takes_tiles
 from compressor.codegen.targets.x86 import X86
 from compressor.formats import FORMATS, Format
 from compressor.grids import round_scales
@@ -40,6 +41,7 @@ from compressor.packing import PackedWeight, pack
 OPS = torch.ops.compressor
 WIDTHS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]  # what else there is differs in bit planes only
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
+SPLIT = 2e-5  # the same where 16 of the 24 bits of activations take part
 
 
 def build(func: tvm.tirx.PrimFunc, isa: vector.Isa) -> Any:
@@ -60,6 +62,10 @@ def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> to
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
+
+
+def tolerance(fmt: Format, isa: vector.Isa) -> float:
+    return SPLIT if takes_tiles(fmt, isa) and not fmt.integer_products else TOLERANCE
 
 
 def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
@@ -125,11 +131,14 @@ def test_packed_linear_of_any_preset_and_shape(name: str, isa: vector.Isa, pick:
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["W8A8", "W4A8_G128", "W4A8_ASYM_G32", "W8A8_ASYM_G32_AG64", "W3A8_G64_S1", "W6A8_C"])
+@pytest.mark.parametrize("name", [
+    "W8A8", "W4A8_G128", "W4A8_ASYM_G32", "W8A8_ASYM_G32_AG64", "W3A8_G64_S1", "W6A8_C",
+    "W4A16_G128", "W4A16_ASYM_G32", "W3A16_C", "W8A16_C", "FP6_E3M2_G64", "NVFP4", "FP8_E4M3_AFP8_E4M3",
+])  # fmt: skip
 def test_tiles_take_any_number_of_tokens(name: str) -> None:
     """One register's rows, two, a whole block of tokens and more; whole registers of columns, and rows of two tiles."""
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(len(name))
-    rows, columns = (64, 256) if name[1] in "48" else (50, 200)
+    rows, columns = (64, 256) if name[1] in "48" else (50, 200)  # whole registers, and not
     packed = random_packed(fmt, rows, columns, rng)
     tiles = packed.parts["codes"].shape[0]
     (schedule,) = packed_linear.gemm_space(tiles, 1, fmt, vector.AMX)
@@ -138,7 +147,7 @@ def test_tiles_take_any_number_of_tokens(name: str) -> None:
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(kernel, x, *packed.parts.values(), out=(1, tokens, rows))
         expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, columns, rows)
-        assert relative_error(got, expected) < TOLERANCE, tokens
+        assert relative_error(got, expected) < tolerance(fmt, vector.AMX), tokens
 
 
 @pytest.mark.parametrize(("name", "isa", "counted"), [
@@ -230,7 +239,8 @@ def check_packed_linear(
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
         got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))
         args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
-        assert relative_error(got, OPS.packed_linear(x, *args)) < TOLERANCE, (fmt.name, rows, columns, tokens)
+        error = relative_error(got, OPS.packed_linear(x, *args))
+        assert error < (TOLERANCE if batch * tokens == 1 else tolerance(fmt, isa)), (fmt.name, rows, columns, tokens)
 
 
 @pytest.mark.parametrize("index", range(5))

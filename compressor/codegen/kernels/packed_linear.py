@@ -129,6 +129,8 @@ def packed_linear(
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
         operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
+        # Of floats, AMX takes two in bfloat16.
+        halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if is_tiled and not integer else a)
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, fed_groups), "float32")
@@ -211,6 +213,8 @@ def packed_linear(
                     lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
                 emit_tree_sum(lane, 16)
                 sums[m, g] = lane[0]
+            if is_tiled and not integer:
+                by_tiles.split(halves, a, m)
             if is_sliced:
                 for c in range(chunks):
                     quads = T.alloc_buffer((8,), "int32", scope="local")
@@ -269,7 +273,7 @@ def packed_linear(
 
         @T.inline
         def tile_step(found, scale, out, b, first, m0, t0, g, n_sides):
-            by_tiles.multiply(found, a, b, codes, first, m0, g, n_sides)
+            by_tiles.multiply(found, halves, b, codes, first, m0, g, n_sides)
             by_tiles.add(out, found, scale, sums, zeros, factor if by_group else None, first, m0, t0, g, n_sides)
 
         @T.inline
@@ -277,7 +281,7 @@ def packed_linear(
             n_tiles = T.meta_var(by_tiles.n_tiles)
             out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
-            found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32")
+            found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
             by_tiles.configure()
             for j in range((tokens + (step - 1)) // step):
@@ -286,7 +290,7 @@ def packed_linear(
                     for n in T.unroll(n_tiles):
                         out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
                 for g in range(groups):
-                    by_tiles.unpack(b, codes, first, g)
+                    by_tiles.unpack(b, codes, zeros, first, g)
                     by_tiles.load_scales(scale, scales, first, g)
                     if tokens <= SIDE:
                         tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)

@@ -25,7 +25,7 @@ class Isa:
     vpopcnt: bool  # has vpopcntd
     cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list
     mcpu: str
-    tiles: bool = False  # has AMX's registers for int8 matrices
+    tiles: bool = False  # has AMX: registers that hold matrices of int8 or bfloat16
     mattr: tuple[str, ...] = ()  # LLVM's names of what ``mcpu`` lacks
 
 
@@ -47,10 +47,10 @@ AMX = Isa(
     16,
     True,
     False,
-    (*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8"),
+    (*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16"),
     "cascadelake",
     True,
-    ("+amx-tile", "+amx-int8"),
+    ("+amx-tile", "+amx-int8", "+amx-bf16"),
 )
 ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
 """Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
