@@ -76,18 +76,19 @@ def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def write_module(require_tool: Callable[[str], Path]) -> Callable[[Any, Any, int, Path], Path]:
-    """``write_module(graph, context, dense_weight_bytes, folder)`` is the bundle of a plain module."""
+def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
+    """``write_module(graph, context, dense_weight_bytes, folder, isa="native")`` is a bundle without a tokenizer."""
     require_tool("g++")
 
-    def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path) -> Path:
+    def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
         from compressor.codegen.lower import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export import BundleParts, write_bundle
         from compressor.verify_vectors import make_vectors
 
-        library = compile_graph(graph, X86(), tune="off", threads=1)
-        library.save(folder / "kernels.so", X86())
+        target = X86(isa)
+        library = compile_graph(graph, target, tune="off", threads=1)
+        library.save(folder / "kernels.so", target)
         model: dict[str, Any] = {**dataclasses.asdict(graph.meta["model"]), "name": "small"}
         parts = BundleParts(
             graph=graph,
@@ -107,9 +108,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[[Any, Any, int
 
 
 @pytest.fixture(scope="session")
-def module_bundle(
-    tmp_path_factory: pytest.TempPathFactory, write_module: Callable[[Any, Any, int, Path], Path]
-) -> Path:
+def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callable[..., Path]) -> Path:
     """A finished bundle of a plain module with two packed linears.  Shared: copy it before changing anything."""
     import torch
     from torch import nn
