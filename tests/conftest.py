@@ -77,18 +77,19 @@ def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def write_module(require_tool: Callable[[str], Path]) -> Callable[[Any, Any, int, Path], Path]:
-    """``write_module(graph, context, dense_weight_bytes, folder)`` is the bundle of a plain module."""
+    """``write_module(graph, context, dense_weight_bytes, folder)`` is the bundle of a plain module or a decoder."""
     require_tool("g++")
 
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path) -> Path:
         from compressor.codegen.lower import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export import BundleParts, write_bundle
+        from compressor.run_assemble import _facts
         from compressor.verify_vectors import make_vectors
 
         library = compile_graph(graph, X86(), tune="off", threads=1)
         library.save(folder / "kernels.so", X86())
-        model: dict[str, Any] = {**dataclasses.asdict(graph.meta["model"]), "name": "small"}
+        model: dict[str, Any] = {**_facts(graph), "name": "small"}
         parts = BundleParts(
             graph=graph,
             parameters=library.parameters,
