@@ -170,7 +170,11 @@ def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: P
         (lambda m: m["model"].update(layers="1"), 4, "`layers` is missing or of another type"),
         (lambda m: m["model"].update(layers=1 << 40), 4, "sizes of `model` cannot be"),
         (lambda m: m["model"].update(vocab_size=65), 4, "`vocab_size` exceeds the rows of every table"),
-        (lambda m: m["model"].update(layers=2, cache_bytes_per_token=2 * m["model"]["cache_bytes_per_token"]), 1, ""),
+        (
+            lambda m: m["model"].update(layers=2, cache_bytes_per_token=2 * m["model"]["cache_bytes_per_token"]),
+            1,
+            "does not take",
+        ),
         (lambda m: m["parameter_types"][0].update(shape=[1]), 4, "is not of the type and shape"),
         (lambda m: m["parameters"].append("x"), 4, "`parameters`"),
     ],

@@ -423,8 +423,8 @@ class Kernels {
  public:
   Kernels(const fs::path& root, const json::Object& manifest, ffi::Array<ffi::Tensor> parameters,
           std::optional<int64_t> threads)
-      : parameters_(parameters) {
-    fs::path runtime = member(root, "lib/libtvm_runtime.so"), library = member(root, "model.so");
+      : library_(member(root, "model.so")), parameters_(parameters) {
+    fs::path runtime = member(root, "lib/libtvm_runtime.so");
     if (dlopen(runtime.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
       auto versions = find<json::Object>(manifest, "versions").value_or(json::Object());
       fail(kUnusable, runtime.string(), ": cannot be loaded (", dlerror(), "); build this program with apache-tvm-ffi ",
@@ -432,12 +432,12 @@ class Kernels {
     }
     try {
       configure_threads(threads);
-      ffi::Module module = ffi::Module::LoadFromFile(library.string());
+      ffi::Module module = ffi::Module::LoadFromFile(library_.string());
       machine_ = module->GetFunction("vm_load_executable").value()().cast<ffi::Module>();
       (*machine_)->GetFunction("vm_initialization").value()(1, 0, 2);  // one device: CPU 0, pooled allocator
       main_ = (*machine_)->GetFunction("main").value();
     } catch (const std::exception& error) {
-      fail(kUnusable, library.string(), ": cannot be loaded: ", error.what());
+      fail(kUnusable, library_.string(), ": cannot be loaded: ", error.what());
     }
   }
 
@@ -445,11 +445,16 @@ class Kernels {
     arguments.push_back(parameters_);
     std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
     ffi::Any result;
-    main_.value().CallPacked(views.data(), int32_t(views.size()), &result);
-    return result.cast<ffi::Tensor>();
+    try {
+      main_.value().CallPacked(views.data(), int32_t(views.size()), &result);
+      return result.cast<ffi::Tensor>();
+    } catch (const std::exception& error) {
+      fail(kUnusable, library_.string(), ": does not take what manifest.json describes: ", error.what());
+    }
   }
 
  private:
+  fs::path library_;
   ffi::Array<ffi::Tensor> parameters_;
   std::optional<ffi::Module> machine_;
   std::optional<ffi::Function> main_;
