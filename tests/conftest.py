@@ -77,19 +77,20 @@ def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
-    """``write_module(graph, context, dense_weight_bytes, folder, isa="native")`` is a bundle without a tokenizer."""
+    """``write_module(graph, context, dense_weight_bytes, folder, isa="native")`` is a module's or decoder's bundle."""
     require_tool("g++")
 
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
         from compressor.codegen.lower import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export import BundleParts, write_bundle
+        from compressor.run_assemble import _facts
         from compressor.verify_vectors import make_vectors
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)
         library.save(folder / "kernels.so", target)
-        model: dict[str, Any] = {**dataclasses.asdict(graph.meta["model"]), "name": "small"}
+        model: dict[str, Any] = {**_facts(graph), "name": "small"}
         parts = BundleParts(
             graph=graph,
             parameters=library.parameters,

@@ -1,0 +1,667 @@
+// Runs a Compressor bundle of a language model without Python: token ids in, the likeliest next ids out.
+//
+// It follows compressor_runtime.py: the same checks in the same order, the same exit codes, nearly the same words.
+// docs/bundle.md describes what it reads, "The entry" there what it calls.
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <vector>
+
+#include "sha256.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+namespace ffi = tvm::ffi;
+namespace json = tvm::ffi::json;
+using Sizes = std::vector<int64_t>;
+
+constexpr int64_t kSchemaVersion = 2;
+constexpr size_t kAlignment = 64;  // the kernels use aligned vector loads: any other address ends the process
+constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
+constexpr int64_t kMostLayers = 4096;
+constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
+constexpr const char* kUsage =
+    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--logits FILE]\n"
+    "  BUNDLE        the folder that `compress run` wrote\n"
+    "  --ids         the prompt's token ids\n"
+    "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
+    "  --threads     worker threads of the kernels (default: the physical cores available)\n"
+    "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
+
+enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
+
+struct Failure : std::runtime_error {
+  Failure(Code code, const std::string& message) : std::runtime_error(message), code(code) {}
+  Code code;
+};
+
+template <class... Parts>
+[[noreturn]] void fail(Code code, const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw Failure(code, text.str());
+}
+
+// --- memory and files
+
+using Bytes = std::shared_ptr<uint8_t>;
+
+Bytes zeros(size_t size) {  // aligned; large ones take memory as they are written
+  void* raw = std::calloc(size + kAlignment, 1);
+  if (raw == nullptr) throw std::bad_alloc();
+  Bytes owner(static_cast<uint8_t*>(raw), std::free);
+  return Bytes(owner, owner.get() + (kAlignment - reinterpret_cast<uintptr_t>(raw) % kAlignment) % kAlignment);
+}
+
+struct File {
+  explicit File(const fs::path& path) : path(path) {  // a private, read-only mapping
+    int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat facts {};
+    void* data = MAP_FAILED;
+    if (descriptor >= 0 && fstat(descriptor, &facts) == 0) {
+      size = size_t(facts.st_size);
+      data = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ, MAP_PRIVATE, descriptor, 0);
+    }
+    int reason = errno;
+    if (descriptor >= 0) close(descriptor);
+    if (data == MAP_FAILED) fail(kUnusable, path.string(), ": cannot be read: ", std::strerror(reason));
+    bytes = Bytes(static_cast<uint8_t*>(data), [n = std::max<size_t>(size, 1)](uint8_t* p) { munmap(p, n); });
+  }
+  std::string text(size_t start, size_t count) const {
+    return std::string(reinterpret_cast<const char*>(bytes.get()) + start, count);
+  }
+  fs::path path;
+  size_t size = 0;
+  Bytes bytes;
+};
+
+// The file `name` of the bundle: it must lie inside and be no link, and `name` its only spelling.
+fs::path member(const fs::path& root, const std::string& name) {
+  std::error_code error;
+  bool plain = std::none_of(name.begin(), name.end(), [](unsigned char c) { return c < 32 || c == 127 || c == '\\'; });
+  fs::path file = root / name, real = fs::weakly_canonical(file, error);
+  if (!plain || error || real.string() != (fs::canonical(root) / name).string()) {
+    fail(kDamaged, (root / "manifest.json").string(), ": '", name,
+         "' leads outside the bundle, or is no plain name; do not trust this bundle");
+  }
+  if (!fs::is_regular_file(real, error)) fail(kDamaged, file.string(), ": missing; copy the bundle again");
+  return real;
+}
+
+// --- JSON, as the manifest and the weights' header have it
+
+size_t count_pairs(const json::Value& value) {
+  size_t count = 0;
+  if (auto object = value.as<json::Object>()) {
+    for (const auto& [key, inner] : *object) count += 1 + count_pairs(inner);
+  } else if (auto list = value.as<json::Array>()) {
+    for (const auto& inner : *list) count += count_pairs(inner);
+  }
+  return count;
+}
+
+// tvm-ffi's parser goes down a level with each bracket and lets the last of equal keys win: both are caught here.
+json::Object read_json(const fs::path& file, const std::string& text) {
+  size_t depth = 0, deepest = 0, pairs = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    char c = text[i];
+    if (c == '"') quoted = !quoted;
+    if (quoted) {
+      i += c == '\\';
+      continue;
+    }
+    pairs += c == ':';
+    if (c == '{' || c == '[') deepest = std::max(deepest, ++depth);
+    if ((c == '}' || c == ']') && depth != 0) --depth;
+  }
+  ffi::String error = deepest > kDeepest ? "nested too deeply" : "";
+  json::Value value = deepest > kDeepest ? json::Value() : json::Parse(text, &error);
+  if (!error.empty()) fail(kDamaged, file.string(), ": not readable as JSON (", error, "); copy the bundle again");
+  if (count_pairs(value) != pairs) fail(kDamaged, file.string(), ": a key is there twice; copy the bundle again");
+  auto object = value.as<json::Object>();
+  return object ? *object : json::Object();
+}
+
+template <class T>
+std::optional<T> find(const json::Object& entry, const char* key) {
+  auto found = entry.find(ffi::String(key));
+  return found == entry.end() ? std::nullopt : (*found).second.template as<T>();
+}
+
+template <class T>
+T field(const json::Object& entry, const char* key, const std::string& file = "manifest.json") {
+  std::optional<T> value = find<T>(entry, key);
+  if constexpr (std::is_same_v<T, int64_t>) {
+    if (value && *value < 0) value.reset();
+  }
+  if (!value) fail(kDamaged, file, ": `", key, "` is missing or of another type; copy the bundle again");
+  return *value;
+}
+
+template <class T>
+T field_or(const json::Object& entry, const char* key, const T& otherwise) {
+  return entry.count(ffi::String(key)) != 0 ? field<T>(entry, key) : otherwise;
+}
+
+template <class T>
+std::vector<T> items(const json::Object& entry, const char* key, const std::string& file = "manifest.json") {
+  std::vector<T> all;
+  for (const json::Value& value : field<json::Array>(entry, key, file)) {
+    std::optional<T> item = value.as<T>();
+    if (!item) fail(kDamaged, file, ": an item of `", key, "` is of another type; copy the bundle again");
+    all.push_back(*item);
+  }
+  return all;
+}
+
+// --- what must hold before anything of the bundle is used
+
+json::Object read_manifest(const fs::path& root) {
+  std::error_code error;
+  if (!fs::is_regular_file(root / "manifest.json", error)) {
+    const char* what = fs::exists(root, error) ? "not a bundle: it has no manifest.json" : "no such folder";
+    fail(kUnusable, root.string(), ": ", what, "; give the folder that `compress run` wrote");
+  }
+  File file(member(root, "manifest.json"));
+  if (file.size > kLargestHeader) fail(kDamaged, file.path.string(), ": ", file.size, " bytes are too many");
+  json::Object manifest = read_json(file.path, file.text(0, file.size));
+  if (find<ffi::String>(manifest, "format").value_or("") != "compressor bundle") {
+    fail(kUnusable, root.string(), ": not a Compressor bundle; give the folder that `compress run` wrote");
+  }
+  if (int64_t version = field<int64_t>(manifest, "schema_version"); version > kSchemaVersion) {
+    fail(kUnusable, root.string(), ": schema version ", version, ", this program reads up to ", kSchemaVersion,
+         "; build it again from a newer Compressor");
+  }
+  return manifest;
+}
+
+// Features that this CPU lacks, or that the system does not let processes use, with commas between them.
+std::string missing_features(const std::vector<ffi::String>& required) {
+  auto plain = [](const std::string& name) {  // Linux and LLVM spell them differently: avx512_vnni, avx512vnni
+    std::string letters;
+    for (unsigned char c : name) letters += std::isalnum(c) ? std::string(1, char(c)) : "";
+    return letters;
+  };
+  std::ifstream info("/proc/cpuinfo");
+  std::set<std::string> present;
+  for (std::string line, flag; present.empty() && std::getline(info, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(plain(flag));
+  }
+  std::string missing;
+  bool tiles = false;
+  for (const ffi::String& name : required) {
+    if (present.count(plain(name)) == 0) missing += (missing.empty() ? "" : ", ") + std::string(name);
+    tiles = tiles || name == "amx_tile";
+  }
+#if defined(__x86_64__)
+  // A process must ask Linux before the first use of AMX's tile registers: ARCH_REQ_XCOMP_PERM, XTILEDATA.
+  if (missing.empty() && tiles && syscall(SYS_arch_prctl, 0x1023, 18) != 0) missing = "amx_tile";
+#endif
+  return missing;
+}
+
+// Files of the kernels for each instruction set, the most demanding first; older bundles have one and do not list it.
+std::vector<std::pair<std::string, std::vector<ffi::String>>> libraries(const json::Object& manifest) {
+  std::vector<std::pair<std::string, std::vector<ffi::String>>> found;
+  if (find<json::Array>(manifest, "libraries")) {
+    for (const json::Object& entry : items<json::Object>(manifest, "libraries")) {
+      found.emplace_back(field<ffi::String>(entry, "file"), items<ffi::String>(entry, "cpu_features"));
+    }
+  }
+  if (found.empty()) found.emplace_back("model.so", items<ffi::String>(manifest, "cpu_features"));
+  return found;
+}
+
+std::string choose_library(const fs::path& root, const json::Object& manifest) {
+  std::string missing = missing_features(items<ffi::String>(manifest, "cpu_features"));  // what all of them need
+  if (missing.empty()) {
+    for (const auto& [file, features] : libraries(manifest)) {
+      missing = missing_features(features);
+      if (missing.empty()) return file;
+    }
+  }
+  fail(kUnusable, root.string(), ": this CPU lacks ", missing, "; compress again for this CPU");
+}
+
+void check_files(const fs::path& root, const json::Object& manifest) {
+  auto files = field<json::Object>(manifest, "files");
+  std::vector<std::string> needed = {"model.so", "weights.safetensors", "lib/libtvm_runtime.so"};
+  for (const auto& library : libraries(manifest)) needed.push_back(library.first);
+  for (const std::string& name : needed) {
+    if (!find<json::Object>(files, name.c_str())) fail(kDamaged, "manifest.json: `files` does not list ", name);
+  }
+  for (const auto& [key, value] : files) {
+    auto name = key.cast<ffi::String>();
+    auto entry = field<json::Object>(files, name.c_str());
+    int64_t size = field<int64_t>(entry, "bytes");
+    auto digest = field<ffi::String>(entry, "sha256");
+    File file(member(root, name));
+    if (int64_t(file.size) != size) {
+      fail(kDamaged, file.path.string(), ": ", file.size, " bytes in place of ", size, "; copy the bundle again");
+    }
+    if (digest != sha256::hex(file.bytes.get(), file.size)) {
+      fail(kDamaged, file.path.string(), ": its SHA-256 is not the manifest's; copy the bundle again");
+    }
+  }
+}
+
+struct Model {
+  int64_t vocabulary, layers, kv_heads, limit, row_bytes;  // row: keys, or values, of one token and head
+  bool dense_cache;
+  std::vector<int64_t> ends;
+};
+
+Model read_model(const fs::path& root, const json::Object& manifest) {
+  if (auto kind = field<ffi::String>(manifest, "kind"); kind != "decoder") {
+    fail(kBadRequest, root.string(), ": holds a ", kind, "; only a decoder generates");
+  }
+  auto facts = field<json::Object>(manifest, "model");
+  Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"), field<int64_t>(facts, "kv_heads"),
+              field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids")};
+  if (model.limit == 0) model.limit = INT64_MAX;  // the model states none
+  // Bundles from before caches had formats do not mention them.
+  model.dense_cache = field_or<ffi::String>(facts, "cache_format", "FP32") == "FP32";
+  int64_t rows, dense_bytes, head_dim = field<int64_t>(facts, "head_dim");
+  bool fits = model.vocabulary > 0 && model.layers > 0 && model.layers <= kMostLayers && head_dim > 0 &&
+              !__builtin_mul_overflow(2 * model.layers, model.kv_heads, &rows) && rows > 0 &&
+              !__builtin_mul_overflow(rows, head_dim, &dense_bytes) &&
+              !__builtin_mul_overflow(dense_bytes, int64_t(sizeof(float)), &dense_bytes);
+  int64_t bytes = fits ? field_or<int64_t>(facts, "cache_bytes_per_token", dense_bytes) : 0;
+  if (!fits || bytes <= 0 || (model.dense_cache ? bytes != dense_bytes : bytes % rows != 0)) {
+    fail(kDamaged, "manifest.json: sizes of `model` cannot be; copy the bundle again");
+  }
+  model.row_bytes = bytes / rows;
+  return model;
+}
+
+// --- parameters
+
+const std::map<std::string, DLDataType> kTypes = {
+    {"F16", {kDLFloat, 16, 1}}, {"F32", {kDLFloat, 32, 1}}, {"F64", {kDLFloat, 64, 1}}, {"I8", {kDLInt, 8, 1}},
+    {"I16", {kDLInt, 16, 1}},   {"I32", {kDLInt, 32, 1}},   {"I64", {kDLInt, 64, 1}},   {"U8", {kDLUInt, 8, 1}},
+    {"U16", {kDLUInt, 16, 1}},  {"U32", {kDLUInt, 32, 1}},  {"U64", {kDLUInt, 64, 1}},  {"BOOL", {kDLBool, 8, 1}},
+    {"BF16", {kDLUInt, 16, 1}},  // the kernels take the bits
+};
+
+struct Lent {  // tvm-ffi's allocator: memory that is there already
+  Bytes bytes;
+  void AllocData(DLTensor* tensor) { tensor->data = bytes.get(); }
+  void FreeData(DLTensor*) {}
+};
+
+ffi::Tensor tensor(const Bytes& bytes, const Sizes& shape, DLDataType type) {
+  return ffi::Tensor::FromNDAlloc(Lent{bytes}, ffi::ShapeView(shape.data(), shape.size()), type, DLDevice{kDLCPU, 0});
+}
+
+ffi::Tensor tensor(const Sizes& values) {
+  Bytes bytes = zeros(values.size() * sizeof(int64_t));
+  std::memcpy(bytes.get(), values.data(), values.size() * sizeof(int64_t));
+  return tensor(bytes, {int64_t(values.size())}, {kDLInt, 64, 1});
+}
+
+struct Entry {
+  int64_t start, end;
+  std::string name, type;
+  Sizes shape;
+};
+
+// Tensors of a safetensors file by name, mapped; what does not begin at a multiple of 64 bytes is copied.
+std::map<std::string, ffi::Tensor> read_safetensors(const fs::path& path) {
+  File file(path);
+  uint64_t header_bytes = 0;
+  if (file.size >= 8) std::memcpy(&header_bytes, file.bytes.get(), 8);  // low byte first, as all targets have it
+  if (file.size < 8 || header_bytes > std::min<uint64_t>(kLargestHeader, file.size - 8)) {
+    fail(kDamaged, path.string(), ": not a valid safetensors file (its header); copy the bundle again");
+  }
+  std::vector<Entry> entries;
+  for (const auto& [key, value] : read_json(path, file.text(8, header_bytes))) {
+    auto name = key.cast<ffi::String>();
+    if (name == "__metadata__") continue;
+    auto facts = value.as<json::Object>().value_or(json::Object());
+    auto type = field<ffi::String>(facts, "dtype", path);
+    Sizes offsets = items<int64_t>(facts, "data_offsets", path), shape = items<int64_t>(facts, "shape", path);
+    if (offsets.size() != 2) offsets = {-1, -1};  // found to be wrong below
+    entries.push_back({offsets[0], offsets[1], name, type, shape});
+  }
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry& a, const Entry& b) { return std::tie(a.start, a.end) < std::tie(b.start, b.end); });
+  std::map<std::string, ffi::Tensor> tensors;
+  int64_t cursor = 0, data_bytes = int64_t(file.size - 8 - header_bytes);
+  for (const Entry& entry : entries) {
+    auto type = kTypes.find(entry.type);
+    bool whole = type != kTypes.end() && entry.start == cursor && entry.shape.size() <= kMostDimensions;
+    int64_t size = whole ? type->second.bits / 8 : 0;
+    for (int64_t n : entry.shape) whole = whole && n >= 0 && !__builtin_mul_overflow(size, n, &size);
+    if (!whole || size > data_bytes - cursor || entry.end != cursor + size) {
+      fail(kDamaged, path.string(), ": type, shape or offsets of ", entry.name, " cannot be; copy the bundle again");
+    }
+    Bytes bytes(file.bytes, file.bytes.get() + 8 + header_bytes + cursor);
+    if (reinterpret_cast<uintptr_t>(bytes.get()) % kAlignment != 0) {
+      Bytes copy = zeros(size_t(size));
+      std::memcpy(copy.get(), bytes.get(), size_t(size));
+      bytes = copy;
+    }
+    tensors.emplace(entry.name, tensor(bytes, entry.shape, type->second));
+    cursor = entry.end;
+  }
+  if (cursor != data_bytes) fail(kDamaged, path.string(), ": ", data_bytes, " bytes of data, ", cursor, " described");
+  return tensors;
+}
+
+// In the entry's order, each with the type and shape that the kernels were made for.
+ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object& manifest, int64_t vocabulary) {
+  fs::path file = member(root, "weights.safetensors");
+  auto stored = read_safetensors(file);
+  auto names = items<ffi::String>(manifest, "parameters");
+  bool stated = field<int64_t>(manifest, "schema_version") > 1 || find<json::Array>(manifest, "parameter_types");
+  auto types = stated ? items<json::Object>(manifest, "parameter_types") : std::vector<json::Object>();
+  if (stated && names.size() != types.size()) {
+    fail(kDamaged, "manifest.json: ", names.size(), " `parameters`, ", types.size(), " `parameter_types`");
+  }
+  ffi::Array<ffi::Tensor> parameters;
+  int64_t largest_table = 0;
+  for (size_t i = 0; i < names.size(); ++i) {
+    auto found = stored.find(names[i]);
+    if (found == stored.end()) fail(kDamaged, file.string(), ": lacks ", names[i], "; copy the bundle again");
+    ffi::ShapeView shape = found->second.shape();
+    if (stated) {
+      auto type = kTypes.find(field<ffi::String>(types[i], "dtype"));
+      Sizes expected = items<int64_t>(types[i], "shape");
+      if (type == kTypes.end() || type->second != found->second.dtype() ||
+          !std::equal(shape.begin(), shape.end(), expected.begin(), expected.end())) {
+        fail(kDamaged, file.string(), ": ", names[i], " is not of the type and shape that the kernels take");
+      }
+    }
+    if (shape.size() == 2) largest_table = std::max(largest_table, shape[0]);
+    parameters.push_back(found->second);
+  }
+  if (vocabulary > largest_table) {  // the kernels do not check ids
+    fail(kDamaged, "manifest.json: `vocab_size` exceeds the rows of every table in weights.safetensors");
+  }
+  return parameters;
+}
+
+// --- the kernels
+
+int available_cores(const std::vector<int>& cpus) {  // physical ones, by affinity and the control group's quota
+  std::set<std::string> cores;
+  for (int cpu : cpus) {
+    std::string name = "/sys/devices/system/cpu/cpu" + std::to_string(cpu), siblings;
+    std::getline(std::ifstream(name + "/topology/thread_siblings_list"), siblings);
+    cores.insert(siblings.empty() ? name : siblings);
+  }
+  std::string share;
+  int64_t quota, period, count = int64_t(cores.size());
+  std::ifstream limits("/sys/fs/cgroup/cpu.max");
+  if (limits >> share >> period && share != "max" && period > 0) {
+    std::istringstream(share) >> quota;
+    count = std::max<int64_t>(1, std::min(count, quota / period));
+  }
+  return int(count);
+}
+
+void configure_threads(std::optional<int64_t> wanted) {
+  cpu_set_t set;
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+  if (cpus.empty()) fail(kUnusable, "this process's CPUs cannot be found out: ", std::strerror(errno));
+  int threads = wanted ? int(*wanted) : available_cores(cpus);
+  ffi::Array<ffi::String> names;  // TVM makes a pool as large as this list when it makes one
+  while (names.size() < size_t(threads)) {
+    for (int cpu : cpus) names.push_back(std::to_string(cpu));
+  }
+  ffi::Function::GetGlobalRequired("runtime.config_threadpool")(kShareCores, threads, names);
+}
+
+class Kernels {
+ public:
+  Kernels(const fs::path& root, const json::Object& manifest, const std::string& library,
+          ffi::Array<ffi::Tensor> parameters, std::optional<int64_t> threads)
+      : library_(member(root, library)), parameters_(parameters) {
+    fs::path runtime = member(root, "lib/libtvm_runtime.so");
+    if (dlopen(runtime.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+      auto versions = find<json::Object>(manifest, "versions").value_or(json::Object());
+      fail(kUnusable, runtime.string(), ": cannot be loaded (", dlerror(), "); build this program with apache-tvm-ffi ",
+           find<ffi::String>(versions, "apache-tvm-ffi").value_or("as the bundle's README.md says"));
+    }
+    try {
+      configure_threads(threads);
+      ffi::Module module = ffi::Module::LoadFromFile(library_.string());
+      machine_ = module->GetFunction("vm_load_executable").value()().cast<ffi::Module>();
+      (*machine_)->GetFunction("vm_initialization").value()(1, 0, 2);  // one device: CPU 0, pooled allocator
+      main_ = (*machine_)->GetFunction("main").value();
+    } catch (const std::exception& error) {
+      fail(kUnusable, library_.string(), ": cannot be loaded: ", error.what());
+    }
+  }
+
+  ffi::Tensor call(std::vector<ffi::Any> arguments) const {
+    arguments.push_back(parameters_);
+    std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
+    ffi::Any result;
+    try {
+      main_.value().CallPacked(views.data(), int32_t(views.size()), &result);
+      return result.cast<ffi::Tensor>();
+    } catch (const std::exception& error) {
+      fail(kUnusable, library_.string(), ": does not take what manifest.json describes: ", error.what());
+    }
+  }
+
+ private:
+  fs::path library_;
+  ffi::Array<ffi::Tensor> parameters_;
+  std::optional<ffi::Module> machine_;
+  std::optional<ffi::Function> main_;
+};
+
+// Keys and values of the tokens seen so far.
+class Session {
+ public:
+  Session(const Kernels& kernels, const Model& model, int64_t capacity) : kernels_(kernels), model_(model) {
+    resize(std::min(capacity, model.limit));
+  }
+
+  // Logits [V] after the last of `ids`.
+  std::vector<float> step(const Sizes& ids) {
+    auto [least, most] = std::minmax_element(ids.begin(), ids.end());
+    if (*least < 0 || *most >= model_.vocabulary) {  // the kernels would read outside the table
+      fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model_.vocabulary - 1,
+           "; does the tokenizer belong to this model?");
+    }
+    int64_t count = int64_t(ids.size());
+    if (count > model_.limit - position_) {
+      fail(kBadRequest, count, " tokens after ", position_, " others: the model ends at ", model_.limit,
+           " positions; give fewer tokens");
+    }
+    if (position_ + count > capacity_) resize(std::min(model_.limit, std::max(position_ + count, 2 * capacity_)));
+    Sizes positions(ids.size());
+    std::iota(positions.begin(), positions.end(), position_);
+    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(positions),
+                                       tensor(Sizes{count - 1})};
+    for (const Bytes& cache : caches_) arguments.push_back(cache_tensor(cache));
+    ffi::Tensor logits = kernels_.call(std::move(arguments));
+    if (logits.dtype() != DLDataType{kDLFloat, 32, 1} || !logits.IsContiguous() || logits.numel() == 0) {
+      fail(kUnusable, "model.so: its entry returns no float32 logits; compress again");
+    }
+    position_ += count;
+    auto* data = static_cast<const float*>(logits.data_ptr());
+    return std::vector<float>(data, data + logits.numel());
+  }
+
+  bool full() const { return position_ == model_.limit; }
+
+ private:
+  ffi::Tensor cache_tensor(const Bytes& cache) const {
+    int64_t width = model_.dense_cache ? model_.row_bytes / 4 : model_.row_bytes;
+    DLDataType type = model_.dense_cache ? DLDataType{kDLFloat, 32, 1} : DLDataType{kDLUInt, 8, 1};
+    return tensor(cache, {1, model_.kv_heads, capacity_, width}, type);
+  }
+
+  void resize(int64_t capacity) {
+    int64_t head_bytes, bytes, total, memory = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+    if (__builtin_mul_overflow(capacity, model_.row_bytes, &head_bytes) ||
+        __builtin_mul_overflow(head_bytes, model_.kv_heads, &bytes) ||
+        __builtin_mul_overflow(bytes, 2 * model_.layers, &total) || total > memory) {
+      fail(kBadRequest, capacity, " tokens: their keys and values take more than this machine's memory; give fewer");
+    }
+    caches_.resize(size_t(2 * model_.layers));
+    for (Bytes& cache : caches_) {  // keys of every layer, then values; at most one is held twice
+      Bytes grown = zeros(size_t(bytes));
+      for (int64_t head = 0; head < model_.kv_heads && position_ != 0; ++head) {
+        std::memcpy(grown.get() + head * head_bytes, cache.get() + head * capacity_ * model_.row_bytes,
+                    size_t(position_ * model_.row_bytes));
+      }
+      cache = grown;
+    }
+    capacity_ = capacity;
+  }
+
+  const Kernels& kernels_;
+  const Model& model_;
+  std::vector<Bytes> caches_;
+  int64_t position_ = 0, capacity_ = 0;
+};
+
+int64_t likeliest(const std::vector<float>& logits) {
+  size_t best = 0;
+  bool numbers = true;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    numbers = numbers && !std::isnan(logits[i]);
+    if (logits[i] > logits[best]) best = i;
+  }
+  if (!numbers || !std::isfinite(logits[best])) {
+    fail(kUnusable, "the model computed logits that are no numbers (NaN or infinity); its weights may be damaged");
+  }
+  return int64_t(best);
+}
+
+// --- the command
+
+struct Options {
+  fs::path bundle, logits;
+  Sizes ids;
+  int64_t max_tokens = 64;
+  std::optional<int64_t> threads;
+};
+
+int64_t number(const std::string& option, std::string_view text) {
+  int64_t value = 0;
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    fail(kBadRequest, option, ": '", text, "' is no whole number");
+  }
+  return value;
+}
+
+Options read_options(const std::vector<std::string>& arguments) {
+  Options options;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& name = arguments[i];
+    if (name.rfind("--", 0) != 0 && options.bundle.empty()) {
+      options.bundle = name;
+      continue;
+    }
+    bool known = name == "--ids" || name == "--max-tokens" || name == "--threads" || name == "--logits";
+    if (!known) fail(kBadRequest, "unknown argument '", name, "'; `compressor_run --help` names all");
+    if (++i == arguments.size()) fail(kBadRequest, name, ": no value is given; `compressor_run --help` shows how");
+    if (name == "--ids") {
+      std::istringstream list(arguments[i]);
+      for (std::string id; std::getline(list, id, ',');) options.ids.push_back(number(name, id));
+    } else if (name == "--max-tokens") {
+      options.max_tokens = number(name, arguments[i]);
+    } else if (name == "--threads") {
+      options.threads = number(name, arguments[i]);
+    } else {
+      options.logits = arguments[i];
+    }
+  }
+  if (options.bundle.empty()) fail(kBadRequest, "no bundle is given; `compressor_run --help` shows how");
+  if (options.ids.empty()) fail(kBadRequest, "no token ids are given: --ids 1,2,3");
+  if (options.max_tokens < 0) fail(kBadRequest, "--max-tokens ", options.max_tokens, ": must be at least 0");
+  if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
+    fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
+  }
+  return options;
+}
+
+void run(const Options& options) {
+  const fs::path& root = options.bundle;
+  json::Object manifest = read_manifest(root);
+  std::string library = choose_library(root, manifest);
+  check_files(root, manifest);
+  Model model = read_model(root, manifest);
+  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), options.threads);
+  int64_t prompt = int64_t(options.ids.size());
+  Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
+  std::vector<float> logits = session.step(options.ids);
+  if (!options.logits.empty()) {
+    std::ofstream file(options.logits, std::ios::binary);
+    file.write(reinterpret_cast<const char*>(logits.data()), std::streamsize(logits.size() * sizeof(float)));
+    if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
+  }
+  for (int64_t i = 0; i < options.max_tokens; ++i) {
+    int64_t token = likeliest(logits);
+    if (std::count(model.ends.begin(), model.ends.end(), token) != 0) break;
+    std::cout << (i == 0 ? "" : ",") << token << std::flush;
+    if (session.full() || i + 1 == options.max_tokens) break;  // no position is left for this token, or no need
+    logits = session.step({token});
+  }
+  std::cout << std::endl;
+  if (!std::cout) fail(kUnusable, "standard output cannot be written");
+}
+
+int report(Code code, std::string message) {  // in one line that no terminal would obey
+  std::replace_if(message.begin(), message.end(), [](unsigned char c) { return c < 32 || c == 127; }, ' ');
+  std::cerr << "error: " << message << std::endl;
+  return code;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::vector<std::string> given(arguments + 1, arguments + std::max(count, 1));
+  if (std::count(given.begin(), given.end(), "--help") != 0) {
+    std::cout << kUsage;
+    return 0;
+  }
+  try {
+    run(read_options(given));
+  } catch (const Failure& failure) {
+    return report(failure.code, failure.what());
+  } catch (const std::bad_alloc&) {
+    return report(kUnusable, "not enough memory; give fewer tokens, or use a machine that has more");
+  } catch (const std::exception& error) {
+    return report(kUnusable, error.what());
+  }
+  return 0;
+}

@@ -1,0 +1,212 @@
+"""The C++ runner against the Python run-time: the same kernels, so the same bits; the same refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compressor_runtime import load, sha256
+
+SOURCE = Path(__file__).resolve().parents[1] / "export" / "native"
+POSITIONS = 300
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # a full tile of 16 tokens, and a rest
+
+Runner = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Iterator[Runner]:
+    """``runner(bundle, ids, *arguments)`` is the finished process.  It is built while the first bundle is made."""
+    cmake = str(require_tool("cmake"))
+    require_tool("g++")
+    folder = tmp_path_factory.mktemp("native")
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
+
+    def build() -> Path:
+        for command in (["-S", str(SOURCE), "-B", str(folder), *options], ["--build", str(folder)]):
+            done = subprocess.run([cmake, *command], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "warning" not in done.stderr, done.stderr
+        return folder / "compressor_run"
+
+    with ThreadPoolExecutor(1) as pool:
+        built = pool.submit(build)
+
+        def run(bundle: Path, ids: list[int], *arguments: object) -> subprocess.CompletedProcess[str]:
+            command = [str(built.result()), str(bundle), "--ids", ",".join(map(str, ids)), *map(str, arguments)]
+            return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def write_llama(
+    tmp_path_factory: pytest.TempPathFactory,
+    random_llama: Callable[..., Any],
+    write_module: Callable[[Any, Any, int, Path], Path],
+) -> Callable[..., Path]:
+    """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
+    from compressor.capture import capture
+    from compressor.graph import weight_bytes
+    from compressor.pipeline import Context
+
+    def write(*passes: Any) -> Path:
+        sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=())  # it goes on to the last position
+        context, dense_weight_bytes = Context(), weight_bytes(graph)
+        for step in passes:
+            graph = step.run(graph, context)
+        return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("native-bundle"))
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def bundle(write_llama: Callable[..., Path]) -> Path:
+    from compressor.passes.rtn import Rtn
+
+    return write_llama(Rtn("W4A16_G32"))
+
+
+@pytest.fixture(scope="module")
+def packed_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Its caches are packed, and its prompts take AMX where the CPU has it."""
+    from compressor.passes.kv_cache import KvCache
+    from compressor.passes.rtn import Rtn
+
+    return write_llama(Rtn("W4A8_G32"), KvCache("INT8"))
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "copy"))
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert (done.returncode, done.stdout) == (code, ""), done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize(("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2)])
+def test_ids_and_logits_are_those_of_the_python_run_time(
+    request: pytest.FixtureRequest, runner: Runner, tmp_path: Path, which: str, threads: int
+) -> None:
+    bundle = request.getfixturevalue(which)
+    python = load(bundle, threads=threads)
+    expected = list(python.generate_ids(PROMPT, max_tokens=POSITIONS))
+    assert len(expected) == POSITIONS - len(PROMPT) + 1  # over the first 256 new tokens: the caches have grown
+    done = runner(bundle, PROMPT, "--max-tokens", POSITIONS, "--threads", threads, "--logits", tmp_path / "logits")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ",".join(map(str, expected)) + "\n"
+    logits = np.fromfile(tmp_path / "logits", np.float32)
+    assert np.array_equal(logits, python.session().step([PROMPT])[0, -1])
+
+
+def test_generation_ends_before_an_end_of_sequence(runner: Runner, copy: Path) -> None:
+    ids = [int(i) for i in runner(copy, PROMPT, "--max-tokens", 20).stdout.split(",")]
+    end = next(i for i in range(1, 20) if ids[i] not in ids[:i])
+    edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[ids[end]]))
+    assert runner(copy, PROMPT, "--max-tokens", 20).stdout == ",".join(map(str, ids[:end])) + "\n"
+    assert runner(copy, PROMPT, "--max-tokens", 0).stdout == "\n"
+
+
+def test_requests_that_the_model_cannot_serve(runner: Runner, bundle: Path, tmp_path: Path) -> None:
+    refused(runner(bundle, [1, 64]), 2, "token ids from 1 to 64: the model knows 0 to 63")
+    refused(runner(bundle, [-1]), 2, "token ids from -1 to -1")
+    refused(runner(bundle, []), 2, "no token ids")
+    refused(runner(bundle, [1 << 63]), 2, "'9223372036854775808' is no whole number")
+    refused(runner(bundle, [1] * (POSITIONS + 1)), 2, "the model ends at 300 positions")
+    refused(runner(bundle, [1], "--threads", 0), 2, "--threads 0")
+    refused(runner(bundle, [1], "--max-tokens", -1), 2, "--max-tokens -1")
+    refused(runner(bundle, [1], "--max-token", 1), 2, "unknown argument '--max-token'")
+    refused(runner(bundle, [1], "--logits"), 2, "--logits: no value")
+    refused(runner(bundle, [1], "--logits", tmp_path), 1, "cannot be written")
+
+
+def test_folders_that_are_no_bundles(runner: Runner, tmp_path: Path) -> None:
+    refused(runner(tmp_path / "nothing", [1]), 1, "no such folder")
+    refused(runner(tmp_path, [1]), 1, "not a bundle: it has no manifest.json")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "lib/libtvm_runtime.so", "README.md"])
+def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: Path, name: str) -> None:
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused(runner(copy, [1]), 4, name, "its SHA-256 is not the manifest's")
+    (copy / name).write_bytes(whole[:-1])
+    refused(runner(copy, [1]), 4, name, f"{len(whole) - 1} bytes in place of {len(whole)}")
+    (copy / name).unlink()
+    refused(runner(copy, [1]), 4, name, "missing")
+    (copy / name).symlink_to("/etc/passwd")
+    refused(runner(copy, [1]), 4, name, "leads outside the bundle")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (lambda m: m.update(schema_version=3), 1, "schema version 3"),
+        (lambda m: m.update(format="\x1b[2J"), 1, "not a Compressor bundle"),
+        (lambda m: m["cpu_features"].append("avx9000\n"), 1, "this CPU lacks avx9000 "),
+        (lambda m: m.update(kind="encoder"), 2, "holds a encoder"),
+        (lambda m: m["files"].pop("model.so"), 4, "does not list model.so"),
+        (lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": ""}}), 4, "leads outside the bundle"),
+        (lambda m: m["model"].update(layers="1"), 4, "`layers` is missing or of another type"),
+        (lambda m: m["model"].update(layers=1 << 40), 4, "sizes of `model` cannot be"),
+        (lambda m: m["model"].update(vocab_size=65), 4, "`vocab_size` exceeds the rows of every table"),
+        (
+            lambda m: m["model"].update(layers=2, cache_bytes_per_token=2 * m["model"]["cache_bytes_per_token"]),
+            1,
+            "does not take",
+        ),
+        (lambda m: m["parameter_types"][0].update(shape=[1]), 4, "is not of the type and shape"),
+        (lambda m: m["parameters"].append("x"), 4, "`parameters`"),
+    ],
+)
+def test_manifests_that_are_wrong(runner: Runner, copy: Path, change: Any, code: int, words: str) -> None:
+    edit_manifest(copy, change)
+    refused(runner(copy, [1]), code, words)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": ' * 20000, '{"a": 1, "a": 2}', '{"a": "\\', "\x00"])
+def test_manifests_that_are_no_manifests(runner: Runner, copy: Path, text: str) -> None:
+    (copy / "manifest.json").write_text(text)
+    assert runner(copy, [1]).returncode in (1, 4)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff" * 8,
+        b"",
+        b'{"a": {"dtype": "F32", "shape": [1, 4294967296, 4294967296], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
+        b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+        b'{"a": {"dtype": "F3", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        b'{"a": 1}',
+    ],
+)
+def test_weights_that_the_hashes_cannot_help_with(runner: Runner, copy: Path, header: bytes) -> None:
+    weights = copy / "weights.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4) if header != b"\xff" * 8 else header)
+    entry = {"bytes": weights.stat().st_size, "sha256": sha256(weights)}
+    edit_manifest(copy, lambda manifest: manifest["files"].update({"weights.safetensors": entry}))
+    refused(runner(copy, [1]), 4, "weights.safetensors")
