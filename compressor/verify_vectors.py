@@ -35,6 +35,8 @@ _TOLERANCE = 1e-3
 _LARGEST_TOLERANCE = 0.5
 _MARGIN = 5.0
 _ROUNDING = 2.0**-20
+_SPLIT = 2.0**-18
+"""Where kernels for AMX take 16 of the 24 bits of float activations (docs/decisions/0030-amx-tiles.md)."""
 _TRIALS = 4
 _PIECE_ELEMENTS = 1 << 22
 
@@ -50,9 +52,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
     columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
-    change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20.  That is some
-    sixteen roundings of a float32, in place of those of all the operators: where activations or keys are rounded,
-    sums that differ by so little fall on two sides of a boundary now and then, and deep models amplify it.
+    change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20 (by 2^-18 where
+    activations are floats).  2^-20 is some sixteen roundings of a float32, in place of those of all the operators:
+    where activations or keys are rounded, sums that differ by so little fall on two sides of a boundary now and then,
+    and deep models amplify it.
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
@@ -143,16 +146,17 @@ class _Exact(Interpreter):
         in_features: int,
         out_features: int,
     ) -> Tensor:
-        y = packed_product(x.double(), PackedWeight.of(parts, Format.parse(format), (out_features, in_features)))
+        fmt = Format.parse(format)
+        y = packed_product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
         release(parts)
-        return self._disturbed(y if bias is None else y + bias)
+        return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
 
-    def _disturbed(self, y: Tensor) -> Tensor:
+    def _disturbed(self, y: Tensor, size: float = _ROUNDING) -> Tensor:
         """The tensor, float64, with noise in the entries that have it."""
         if self._noisy_from is None:
             return y
         noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
-        return torch.cat([y[: self._noisy_from], y[self._noisy_from :] * (1 + _ROUNDING * noise)])
+        return torch.cat([y[: self._noisy_from], y[self._noisy_from :] * (1 + size * noise)])
 
 
 def _widened(value: Any) -> Any:
