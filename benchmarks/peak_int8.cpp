@@ -32,6 +32,7 @@ static double tiles() {
     config[16 + 2 * tile] = 64;
     config[48 + tile] = 16;
   }
+  asm volatile("" : : "r"(config), "r"(rows) : "memory");  // GCC 12 says that loading reads eight bytes, drops the rest
   _tile_loadconfig(config);
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   _tile_loadd(4, rows, 64); _tile_loadd(5, rows, 64); _tile_loadd(6, rows, 64); _tile_loadd(7, rows, 64);
