@@ -16,7 +16,8 @@ cache to the last position's logits; decode is the median of {steps} greedy toke
 load with files in the system's cache; MB are 10^6 bytes. Bandwidth: bytes of weights a token reads, times tokens/s,
 over the read bandwidth that our bundle measures between the runs. Peak: 2 operations a weight, over what
 `peak_int8.cpp` reaches between the runs by {instructions}, in int8 also for those that compute in floats. Cosine: of
-the logits behind the first prompt with PyTorch's in bfloat16.
+the logits behind the first prompt with PyTorch's in bfloat16: a sign that all compute the same model; weights being
+random, it says nothing of quality.
 """
 _COLUMNS = (
     "runtime", "prefill 128, tokens/s", "prefill 512, tokens/s", "decode, tokens/s", "of bandwidth", "of peak at 512",
