@@ -1,0 +1,163 @@
+"""What the drivers of benchmarks/x86_llm.py share: requests on stdin, answers on stdout, and the clock.
+
+A driver runs in its runtime's environment, from the checkout's folder:
+
+    PYTHON -m benchmarks.peers.x86_RUNTIME MODEL FILES VARIANT THREADS
+
+MODEL is a Hugging Face folder, FILES the folder of what is made of it.  Requests and answers are JSON, a line each:
+
+    {"do": "prepare"}                             makes FILES, if it is not there
+    {"do": "load"}                                seconds, versions, bytes of weights
+    {"do": "check", "ids": [...], "out": "f.npy"} the logits behind a prompt, float32 [V]
+    {"do": "prefill", "ids": [...]}               seconds for a prompt, its last logits included
+    {"do": "decode", "ids": [...], "steps": 32}   seconds of each of so many greedy tokens after a prompt
+    {"do": "memory"}                              resident bytes, now and at most
+
+Anything else that libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_clock = time.perf_counter
+
+
+class Runtime(ABC):
+    """A model in one runtime; ``embedding_bytes`` is the part of the files of which a token reads only a row."""
+
+    packages: ClassVar[tuple[str, ...]]
+    """Distributions whose versions are reported."""
+    settings: str = ""
+    """How the model is stored and computed, in words."""
+
+    def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
+        self.model, self.files, self.variant, self.threads = model, files, variant, threads
+        self.config: dict[str, Any] = json.loads((model / "config.json").read_text())
+        self.embeddings: int = self.config["vocab_size"] * self.config["hidden_size"]
+
+    @abstractmethod
+    def convert(self, out: Path) -> None:
+        """Write the quantised model into an empty folder."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Make ready to step."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all tokens."""
+
+    @abstractmethod
+    def step(self, ids: list[int]) -> int:
+        """Append tokens; the likeliest next one."""
+
+    @abstractmethod
+    def logits(self) -> NDArray[np.float32]:
+        """Of the last step, [V]."""
+
+    @abstractmethod
+    def embedding_bytes(self) -> int:
+        """Bytes of the embedding table, if it is not the head's as well."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of the files that hold weights: all but texts."""
+        texts = {".json", ".xml", ".py", ".md", ".txt", ".jinja"}
+        return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
+
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that a token's step reads."""
+        return self.weight_bytes() - self.embedding_bytes()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for."""
+        what = request["do"]
+        if what == "prepare":
+            return self._prepare()
+        if what == "load":
+            begin = _clock()
+            self.load()
+            seconds = _clock() - begin
+            versions = {name: importlib.metadata.version(name) for name in self.packages}
+            return {
+                "load_s": seconds, "versions": versions, "settings": self.settings,
+                "weight_bytes": self.weight_bytes(), "bytes_per_token": self.bytes_per_token(),
+            }  # fmt: skip
+        if what == "check":
+            self.reset()
+            self.step(request["ids"])
+            np.save(request["out"], self.logits())
+            return {}
+        if what == "prefill":
+            return {"seconds": self._prefill(request["ids"])}
+        if what == "decode":
+            return {"seconds": self._decode(request["ids"], request["steps"])}
+        if what == "memory":
+            return {"rss_bytes": _status("VmRSS"), "peak_rss_bytes": _status("VmHWM")}
+        return self.more(request)
+
+    def more(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Requests of one runtime only."""
+        raise ValueError(f"{request}: unknown")
+
+    def _prepare(self) -> dict[str, Any]:
+        begin = _clock()
+        if not self.files.exists():
+            partial = self.files.with_name(self.files.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self.convert(partial)
+            partial.rename(self.files)
+        return {"seconds": _clock() - begin}
+
+    def _prefill(self, ids: list[int]) -> float:
+        self.reset()
+        self.step(ids[:1])  # untimed: another process had the caches of the CPU to itself
+        self.reset()
+        begin = _clock()
+        self.step(ids)
+        return _clock() - begin
+
+    def _decode(self, ids: list[int], steps: int) -> list[float]:
+        self.reset()
+        token, ends = self.step(ids), [_clock()]
+        for _ in range(steps):
+            token = self.step([token])
+            ends.append(_clock())
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def serve(kind: type[Runtime]) -> None:
+    """Answer requests until stdin ends; an error is an answer, too."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print what they like
+    model, files, variant, threads = sys.argv[1:]
+    runtime: Runtime | None = None
+    for line in sys.stdin:
+        try:
+            runtime = runtime or kind(Path(model), Path(files), variant, int(threads))
+            answer = runtime.answer(json.loads(line))
+        except BaseException as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    answers.flush()
+    os._exit(0)  # without the libraries' goodbyes, some of which crash
