@@ -277,31 +277,30 @@ def packed_linear(
             by_tiles.add(out, found, scale, sums, zeros, factor if by_group else None, first, m0, t0, g, n_sides)
 
         @T.inline
-        def tile_block(first):
+        def tile_block(first, m0):
             n_tiles = T.meta_var(by_tiles.n_tiles)
             out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
             found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
+            count = T.meta_var(T.min(tokens - m0, T.int64(step)))
             by_tiles.configure()
-            for j in range((tokens + (step - 1)) // step):
-                count = T.meta_var(T.min(tokens - j * step, T.int64(step)))
-                for t in range((count + (round_to - 1)) // round_to * round_to):
-                    for n in T.unroll(n_tiles):
-                        out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
-                for g in range(groups):
-                    by_tiles.unpack(b, codes, zeros, first, g)
-                    by_tiles.load_scales(scale, scales, first, g)
-                    if tokens <= SIDE:
-                        tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)
-                    else:
-                        for i in range((count + (2 * SIDE - 1)) // (2 * SIDE)):
-                            t0 = T.meta_var(i * (2 * SIDE))
-                            tile_step(found, scale, out, b, first, j * step + t0, t0, g, 2)
-                for t in range(count):
-                    for n in T.unroll(n_tiles):
-                        write(out, first + n, j * step + t, t, n)
+            for t in range((count + (round_to - 1)) // round_to * round_to):
+                for n in T.unroll(n_tiles):
+                    out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
+            for g in range(groups):
+                by_tiles.unpack(b, codes, zeros, first, g)
+                by_tiles.load_scales(scale, scales, first, g)
+                if tokens <= SIDE:
+                    tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)
+                else:
+                    for i in range((count + (2 * SIDE - 1)) // (2 * SIDE)):
+                        t0 = T.meta_var(i * (2 * SIDE))
+                        tile_step(found, scale, out, b, first, m0 + t0, t0, g, 2)
             by_tiles.release()
+            for t in range(count):
+                for n in T.unroll(n_tiles):
+                    write(out, first + n, m0 + t, t, n)
 
         if tokens == 1:
             prepare(T.int64(0))
@@ -310,11 +309,14 @@ def packed_linear(
         else:
             for m in T.parallel(tokens):
                 prepare(m)
-            for i in T.parallel(tiles // schedule.gemm_tiles):
-                if is_tiled:
-                    tile_block(i * schedule.gemm_tiles)
-                else:
-                    for j in range((tokens + (step - 1)) // step):
+            blocks, steps = T.meta_var(((tokens + (step - 1)) // step, tiles // schedule.gemm_tiles))
+            if is_tiled:
+                # A thread goes through the weight with one block of tokens, which stays in its second-level cache.
+                for task in T.parallel(blocks * steps):
+                    tile_block(task % steps * schedule.gemm_tiles, task // steps * step)
+            else:
+                for i in T.parallel(steps):
+                    for j in range(blocks):
                         block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
 
     x, *stored, bias, y = kernel.params

@@ -86,6 +86,10 @@ class TileProducts:
 
         def chunk(k: Any, n: int, c: int, is_there: bool) -> None:
             every, place = T.ramp(0, 1, _LANES), g * body.group_chunks + k * self.step_chunks + c
+            # The next group's codes are asked for now: until then nothing else reads memory, and the processor, which
+            # sees a short run of lines now and then, does not fetch them by itself.
+            for w in range(fmt.chunk_words if body.groups > 1 and is_there else 0):
+                _prefetch(codes[first + n, place + body.group_chunks, w, 0])
             for quad in range(quads):
                 row = c * quads + quad
                 value = splat(0, _LANES)
@@ -190,6 +194,13 @@ def _tile(name: str, *arguments: Any) -> None:
     """Emit one of the instructions, which take register numbers as constants."""
     number = T.llvm_lookup_intrinsic_id(f"llvm.x86.{name}")
     T.evaluate(T.call_llvm_intrin(number, *arguments, dtype="void"))
+
+
+def _prefetch(element: Any) -> None:
+    """Ask for a cache line that will be read; an address behind the last line does no harm."""
+    number = T.llvm_lookup_intrinsic_id("llvm.prefetch")
+    read, soon, data = T.int32(0), T.int32(3), T.int32(1)
+    T.evaluate(T.call_llvm_intrin(number, T.address_of(element), read, soon, data, dtype="void"))
 
 
 def _load(register: int, first: Any, stride_bytes: int) -> None:
