@@ -142,11 +142,9 @@ def _fill(folder: Path, parts: BundleParts) -> None:
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     python, versions = resource("export") / "python", installed_versions()
     shutil.copyfile(parts.library, folder / "model.so")
-    libraries = [{"isa": parts.isa, "file": "model.so", "cpu_features": sorted(parts.cpu_features)}]
-    for library in reversed(parts.faster):
+    for library in parts.faster:
         shutil.copyfile(library.path, folder / library.name)
-        entry = {"isa": library.isa, "file": library.name, "cpu_features": sorted(library.cpu_features)}
-        libraries.insert(0, entry)
+    listed = [*((x.isa, x.name, x.cpu_features) for x in parts.faster), (parts.isa, "model.so", parts.cpu_features)]
     for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
         shutil.copyfile(python / name, folder / name)
     _copy_tvm_runtime(folder / "lib")
@@ -178,7 +176,7 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         ],
         "kernels": list(parts.kernels),
         "cpu_features": sorted(parts.cpu_features),
-        "libraries": libraries,
+        "libraries": [{"isa": isa, "file": name, "cpu_features": sorted(needed)} for isa, name, needed in listed],
         "versions": versions,
         "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
         "dense_weight_bytes": parts.dense_weight_bytes,
