@@ -57,6 +57,7 @@ def outcome_content(outcome: Outcome) -> dict[str, Any]:
         "gate_results": [result.content() for result in outcome.gates],
         "sites": list(outcome.sites),
         "passes": list(outcome.stages),
+        "schedules": list(outcome.schedules),
         "checks": [dataclasses.asdict(check) for check in outcome_checks(outcome)],
         "predictions": {
             name: {"predicted": predicted, "measured": measured} for name, predicted, measured, _ in outcome.predictions

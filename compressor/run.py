@@ -18,6 +18,7 @@ from compressor.cache import cache_folder
 from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets import Target
+from compressor.codegen.tune import summary
 from compressor.comparison import Speed, comparisons, measure_speed
 from compressor.cpu import cpu_name
 from compressor.errors import GateError, UsageError
@@ -61,7 +62,8 @@ class Outcome:
         stages: time, weight bytes and blocks of each pass, and how many blocks came from the cache.
         kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
         notes: warnings.
-        remarks: what passes have to say beside their records, and what came from the cache.
+        remarks: what passes have to say beside their records, what came from the cache, and how schedules were chosen.
+        schedules: of each kernel that was timed, what was tried and what won.
         checks: what else was made sure of.
         predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
     """
@@ -76,6 +78,7 @@ class Outcome:
     checks: Sequence[Check] = ()
     predictions: Sequence[tuple[str, float, float, float]] = ()
     remarks: Sequence[str] = ()
+    schedules: Sequence[Mapping[str, Any]] = ()
 
 
 def compress(
@@ -208,6 +211,7 @@ def run_recipe(
         metrics |= _cache_sizes(info, manifest["model"])
         metrics["batch_independent"] = independence.independent
         checks = []
+        tried = [entry for library in libraries for entry in library.tried]
         notes = list(dict.fromkeys(note for library in libraries for note in library.notes))
         if not independence.independent:
             notes.append(f"batch entries are {independence}")
@@ -248,7 +252,8 @@ def run_recipe(
             notes,
             checks,
             _predictions(plan, metrics, clock, context),
-            [*_reuse(context), *context.notes],
+            [*_reuse(context), *summary(tried), *context.notes],
+            tried,
         )
         measurements = {**metrics, "kernel_error": kernel_error, "gates": [gate.content() for gate in gates]}
         write_measurements(partial, finite(measurements))

@@ -46,6 +46,7 @@ class Library:
         kernels: one record a kernel: name, family, shape, format, schedule, evidence.
         isa: the instruction set that it needs.
         schedules: kernel and number of tokens -> fields of the chosen schedule, for the lock.
+        tried: what the tuner timed, see :class:`compressor.codegen.tune.Tuner`.
         notes: what the user should know.
     """
 
@@ -54,6 +55,7 @@ class Library:
     kernels: list[dict[str, Any]]
     isa: Isa
     schedules: dict[str, dict[str, Any]]
+    tried: list[dict[str, Any]]
     notes: list[str]
 
     def save(self, path: Path, target: Target) -> None:
@@ -143,7 +145,7 @@ def compile_graph(
             executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
-    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.notes)
+    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes)
 
 
 @contextmanager

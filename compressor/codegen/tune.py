@@ -56,6 +56,8 @@ class Tuner:
         suffix: of kernels' names in ``pinned`` and ``chosen``, where a bundle has them for several instruction sets.
         pinned: kernel -> fields of its schedule, from a lock: nothing is timed.  None chooses.
         chosen: kernel -> fields of the schedule it got, as ``pinned`` takes them.
+        tried: of each kernel that was timed: its name, whether it was timed now or by an earlier run, schedules and
+            times of the candidates, the default first, and the index of the one that won.
         notes: what the user should know.
     """
 
@@ -67,6 +69,7 @@ class Tuner:
     suffix: str = ""
     pinned: Mapping[str, Mapping[str, Any]] | None = None
     chosen: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def choose(
@@ -105,7 +108,8 @@ class Tuner:
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()[:12]
         key = f"{kernel}|{self.machine}|{digest}"
         known: Any = self.database.entries.get(key)
-        if not _usable(known, len(candidates), len(space)):
+        is_new = not _usable(known, len(candidates), len(space))
+        if is_new:
             configure_threads(self.threads)
             copies = self._copies(operands)
             times = [_time(build(schedule), self.target, copies) for schedule in candidates]
@@ -117,7 +121,14 @@ class Tuner:
                 "microseconds": [round(t * 1e6, 2) for t in times],
             }
             self._keep(key, known)
-        return space[int(known["index"])]
+        index, times = int(known["index"]), known.get("microseconds")
+        timed = [
+            {**_fields(schedule), "microseconds": time_us}
+            for schedule, time_us in zip(space, times if isinstance(times, list) else (), strict=False)
+        ]
+        entry = {"kernel": kernel + self.suffix, "timed_now": is_new, "candidates": timed, "won": index}
+        self.tried.append(entry)
+        return space[index]
 
     def _keep(self, key: str, entry: Mapping[str, Any]) -> None:
         try:
@@ -135,6 +146,19 @@ class Tuner:
         first = operands()
         count = max(1, min(16, _WORKING_SET_BYTES // sum(a.nbytes for a in first)))
         return [[tvm.runtime.tensor(a) for a in first] for _ in range(count)]
+
+
+def summary(tried: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How schedules were chosen, in words, from :class:`Tuner`'s ``tried``."""
+    if not tried:
+        return []
+    now = [entry for entry in tried if entry["timed_now"]]
+    candidates = sum(len(entry["candidates"]) for entry in now)
+    others = sum(entry["won"] > 0 for entry in tried)
+    return [
+        f"schedules: {len(tried)} choices, {len(now)} of them timed in this run, with {candidates} candidates; another "
+        f"than the default won {others} times; --json has the times"
+    ]
 
 
 def _fields(schedule: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from compressor.cache import cache_folder
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Database, Tuner
+from compressor.codegen.tune import Database, Tuner, summary
 from compressor.cpu import cpu_name
 from compressor.errors import DriftError
 
@@ -65,6 +65,21 @@ class Counted:
 def tuner(mode: str, database: Database, machine: str = "here") -> Tuner:
     isa = X86().resolve()
     return Tuner(mode, 1, X86().tvm_target(isa), machine, database)
+
+
+def test_what_was_tried_is_told(database: Database) -> None:
+    first, again = tuner("full", database), tuner("full", database)
+    assert summary(first.tried) == []
+    for each in (first, again):
+        assert each.choose("k", SPACE, kernel, operands, __file__) == Repeats(1)
+    (entry,), (known,) = first.tried, again.tried
+    assert entry["timed_now"] and not known["timed_now"] and {**entry, "timed_now": False} == known
+    assert [candidate["count"] for candidate in entry["candidates"]] == [40, 1, 10, 20] and entry["won"] == 1
+    assert entry["candidates"][0]["microseconds"] > entry["candidates"][1]["microseconds"] > 0
+    assert (
+        "1 choices, 1 of them timed in this run, with 4 candidates; another than the default won 1"
+        in summary(first.tried)[0]
+    )
 
 
 @pytest.fixture

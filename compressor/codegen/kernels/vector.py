@@ -113,6 +113,8 @@ def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[
         return found[0]
     element = fmt.element
     code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
+    if element is None and fmt.bits <= 4 and lanes == 16:  # one permutation in place of a mask and a conversion
+        return _lookup16(range(16), code, lanes)
     if element is None:
         return T.Cast(f"float32x{lanes}", T.bitwise_and(code, splat(0xFF, lanes)))
     if not element.is_float:
