@@ -18,6 +18,7 @@ from tvm import relax
 
 from compressor.capture import capture
 from compressor.codegen import lower
+from compressor.codegen.kernels.vector import AMX
 from compressor.codegen.lower import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import VerificationError
@@ -56,6 +57,8 @@ DECODERS: dict[str, Callable[[], Any]] = {
 }
 PACKED_HEAD = "qwen3"  # elsewhere it stays dense, and in some is tied to the embedding
 TOLERANCE = 1e-5  # relative, root mean square: rounding of float32 sums in different orders
+# AMX takes 16 of the 24 bits of float activations, in each of a model's linears.
+NATIVE_TOLERANCE = 4e-5 if X86().executes(AMX) else TOLERANCE
 
 
 def build(config: Any, kind: Any = None) -> nn.Module:
@@ -124,7 +127,7 @@ def test_decoder(name: str, tmp_path: Path) -> None:
     build(DECODERS[name]()).half().save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32", ignore=() if name == PACKED_HEAD else ("lm_head",))
     library = compile_graph(graph, X86(), tune="off")
-    assert decoding_error(graph, library) < TOLERANCE
+    assert decoding_error(graph, library) < NATIVE_TOLERANCE
     families = {kernel["family"] for kernel in library.kernels}
     assert {"packed_linear", "cached_attention", "embedding"} < families
     assert {kernel["evidence"] for kernel in library.kernels} == {"executed"}
@@ -135,7 +138,7 @@ def test_decoder(name: str, tmp_path: Path) -> None:
 def test_storage_types_of_checkpoints(dtype: torch.dtype, scheme: str, tmp_path: Path) -> None:
     build(transformers.LlamaConfig(**GROUPED)).to(dtype).save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), scheme, ("gate_proj", "down_proj"))
-    assert decoding_error(graph, compile_graph(graph, X86(), tune="off")) < TOLERANCE
+    assert decoding_error(graph, compile_graph(graph, X86(), tune="off")) < NATIVE_TOLERANCE
 
 
 def test_integer_activations() -> None:
