@@ -56,7 +56,7 @@ def assemble(
             parameters=library.parameters,
             library=shared,
             vectors=make_vectors(graph),
-            model=_facts(graph),
+            model=model_facts(graph),
             recipe=recipe.resolved(),
             sites=[dataclasses.asdict(record) for record in context.records],
             kernels=[kernel for one in libraries for kernel in one.kernels],
@@ -71,7 +71,7 @@ def assemble(
         fill_bundle(folder, parts)
 
 
-def _facts(graph: GraphModule) -> dict[str, Any]:
+def model_facts(graph: GraphModule) -> dict[str, Any]:
     """What the manifest says of the model."""
     info: ModelInfo = graph.meta["model"]
     cache_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)

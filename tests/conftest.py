@@ -84,13 +84,13 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
         from compressor.codegen.lower import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export import BundleParts, write_bundle
-        from compressor.run_assemble import _facts
+        from compressor.run_assemble import model_facts
         from compressor.verify_vectors import make_vectors
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)
         library.save(folder / "kernels.so", target)
-        model: dict[str, Any] = {**_facts(graph), "name": "small"}
+        model: dict[str, Any] = {**model_facts(graph), "name": "small"}
         parts = BundleParts(
             graph=graph,
             parameters=library.parameters,

@@ -152,11 +152,12 @@ def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None)
     if not entries:
         names = ", ".join(str(entry["isa"]) for entry in _libraries(manifest))
         raise RequestError(f"{root}: isa={isa!r}: the bundle has kernels for {names or 'no instruction set'}")
-    for entry in entries:
-        if not missing_features(_items(entry, "cpu_features", str)):
-            return str(_field(entry, "file", str))
-    check_cpu(_items(entries[-1], "cpu_features", str), root)
-    raise AssertionError  # some of them are missing
+    runs = (entry for entry in entries if not missing_features(_items(entry, "cpu_features", str)))
+    chosen = next(runs, None)
+    if chosen is None:
+        chosen = entries[-1]
+        check_cpu(_items(chosen, "cpu_features", str), root)  # raises: it says what the least demanding one lacks
+    return str(_field(chosen, "file", str))
 
 
 def _libraries(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ Of a single token the scores of each head are kept whole (two passes); several t
 from __future__ import annotations
 
 from functools import partial
+from math import gcd
 from typing import Any, Protocol
 
 import tvm
@@ -177,7 +178,7 @@ class DenseRows:
 
     def __init__(self, keys: Any, values: Any, b: Any, kv: Any, head_dim: int) -> None:
         self.keys, self.values, self.b, self.kv, self.head_dim = keys, values, b, kv, head_dim
-        self.lanes = next(n for n in (16, 8, 4, 2, 1) if head_dim % n == 0)
+        self.lanes = gcd(VECTOR, head_dim)
 
     def products(self, query: Place, row: Any) -> Any:
         """See :class:`Rows`."""

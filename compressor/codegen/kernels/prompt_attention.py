@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 from typing import Any
 
 from tvm.script import tirx as T
@@ -35,7 +36,7 @@ class PromptBlocks:
 
     def __init__(self, head_dim: int, repeat: int, scale: float, softcap: float) -> None:
         self.head_dim, self.repeat, self.scale, self.softcap = head_dim, repeat, scale, softcap
-        self.lanes = next(n for n in (16, 8, 4, 2, 1) if head_dim % n == 0)
+        self.lanes = gcd(_LANES, head_dim)
         vectors = head_dim // self.lanes
         self.weighed = next(n for n in (8, 4, 2, 1) if n * vectors <= 16 or n == 1)  # rows of sums in registers
 
