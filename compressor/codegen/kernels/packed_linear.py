@@ -23,7 +23,7 @@ from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
-from compressor.codegen.kernels.tiles import SIDE, TOKENS, TileProducts, takes_tiles
+from compressor.codegen.kernels.tiles import SIDE, TOKENS, Buffers, TileProducts, takes_tiles
 from compressor.codegen.kernels.vector import Isa, emit_tree_sum
 from compressor.formats import PARTS, TILE_ROWS, Format
 
@@ -86,7 +86,7 @@ def packed_linear(
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
     is_sign = is_rounded and fed.is_sign
     combine = operator.add if is_sign else T.max
-    round_to = 2 * SIDE if is_tiled else schedule.gemm_tokens
+    round_to = by_tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
     step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -272,31 +272,20 @@ def packed_linear(
                         write(out, first + n, m0 + t, t, n)
 
         @T.inline
-        def tile_step(found, scale, out, b, first, m0, t0, g, n_sides):
-            by_tiles.multiply(found, halves, b, codes, first, m0, g, n_sides)
-            by_tiles.add(out, found, scale, sums, zeros, factor if by_group else None, first, m0, t0, g, n_sides)
-
-        @T.inline
         def tile_block(first, m0):
             n_tiles = T.meta_var(by_tiles.n_tiles)
             out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
-            found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
+            found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
+            fed_factor = T.meta_var(factor if by_group else None)
+            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y))
             by_tiles.configure()
             for t in range((count + (round_to - 1)) // round_to * round_to):
                 for n in T.unroll(n_tiles):
                     out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
-            for g in range(groups):
-                by_tiles.unpack(b, codes, zeros, first, g)
-                by_tiles.load_scales(scale, scales, first, g)
-                if tokens <= SIDE:
-                    tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)
-                else:
-                    for i in range((count + (2 * SIDE - 1)) // (2 * SIDE)):
-                        t0 = T.meta_var(i * (2 * SIDE))
-                        tile_step(found, scale, out, b, first, m0 + t0, t0, g, 2)
+            by_tiles.add_groups(at, first, m0, count)
             by_tiles.release()
             for t in range(count):
                 for n in T.unroll(n_tiles):
