@@ -79,7 +79,8 @@ def packed_linear(
     vectors, tail = columns // 16, columns % 16
     group_columns = body.group_columns
     is_tiled = takes_tiles(fmt, isa)
-    by_tiles = TileProducts(body, columns, schedule.gemm_tiles)
+    is_final = groups == 1 and not (ragged or has_outliers or has_columns)
+    by_tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
     # Bytes from one token's activations to the next, those that fill up chunks or registers included.
     width = by_tiles.stride if is_tiled else padded
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
@@ -274,20 +275,20 @@ def packed_linear(
         @T.inline
         def tile_block(first, m0):
             n_tiles = T.meta_var(by_tiles.n_tiles)
-            out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
+            out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
             found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
-            fed_factor = T.meta_var(factor if by_group else None)
-            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y))
+            fed_factor = T.meta_var(factor if by_group or is_final else None)
+            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y, bias))
             by_tiles.configure()
-            for t in range((count + (round_to - 1)) // round_to * round_to):
+            for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
                 for n in T.unroll(n_tiles):
                     out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
             by_tiles.add_groups(at, first, m0, count)
             by_tiles.release()
-            for t in range(count):
+            for t in range(0 if is_final else count):
                 for n in T.unroll(n_tiles):
                     write(out, first + n, m0 + t, t, n)
 

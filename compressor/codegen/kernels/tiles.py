@@ -57,8 +57,9 @@ class Buffers:
     b: Any  # a group's weights as registers take them, int32 [steps, n_tiles, 16, 16]: four bytes or two bfloat16
     scale: Any  # a group's, float32 [n_tiles, 16]
     sums: Any  # of a group, for the tokens of this visit and of the one before: [2, sides, n_tiles, 16, 16]
-    out: Any  # float32 [tokens, n_tiles, 16]
-    y: Any  # where outputs go in the end
+    out: Any  # float32 [tokens, n_tiles, 16], of several groups
+    y: Any  # where outputs go in the end, [tokens, rows]
+    bias: Any  # [rows], or None
 
 
 class TileProducts:
@@ -68,8 +69,9 @@ class TileProducts:
     two registers hold activations, and one a tile the sums.  Otherwise each visit loads them again, for 32 tokens.
     """
 
-    def __init__(self, body: Products, columns: int, n_tiles: int) -> None:
-        self.body, self.fmt, self.n_tiles = body, body.fmt, n_tiles
+    def __init__(self, body: Products, columns: int, n_tiles: int, *, is_final: bool) -> None:
+        """``is_final``: what products and scales make of the only group are the outputs, but for the bias."""
+        self.body, self.fmt, self.n_tiles, self.is_final = body, body.fmt, n_tiles, is_final
         self.depth = _ROW_BYTES if body.integer else _ROW_BYTES // 2  # columns of a register
         # From one token's activations to the next: whole registers, and a cache line more, so that the rows of a
         # register do not meet in the same few sets of the cache.
@@ -176,7 +178,7 @@ class TileProducts:
 
         def scaling(sides: int, g: Any, i: Any) -> Pieces:
             t = i * (SIDE * sides)
-            return lambda part, parts: self._scale(at, sides, first, m0 + t, t, g, turn(sides, g, i), part, parts)
+            return lambda part, parts: self._scale(at, sides, first, m0, t, count, g, turn(sides, g, i), part, parts)
 
         def visit(sides: int, g: Any, i: Any, beside: Pieces) -> None:
             m = m0 + i * (SIDE * sides)
@@ -286,19 +288,27 @@ class TileProducts:
             _tile("tilestored64", T.uint8(i), T.address_of(at.sums[turn, s, n, 0, 0]), T.int64(4 * SIDE))
 
     def _scale(
-        self, at: Buffers, sides: int, first: Any, m: Any, t: Any, g: Any, turn: Any, part: int, parts: int
+        self, at: Buffers, sides: int, first: Any, m0: Any, t: Any, count: Any, g: Any, turn: Any, part: int, parts: int
     ) -> None:
         """Part of ``parts`` of what adds a visit's sums with their scales to the outputs."""
         every, rows = T.ramp(0, 1, _LANES), SIDE * sides * self.n_tiles // parts
-        for begin in range(part * rows, (part + 1) * rows, min(rows, SIDE)):
+        size = min(rows, SIDE)
+        for begin in range(part * rows, (part + 1) * rows, size):
             s, n = divmod(begin // SIDE, self.n_tiles)
-            with T.serial(0, min(rows, SIDE)) as r:  # not unrolled: the time to compile grows fast with statements
-                row = begin % SIDE + r
-                token, total, place = SIDE * s + row, at.sums[turn, s, n, row, every], [t + SIDE * s + row, n, every]
+            place = t + (SIDE * s + begin % SIDE)
+            # Not unrolled: the time to compile grows fast with statements.
+            with T.serial(0, T.min(T.int64(size), count - place) if self.is_final else size) as r:
+                m, total = m0 + place + r, at.sums[turn, s, n, begin % SIDE + r, every]
                 if self.body.integer and not self.centre:
-                    total = total + self.body.minus_zeros(at.fed_sums, at.zeros, first + n, m + token, g, every)
-                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, at.factor, m + token, g)
-                T.buffer_store(at.out, at.out[tuple(place)] + value, place)
+                    total = total + self.body.minus_zeros(at.fed_sums, at.zeros, first + n, m, g, every)
+                if not self.is_final:
+                    value = self.body.scaled(total, at.scale[n, every], at.fed_sums, at.factor, m, g)
+                    T.buffer_store(at.out, at.out[place + r, n, every] + value, [place + r, n, every])
+                    continue
+                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, None, m, g)
+                value = value * T.broadcast(at.factor[m, 0], _LANES)
+                across = T.ramp((first + n) * SIDE, 1, _LANES)
+                T.buffer_store(at.y, value if at.bias is None else value + at.bias[across], [m, across])
 
 
 def _no_table(_level: int) -> Any:
