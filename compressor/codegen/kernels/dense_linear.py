@@ -66,7 +66,7 @@ def dense_linear(
         @T.inline
         def block(row0, n_rows, m0, n_tokens):
             # Rows and tokens over the end repeat the last one, and are not stored.
-            acc = T.alloc_buffer((n_tokens, n_rows, VECTOR), "float32", scope="local")
+            acc = T.alloc_buffer((n_tokens, n_rows, VECTOR), "float32")
             for t in T.unroll(n_tokens):
                 for r in T.unroll(n_rows):
                     acc[t, r, every] = T.broadcast(T.float32(0), VECTOR)

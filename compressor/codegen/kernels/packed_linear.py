@@ -140,7 +140,7 @@ def packed_linear(
         @T.inline
         def peak(m, out, begin, n_vectors, n_tail):
             # The largest size; of signs, the mean.
-            lane = T.alloc_buffer((16,), "float32", scope="local")
+            lane = T.alloc_buffer((16,), "float32")
             lane[every] = T.broadcast(T.float32(0), 16)
             for k in range(n_vectors):
                 lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
@@ -155,11 +155,11 @@ def packed_linear(
         @T.inline
         def round_span(m, g, begin, n_vectors, n_tail):
             # Columns that share a scale: int8 codes and their factor, or floats on their grid.
-            scale = T.alloc_buffer((1,), "float32", scope="local")
+            scale = T.alloc_buffer((1,), "float32")
             if fed.granularity != "tensor":
                 peak(m, scale, begin, n_vectors, n_tail)
             scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
-            inverse = T.alloc_buffer((1,), "float32", scope="local")
+            inverse = T.alloc_buffer((1,), "float32")
             inverse[0] = inverse_scale(scale[0])
             for k in range(n_vectors):
                 at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
@@ -203,7 +203,7 @@ def packed_linear(
             if not integer:
                 factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
             for g in range(groups if body.has_zeros else 0):
-                lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
+                lane = T.alloc_buffer((16,), "int32" if integer else "float32")
                 lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
                 length = T.meta_var(T.min(group_columns, padded - g * group_columns))
                 for k in range(length // 16):
@@ -218,7 +218,7 @@ def packed_linear(
                 by_tiles.split(halves, a, m)
             if is_sliced:
                 for c in range(chunks):
-                    quads = T.alloc_buffer((8,), "int32", scope="local")
+                    quads = T.alloc_buffer((8,), "int32")
                     slice_chunk(operands, quads, a, m, c, fed)
 
         @T.inline
@@ -255,10 +255,10 @@ def packed_linear(
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
             partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
-            acc = T.alloc_buffer(partial, "int32" if integer else "float32", scope="local")
-            out = T.alloc_buffer(shape, "float32", scope="local")
-            values = T.alloc_buffer((4, TILE_ROWS), "float32", scope="local")  # of four columns
-            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32", scope="local")  # of a group
+            acc = T.alloc_buffer(partial, "int32" if integer else "float32")
+            out = T.alloc_buffer(shape, "float32")
+            values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
+            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
             body.clear(out, n_tokens, n_tiles)
             for g in range(groups):
                 body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
@@ -278,7 +278,7 @@ def packed_linear(
             out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
             found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
-            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
+            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
             fed_factor = T.meta_var(factor if by_group or is_final else None)
             at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y, bias))

@@ -89,7 +89,7 @@ class TileProducts:
     def configure(self) -> None:
         """All eight registers are full: palette 1, 64 bytes in each of 16 rows."""
         words = [1, *[0] * 3, *[_ROW_BYTES << 16 | _ROW_BYTES] * 4, *[0] * 4, *[SIDE * 0x01010101] * 2, 0, 0]
-        memory = T.alloc_buffer((16,), "int32", scope="local")
+        memory = T.alloc_buffer((16,), "int32")
         T.buffer_store(memory, T.Shuffle([T.int32(word) for word in words], list(range(16))), [T.ramp(0, 1, 16)])
         _tile("ldtilecfg", T.address_of(memory[0]))
 
