@@ -24,7 +24,7 @@ from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.tiles import SIDE, TOKENS, Buffers, TileProducts, takes_tiles
-from compressor.codegen.kernels.vector import Isa, emit_tree_sum
+from compressor.codegen.kernels.vector import Isa, emit_tree_sum, registers
 from compressor.formats import PARTS, TILE_ROWS, Format
 
 
@@ -55,8 +55,9 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     if takes_tiles(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
     quads = fmt.chunk_columns // 4
-    space = [(n, m) for n, m in ((2, 8), (1, 16), (2, 4), (4, 4)) if n * m * quads <= 64 and tiles % n == 0]
-    return [Schedule(gemv_tiles, n, m) for n, m in (_GEMM_DEFAULT, *space)]
+    space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
+    space.insert(0 if fmt.integer_products else 1, _GEMM_DEFAULT)  # floats gain more from sharing what is unpacked
+    return [Schedule(gemv_tiles, n, m) for n, m in space]
 
 
 def packed_linear(
@@ -254,8 +255,8 @@ def packed_linear(
         @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-            partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
-            acc = T.alloc_buffer(partial, "int32" if integer else "float32")
+            partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
+            acc = T.meta_var(registers(n_tokens, partial, "int32" if integer else "float32"))
             out = T.alloc_buffer(shape, "float32")
             values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
             table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group

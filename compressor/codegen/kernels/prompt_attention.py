@@ -16,7 +16,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree, exp, ramp, widen
+from compressor.codegen.kernels.vector import emit_tree, exp, ramp, registers, widen
 
 ROWS = 16
 """Queries of a block."""
@@ -118,20 +118,20 @@ class PromptBlocks:
     def _score(self, weights: Any, queries: Any, turned: Any, b: Any, kv: Any, first: Any, r0: Any) -> None:
         """Scores of some rows."""
         vectors = range(KEYS // _LANES)
-        acc = T.alloc_buffer((_SCORED, KEYS), "float32")
+        acc = registers(_SCORED, (KEYS,))
         for r in range(_SCORED):
             for v in vectors:
-                T.buffer_store(acc, T.broadcast(T.float32(0), _LANES), [r, T.ramp(v * _LANES, 1, _LANES)])
+                T.buffer_store(acc[r], T.broadcast(T.float32(0), _LANES), [T.ramp(v * _LANES, 1, _LANES)])
         with T.serial(0, self.head_dim) as d:
             for r in range(_SCORED):
                 for v in vectors:
                     at = T.ramp(v * _LANES, 1, _LANES)
                     keys = turned[b, kv, d, T.ramp(first + v * _LANES, 1, _LANES)]
-                    T.buffer_store(acc, acc[r, at] + keys * T.broadcast(queries[r0 + r, d], _LANES), [r, at])
+                    T.buffer_store(acc[r], acc[r][at] + keys * T.broadcast(queries[r0 + r, d], _LANES), [at])
         for r in range(_SCORED):
             for v in vectors:
                 at = T.ramp(v * _LANES, 1, _LANES)
-                T.buffer_store(weights, acc[r, at], [r0 + r, at])
+                T.buffer_store(weights, acc[r][at], [r0 + r, at])
 
     def _weigh(self, weights: Any, sums: Any, stat: Any, r: Any, visible: Callable[[Any], Any], first: Any) -> None:
         """Scores of one row become weights; what was summed before is scaled to the new largest score."""
@@ -165,19 +165,19 @@ class PromptBlocks:
     def _sum(self, sums: Any, weights: Any, values: Any, b: Any, kv: Any, first: Any, end: Any, r0: Any) -> None:
         """Add the block's values, weighed, to the sums of some rows."""
         lanes, rows = self.lanes, range(self.weighed)
-        acc = T.alloc_buffer((self.weighed, self.head_dim), "float32")
+        acc = registers(self.weighed, (self.head_dim,))
         places = [ramp(d, lanes) for d in range(0, self.head_dim, lanes)]
         for r in rows:
             for at in places:
-                T.buffer_store(acc, sums[r0 + r, at], [r, at])
+                T.buffer_store(acc[r], sums[r0 + r, at], [at])
         with T.serial(0, T.min(KEYS, end - first)) as t:
             for at in places:
                 for r in rows:
                     product = values[b, kv, first + t, at] * widen(weights[r0 + r, t], lanes)
-                    T.buffer_store(acc, acc[r, at] + product, [r, at])
+                    T.buffer_store(acc[r], acc[r][at] + product, [at])
         for r in rows:
             for at in places:
-                T.buffer_store(sums, acc[r, at], [r0 + r, at])
+                T.buffer_store(sums, acc[r][at], [r0 + r, at])
 
 
 def keys_from(first: Any) -> Any:

@@ -56,6 +56,15 @@ ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
 """Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
 
 
+def registers(count: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Any]:
+    """Buffers that LLVM keeps in registers, where there are enough.
+
+    TVM puts a buffer of constant size on the stack where it has less than 1 KB, and allots others by calls; a buffer
+    of a kernel that sums should therefore be several small ones.  A scope ("local") would make it allot all of them.
+    """
+    return [T.alloc_buffer(shape, dtype) for _ in range(count)]
+
+
 def ramp(first: Any, lanes: int) -> Any:
     """The index of ``lanes`` elements in a row; of one element, its own."""
     return T.ramp(first, 1, lanes) if lanes > 1 else first
