@@ -1,11 +1,12 @@
 """Where one step of a decoder's bundle spends its time, or one call of another's, by kernel.
 
     python benchmarks/profile_step.py BUNDLE [--tokens 1] [--context 128] [--threads 2] [--repeats 20] [--json]
-    python benchmarks/profile_step.py BUNDLE --inputs FILE.npz [--threads 2] [--repeats 20] [--json]
+    python benchmarks/profile_step.py BUNDLE --inputs FILE.npz [--threads 2] [--repeats 20] [--json] [--cpu]
 
 An encoder or a plain module is called with the file's arrays in order, such as a case that benchmarks/x86_models.py
 left in its folder.  TVM's virtual machine calls back before and after each kernel and built-in; what the calls cost
-themselves is in the line `between`.  Medians over the repeats.
+themselves is in the line `between`.  Medians over the repeats.  `--cpu` counts what the process computed, in place of
+what passed: with one thread, others on the machine change it little.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ def network_call(loaded: Any, inputs: Path) -> Callable[[], None]:
     return call
 
 
-def profile(loaded: Any, call: Callable[[], None], repeats: int) -> dict[str, Any]:
+def profile(loaded: Any, call: Callable[[], None], repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds and calls of each kernel in a call."""
     steps: list[dict[str, list[float]]] = []
     begun = [0.0]
 
     def watch(_function: Any, name: str, before: bool, _result: Any, *_arguments: Any) -> None:
         if before:
-            begun[0] = time.perf_counter()
+            begun[0] = clock()
         else:
-            steps[-1][name].append(time.perf_counter() - begun[0])
+            steps[-1][name].append(clock() - begun[0])
 
     whole = []
     loaded._machine["set_instrument"](tvm_ffi.convert(watch))
     for _ in range(repeats + 3):
         steps.append(defaultdict(list))
-        begin = time.perf_counter()
+        begin = clock()
         call()
-        whole.append(time.perf_counter() - begin)
+        whole.append(clock() - begin)
     counted, whole = steps[3:], whole[3:]  # the first ones find memory and threads cold
     kernels: list[dict[str, Any]] = [
         {"kernel": name, "calls": len(counted[0][name]), "ms": 1e3 * statistics.median(sum(s[name]) for s in counted)}
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="time of the process on all cores")
     options = parser.parse_args()
     loaded = load(options.bundle, threads=options.threads)
     if options.inputs is not None:
@@ -98,7 +100,8 @@ def main() -> None:
         what = f"{options.tokens} token(s) after {options.context}"
     else:
         parser.error(f"{options.bundle} is no decoder: give its --inputs")
-    found = {"bundle": options.bundle.name, "what": what, **profile(loaded, call, options.repeats)}
+    clock = time.process_time if options.cpu else time.perf_counter
+    found = {"bundle": options.bundle.name, "what": what, **profile(loaded, call, options.repeats, clock)}
     if options.json:
         print(json.dumps(found, indent=2))
         return

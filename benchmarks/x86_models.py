@@ -5,8 +5,9 @@
 
 MODEL and TEXTs are those of benchmarks/minilm.py, WEIGHTS and IMAGES those of benchmarks/resnet.py.  Makes inputs, our
 bundles and the peers' conversions in WORK_FOLDER, once (`--compress` makes our bundles anew), and writes
-benchmarks/results/x86_models.json and .md.  How runtimes take turns is said in benchmarks/x86_race.py; the seconds of a
-turn are the median of its calls, and the first call is not counted.
+benchmarks/results/x86_models.json and .md, where a model that is not measured now stays as it is.  How runtimes take
+turns is said in benchmarks/x86_race.py; the seconds of a turn are the median of its calls, and the first call is not
+counted.
 """
 
 from __future__ import annotations
@@ -128,20 +129,21 @@ def main() -> None:
     kinds: dict[type[Task], list[str]] = {MiniLM: options.minilm, ResNet56: options.resnet}
     tasks = [kind(options.folder, Path(given[0]), given[1:]) for kind, given in kinds.items() if given]
     wanted = [part.lower() for part in options.only.split("/") if part]
-    result: dict[str, Any] = {"machine": machine(), "repeats": options.repeats, "models": {}}
+    written = options.out / "x86_models.json"
+    result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {}
     for task in tasks:
         everybody = (*bundles(task, options), *PEERS[task.kind])
         runtimes = [r for r in everybody if not wanted or any(part in r.name.lower() for part in wanted)]
         races: dict[str, Any] = {}
-        result["models"][task.name] = {
+        result[task.name] = {
             "title": task.title, "batches": list(task.runs), "operations": task.operations, "judged": task.judged,
-            "threads": races,
+            "machine": machine(), "repeats": options.repeats, "threads": races,
         }  # fmt: skip
         for threads in options.threads.split(","):
             race = TaskRace(runtimes, Track(task.folder, options.folder, options.peers, int(threads)), task)
             race.run(options.repeats)
             races[threads] = race.result()
-            (options.out / "x86_models.json").write_text(json.dumps(result, indent=2) + "\n")
+            written.write_text(json.dumps(result, indent=2) + "\n")
             (options.out / "x86_models.md").write_text(table(result))
     print(table(result))
 

@@ -10,28 +10,22 @@ from x86_table import limits, lines_of, settings
 _HEADING = """\
 # Runtimes on x86: an encoder and a CNN
 
-Made by `python benchmarks/x86_models.py`. {cpu}, {cpus} CPUs, AMX {amx}; commit {commit}; load average before
-{load:.2f}. Every runtime in its own process, all in turns, {repeats} repetitions: medians of milliseconds a call, and
-in brackets the least and the most. `x`: how many times as fast as the fastest runtime that is not ours. Peak: 2
-operations for each product of linears, convolutions and attention, over what `peak_int8.cpp` reaches between the runs
-by {instructions}, in int8 also for those that compute in floats. RSS after the runs; load with files in the system's
-cache; MB are 10^6 bytes, of weights those of the file that holds them. Cosine: of 200 texts' embeddings with PyTorch's
-in float32, the mean and the least; accuracy: of 2,000 images.
+Made by `python benchmarks/x86_models.py`. Every runtime in its own process, all in turns: medians of milliseconds a
+call, and in brackets the least and the most. `x`: how many times as fast as the fastest runtime that is not ours. Peak:
+2 operations for each product of linears, convolutions and attention, over what `peak_int8.cpp` reaches between the runs
+by the better instructions, in int8 also for those that compute in floats. RSS after the runs; load with files in the
+system's cache; MB are 10^6 bytes, of weights those of the file that holds them. Cosine: of 200 texts' embeddings with
+PyTorch's in float32, the mean and the least; accuracy: of 2,000 images.
 """
 
 
 def table(result: dict[str, Any]) -> str:
     """One part a model and number of threads, then versions and settings."""
-    machine = result["machine"]
-    parts = [_HEADING.format(
-        cpu=machine["cpu"], cpus=machine["cpus"], amx="yes" if machine["amx"] else "no", commit=machine["commit"],
-        load=machine["load_average_before"], repeats=result["repeats"],
-        instructions="AMX tiles" if machine["amx"] else "AVX512-VNNI",
-    )]  # fmt: skip
-    for model in result["models"].values():
+    parts = [_HEADING]
+    for model in result.values():
         for threads, race in model["threads"].items():
             parts.append(_race(model, threads, race))
-    for model in result["models"].values():
+    for model in result.values():
         rows = {name: row for race in model["threads"].values() for name, row in race["runtimes"].items()}
         parts.append(settings(rows, f"Versions and settings: {model['title']}"))
     return "\n".join(parts)
@@ -61,11 +55,17 @@ def _race(model: dict[str, Any], threads: str, race: dict[str, Any]) -> str:
                 f"{rate / peak:.1%}" if peak else "",
             ]
         cells += [
-            f"{statistics.median(row['rss_bytes']) / 1e6:.0f}", f"{row['peak_rss_bytes'][-1] / 1e6:.0f}",
+            f"{statistics.median(row['rss_bytes']) / 1e6:.0f}", f"{row['peak_rss_bytes'][0] / 1e6:.0f}",
             f"{statistics.median(row['load_s']):.2f}", f"{row['weight_bytes'] / 1e6:.2f}", _quality(row),
         ]  # fmt: skip
         lines.append(cells)
-    heading = f"## {model['title']}: {threads} thread{'' if threads == '1' else 's'}\n\n{limits(race)}\n"
+    machine = model["machine"]
+    amx = "AMX" if machine["amx"] else "no AMX"
+    measured = (
+        f"{machine['cpu']}, {machine['cpus']} CPUs, {amx}; commit {machine['commit']}; "
+        f"load average before {machine['load_average_before']:.2f}; {model['repeats']} repetitions; {limits(race)}"
+    )
+    heading = f"## {model['title']}: {threads} thread{'' if threads == '1' else 's'}\n\n{measured}\n"
     return "\n".join([heading, *lines_of(columns, lines, race["missing"])])
 
 

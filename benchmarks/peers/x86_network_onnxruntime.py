@@ -56,11 +56,13 @@ class OnnxRuntime(Network):
                     exported, out / "model.onnx", per_channel=True, weight_type=int8, extra_options=options
                 )
             else:
+                # An attention's mask is the lowest float32: an addition of it that is quantised knows nothing else.
+                operators = ["MatMul", "Gather"] if self.task["kind"] == "encoder" else None
                 quant_pre_process(exported, prepared, skip_symbolic_shape=True)
                 quantization.quantize_static(
                     prepared, out / "model.onnx", Samples(self.calibration()), per_channel=True,
                     quant_format=quantization.QuantFormat.QDQ, activation_type=uint8, weight_type=int8,
-                    extra_options=options,
+                    op_types_to_quantize=operators, extra_options=options,
                 )  # fmt: skip
 
     def _export(self, file: Path) -> None:
