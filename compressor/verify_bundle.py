@@ -108,7 +108,7 @@ def _files(bundle: Path, manifest: Manifest) -> str:
     """Sizes and hashes; no file that is not listed."""
     from compressor.runtime import check_files
 
-    check_files(bundle, manifest.model_dump())
+    check_files(bundle, manifest.model_dump(exclude_none=True))
     found = [Path(folder, name).relative_to(bundle).as_posix() for folder, name in _entries(bundle)]
     if extra := sorted(set(found) - set(manifest.files) - set(UNLISTED)):
         shown = ", ".join(map(repr, extra[:_SHOWN])) + (", ..." if len(extra) > _SHOWN else "")

@@ -92,7 +92,8 @@ class Manifest(_Entry):
     parameter_types: list[TypeEntry] | None = None  # from schema 2 on
     kernels: Annotated[list[KernelEntry], Field(min_length=1)]
     cpu_features: list[str]
-    libraries: list[LibraryEntry] | None = None  # bundles from before there were several say nothing
+    # Bundles from before there were several say nothing.
+    libraries: Annotated[list[LibraryEntry], Field(min_length=1)] | None = None
     versions: dict[str, str]
     weight_bytes: Bytes
     dense_weight_bytes: Bytes

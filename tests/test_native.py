@@ -177,6 +177,8 @@ def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: P
         ),
         (lambda m: m["parameter_types"][0].update(shape=[1]), 4, "is not of the type and shape"),
         (lambda m: m["parameters"].append("x"), 4, "`parameters`"),
+        (lambda m: m.update(libraries=[]), 4, "manifest.json: `libraries` is empty; copy the bundle again"),
+        (lambda m: m.update(libraries=None), 4, "`libraries` is missing or of another type"),
     ],
 )
 def test_manifests_that_are_wrong(runner: Runner, copy: Path, change: Any, code: int, words: str) -> None:

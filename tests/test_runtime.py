@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -644,6 +645,8 @@ def test_a_library_behind_a_link_is_refused(copy: Path) -> None:
         (lambda m: m.update(files={"model.so": 3}), DamagedBundleError, "does not list"),
         (lambda m: m["files"].update({"model.so": 3}), DamagedBundleError, "`bytes` is missing"),
         (lambda m: m["files"]["model.so"].pop("sha256"), DamagedBundleError, "`sha256` is missing"),
+        (lambda m: m.update(libraries=[]), DamagedBundleError, r"manifest\.json: `libraries` is empty"),
+        (lambda m: m.update(libraries=None), DamagedBundleError, "`libraries` is missing or is no valid list"),
         (lambda m: m.update(cpu_features=["sse2", "avx999"]), BundleError, "this CPU lacks avx999"),
         (lambda m: m["parameters"].__setitem__(1, "other"), DamagedBundleError, "lacks 'other'"),
         (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "not all of `parameters` is str"),
@@ -712,10 +715,14 @@ def test_the_first_library_that_this_cpu_runs_is_loaded(monkeypatch: pytest.Monk
 
 
 def test_a_system_that_refuses_amx_is_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressor_runtime.Path, "read_text", lambda _self: "flags : amx_tile avx2\n")
+    reads: list[Path] = []
+    text = "flags : amx_tile avx2\n"
+    monkeypatch.setattr(compressor_runtime.Path, "read_text", lambda file: reads.append(file) or text)
+    monkeypatch.setattr(compressor_runtime, "_cpu_flags", cache(compressor_runtime._cpu_flags.__wrapped__))
     monkeypatch.setattr(compressor_runtime, "allow_tiles", lambda: False)
     assert compressor_runtime.missing_features(["amx_tile", "avx2"]) == ["amx_tile"]
     assert compressor_runtime.missing_features(["avx2"]) == []
+    assert reads == [Path("/proc/cpuinfo")]  # however many libraries are considered
 
 
 def test_the_public_api_loads_bundles(bundle_folder: Path) -> None:

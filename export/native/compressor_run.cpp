@@ -200,23 +200,29 @@ json::Object read_manifest(const fs::path& root) {
   return manifest;
 }
 
-// Features that this CPU lacks, or that the system does not let processes use, with commas between them.
-std::string missing_features(const std::vector<ffi::String>& required) {
-  auto plain = [](const std::string& name) {  // Linux and LLVM spell them differently: avx512_vnni, avx512vnni
-    std::string letters;
-    for (unsigned char c : name) letters += std::isalnum(c) ? std::string(1, char(c)) : "";
-    return letters;
-  };
+std::string letters(const std::string& feature) {  // Linux and LLVM spell them differently: avx512_vnni, avx512vnni
+  std::string found;
+  for (unsigned char c : feature) found += std::isalnum(c) ? std::string(1, char(c)) : "";
+  return found;
+}
+
+std::set<std::string> cpu_flags() {
   std::ifstream info("/proc/cpuinfo");
   std::set<std::string> present;
   for (std::string line, flag; present.empty() && std::getline(info, line);) {
     if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
-    for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(plain(flag));
+    for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(letters(flag));
   }
+  return present;
+}
+
+// Features that this CPU lacks, or that the system does not let processes use, with commas between them.
+std::string missing_features(const std::vector<ffi::String>& required) {
+  static const std::set<std::string> present = cpu_flags();
   std::string missing;
   bool tiles = false;
   for (const ffi::String& name : required) {
-    if (present.count(plain(name)) == 0) missing += (missing.empty() ? "" : ", ") + std::string(name);
+    if (present.count(letters(name)) == 0) missing += (missing.empty() ? "" : ", ") + std::string(name);
     tiles = tiles || name == "amx_tile";
   }
 #if defined(__x86_64__)
@@ -228,13 +234,12 @@ std::string missing_features(const std::vector<ffi::String>& required) {
 
 // Files of the kernels for each instruction set, the most demanding first; older bundles have one and do not list it.
 std::vector<std::pair<std::string, std::vector<ffi::String>>> libraries(const json::Object& manifest) {
+  if (manifest.count("libraries") == 0) return {{"model.so", items<ffi::String>(manifest, "cpu_features")}};
   std::vector<std::pair<std::string, std::vector<ffi::String>>> found;
-  if (find<json::Array>(manifest, "libraries")) {
-    for (const json::Object& entry : items<json::Object>(manifest, "libraries")) {
-      found.emplace_back(field<ffi::String>(entry, "file"), items<ffi::String>(entry, "cpu_features"));
-    }
+  for (const json::Object& entry : items<json::Object>(manifest, "libraries")) {
+    found.emplace_back(field<ffi::String>(entry, "file"), items<ffi::String>(entry, "cpu_features"));
   }
-  if (found.empty()) found.emplace_back("model.so", items<ffi::String>(manifest, "cpu_features"));
+  if (found.empty()) fail(kDamaged, "manifest.json: `libraries` is empty; copy the bundle again");
   return found;
 }
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -162,8 +162,12 @@ def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None)
 
 def _libraries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Entries of the kernels, for the most demanding CPU first; older bundles have one and do not list it."""
-    only = {"isa": "", "file": LIBRARY, "cpu_features": _items(manifest, "cpu_features", str)}
-    return _items(manifest, "libraries", dict) if "libraries" in manifest else [only]
+    if "libraries" not in manifest:
+        return [{"isa": "", "file": LIBRARY, "cpu_features": _items(manifest, "cpu_features", str)}]
+    entries = _items(manifest, "libraries", dict)
+    if not entries:
+        raise DamagedBundleError(f"{MANIFEST}: `libraries` is empty; copy the bundle again")
+    return entries
 
 
 def check_cpu(required: Sequence[str], root: Path) -> None:
@@ -174,14 +178,26 @@ def check_cpu(required: Sequence[str], root: Path) -> None:
 
 def missing_features(required: Sequence[str]) -> list[str]:
     """Those that this CPU lacks, or that the system does not let processes use."""
+    present = _cpu_flags()
+    if present is None:
+        return []  # not Linux: the loader will say what it cannot run
+    missing = [name for name in required if _letters(name) not in present]
+    return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
+
+
+@cache
+def _cpu_flags() -> frozenset[str] | None:
+    """The CPU's features, as Linux tells them; None where it does not."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return []  # not Linux: the loader will say what it cannot run
+        return None
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    present = {re.sub(r"\W|_", "", flag) for flag in (found[1].split() if found else ())}
-    missing = [name for name in required if re.sub(r"\W|_", "", str(name)) not in present]
-    return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
+    return frozenset(map(_letters, found[1].split() if found else ()))
+
+
+def _letters(feature: str) -> str:
+    return re.sub(r"\W|_", "", feature)
 
 
 def allow_tiles() -> bool:
@@ -341,7 +357,7 @@ class Bundle:
         ids = self._checked_ids([self._prompt_ids(prompt)])
         session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
         session.make_room(ids.shape[1])
-        ends = {*stop, *_field(self.model, "eos_ids", list)}
+        ends = {*stop, *self.model["eos_ids"]}
         generator = np.random.default_rng(seed)
 
         def tokens() -> Iterator[int]:
