@@ -14,6 +14,7 @@ _SHOWN = 3
 
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
@@ -23,10 +24,11 @@ class _Entry(BaseModel):
 
 
 class FileEntry(_Entry):
-    """Size and hash of a file."""
+    """Size and hash of a file, and hashes of its pieces."""
 
     bytes: Bytes
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
+    pieces: list[Sha256] | None = None  # small files, and those of bundles from before there were any, have none
 
 
 class SiteEntry(_Entry):

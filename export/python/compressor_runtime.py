@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
+PIECE_BYTES = 16 << 20  # a larger file's entry has `pieces`, the SHA-256 of each so many bytes: threads share the work
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
 _LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 _MOST_LAYERS, _MOST_DIMENSIONS = 4096, 16  # no model has more
@@ -74,7 +75,8 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
 
     Args:
         path: the bundle's folder.
-        threads: worker threads of the kernels; None takes the physical cores that this process may use.
+        threads: worker threads of the kernels, and of this comparison; None takes the physical cores that this process
+            may use.
         isa: instruction set of the kernels; None takes the best of those in the bundle that this CPU has.
     Raises:
         BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
@@ -85,9 +87,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
     root = Path(path)
     manifest = read_manifest(root)
     library = choose_library(root, manifest, isa)
-    check_files(root, manifest)
+    threads = threads or available_cores()
+    check_files(root, manifest, threads)
     _load_tvm_runtime(root, manifest)
-    return Bundle(root, manifest, threads or available_cores(), library)
+    return Bundle(root, manifest, threads, library)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -116,32 +119,60 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(root: Path, manifest: dict[str, Any]) -> None:
+def check_files(root: Path, manifest: dict[str, Any], threads: int | None = None) -> None:
     """Check that every file of the manifest is there, inside ``root``, and has the size and SHA-256 stated."""
     files = _field(manifest, "files", dict)
     for name in (LIBRARY, *(_field(entry, "file", str) for entry in _libraries(manifest)), WEIGHTS, TVM_RUNTIME):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
+    spans: list[tuple[Path, int, int, str]] = []  # file, first byte, end, SHA-256
     for name, entry in files.items():
         file, size_bytes, digest = _member(root, name), _field(entry, "bytes", int), _field(entry, "sha256", str)
         try:
-            found_bytes, found = file.stat().st_size, sha256(file)
+            found_bytes = file.stat().st_size
         except OSError as error:
             raise BundleError(f"{file}: cannot be read: {error}") from error
         if found_bytes != size_bytes:
             raise DamagedBundleError(
                 f"{file}: {found_bytes} bytes, the manifest says {size_bytes}; copy the bundle again"
             )
-        if found != digest:
-            raise DamagedBundleError(f"{file}: its SHA-256 is not the manifest's; copy the bundle again")
+        if "pieces" not in entry:  # a small file, or an older bundle's
+            spans.append((file, 0, size_bytes, digest))
+            continue
+        starts, pieces = range(0, size_bytes, PIECE_BYTES), _items(entry, "pieces", str)
+        if len(starts) != len(pieces):
+            raise DamagedBundleError(
+                f"{root / MANIFEST}: `pieces` of {name}: {len(pieces)} of them, {size_bytes} bytes have {len(starts)} "
+                f"of {PIECE_BYTES}; copy the bundle again"
+            )
+        ends = (min(start + PIECE_BYTES, size_bytes) for start in starts)
+        spans += [(file, *span) for span in zip(starts, ends, pieces, strict=True)]
+    with ThreadPoolExecutor(threads or available_cores(), "compressor-sha256") as pool:
+        list(pool.map(lambda span: _check_span(*span), spans))
 
 
-def sha256(file: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
+def _check_span(file: Path, start: int, end: int, digest: str) -> None:
+    try:
+        found = sha256(file, start, end)
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error}") from error
+    if found != digest:
+        raise DamagedBundleError(
+            f"{file}: its SHA-256 is not the manifest's (bytes {start} to {end}); copy the bundle again"
+        )
+
+
+def sha256(file: Path, start: int = 0, end: int = sys.maxsize) -> str:
+    """Hexadecimal SHA-256 of a file's bytes from ``start`` to before ``end``, through a buffer.
+
+    Mapped, they would count as this process's memory, and a disk that cannot read one would end it.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while count := stream.readinto(buffer[: max(0, end - start)]):
+            digest.update(buffer[:count])
+            start += count
     return digest.hexdigest()
 
 
