@@ -90,14 +90,14 @@ def compress(
 
 
 def bundled(dense: GraphModule, graph: GraphModule, context: Context, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Lower, write the bundle to ``folder``, and count what it stores."""
+    """Lower, write the bundle to ``folder``, and count what it stores of the linears that are compressed."""
     weights = {site.name: site.in_features * site.out_features for site in linear_sites(dense)}
     for site in linear_sites(graph):
         del weights[site.name]  # left dense
     target = recipe.target.build()
     library = compile_graph(graph, target, tune="off")
     assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))
-    return {"bits": stored_bits(folder, weights), "weights": sum(weights.values())}
+    return {"bits": stored_bits(folder, weights), "weights": sum(weights.values())} if weights else {}
 
 
 def main() -> None:

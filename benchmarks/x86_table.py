@@ -63,9 +63,9 @@ def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, 
     operations = 2 * (512 * weights["body"] + weights["head"])
     cells = [
         f"**{name}**" if name.startswith("ours") else name,
-        _rates(128, row["prefill_128_s"]),
-        _rates(512, row["prefill_512_s"]),
-        _rates(1, row["decode_s"]),
+        rates(128, row["prefill_128_s"]),
+        rates(512, row["prefill_512_s"]),
+        rates(1, row["decode_s"]),
         f"{row['bytes_per_token'] / decode_s / bandwidth:.0%}" if bandwidth else "",
         f"{operations / prefill_s / peak:.1%}" if peak else "",
         f"{statistics.median(row['rss_bytes']) / 1e6:.0f}",
@@ -77,7 +77,7 @@ def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, 
     return "| " + " | ".join(cells) + " |"
 
 
-def _rates(tokens: int, seconds: Sequence[float]) -> str:
+def rates(tokens: int, seconds: Sequence[float]) -> str:
     """Tokens a second: the median, the least and the most."""
     middle, least, most = (tokens / t for t in (statistics.median(seconds), max(seconds), min(seconds)))
     return f"{middle:.1f} ({least:.1f}-{most:.1f})"

@@ -7,6 +7,7 @@ when, at run time, it is large enough to pay for waking them.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import tvm
@@ -14,7 +15,7 @@ from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-from compressor.codegen.kernels.vector import exp
+from compressor.codegen.kernels.vector import erf, exp
 
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleElementwise")
@@ -83,12 +84,17 @@ def _work(loop: Any) -> Any:
     return product
 
 
-def _lower_exp(op: Any) -> Any:
-    """``exp`` of float32 as a polynomial instead of a call to libm for each element."""
-    dtype = str(op.ty.dtype)
-    if not dtype.startswith("float32"):
-        return None
-    return exp(op.args[0], int(dtype.partition("x")[2] or 1))
+def _lowered(function: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+    """An intrinsic of float32 as arithmetic instead of a call to libm for each element."""
+
+    def lower(op: Any) -> Any:
+        dtype = str(op.ty.dtype)
+        if not dtype.startswith("float32"):
+            return None
+        return function(op.args[0], int(dtype.partition("x")[2] or 1))
+
+    return lower
 
 
-tirx.op.register_intrin_lowering("tirx.exp", target="llvm", f=_lower_exp, level=99)
+tirx.op.register_intrin_lowering("tirx.exp", target="llvm", f=_lowered(exp), level=99)
+tirx.op.register_intrin_lowering("tirx.erf", target="llvm", f=_lowered(erf), level=99)

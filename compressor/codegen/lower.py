@@ -82,8 +82,8 @@ def phases() -> list[tuple[str, tvm.transform.Pass]]:
         ("fuse_ops", t.FuseOps()),
         ("fuse_tir", t.FuseTIR()),
         ("drop_dead_code", t.DeadCodeElimination()),
+        ("rewrite_reshapes", t.RewriteDataflowReshape()),  # before schedules hide that they only copy
         ("schedule_elementwise", ScheduleElementwise()),
-        ("rewrite_reshapes", t.RewriteDataflowReshape()),
         ("leave_dataflow", t.ToNonDataflow()),
         ("drop_purity", t.RemovePurityChecking()),
         ("call_kernels", t.CallTIRRewrite()),

@@ -131,3 +131,19 @@ def test_exp_is_a_polynomial_and_exact_to_two_units() -> None:
     assert float(((got - expected) / expected).abs().max()) < 2 * torch.finfo(torch.float32).eps
     far = tvm.runtime.tensor(np.array([-1e4, -100.0, -np.inf], "float32"))
     assert float(np.abs(vm["main"](far, []).numpy()).max()) < 1e-37  # masked scores vanish, and are no NaN
+
+
+def test_erf_is_a_quotient_of_polynomials_near_to_the_error_function() -> None:
+    class ErrorFunction(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.erf(x)
+
+    graph = capture(ErrorFunction(), (torch.zeros(7),), dynamic_shapes=({0: Dim("n", min=1)},))
+    vm = relax.VirtualMachine(compile_graph(graph, X86(), tune="off").executable, tvm.cpu())
+    x = torch.cat([torch.linspace(-6, 6, 40001), torch.tensor([0.0, 1e-30, -1e-8, 1e30, -torch.inf, torch.inf])])
+    got = torch.from_numpy(vm["main"](tvm.runtime.tensor(x.numpy()), []).numpy()).double()
+    expected = torch.erf(x.double())
+    assert torch.equal(got[x == 0], expected[x == 0])
+    error = (got - expected)[x != 0] / expected[x != 0]
+    assert float(error.abs().max()) < 4e-7
+    assert float(got.abs().max()) <= 1

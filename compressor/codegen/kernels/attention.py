@@ -219,7 +219,7 @@ class Row:
             scores: a buffer for them, filled up to whole vectors.
         """
         lowest, lanes = T.float32(-3.0e38), held.lanes
-        stat = T.alloc_buffer((2,), "float32", scope="local")  # maximum, sum
+        stat = T.alloc_buffer((2,), "float32")  # maximum, sum
         T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
             score = self._score(held, query, first + j)
@@ -228,7 +228,7 @@ class Row:
         with T.serial(0, VECTOR) as j:
             T.buffer_store(scores, lowest, [count + j])
         self._softmax(scores, stat, sink, count)
-        acc = T.alloc_buffer((self.head_dim,), "float32", scope="local")
+        acc = T.alloc_buffer((self.head_dim,), "float32")
         for d in range(0, self.head_dim, lanes):
             T.buffer_store(acc, splat_float(0, lanes), [ramp(d, lanes)])
         with T.serial(0, count) as j:
@@ -238,7 +238,7 @@ class Row:
             result.emit_store(ramp(d, lanes), acc[ramp(d, lanes)] * factor)
 
     def _score(self, held: Rows, query: Place, row: Any) -> Any:
-        dot = T.alloc_buffer((held.lanes,), "float32", scope="local")
+        dot = T.alloc_buffer((held.lanes,), "float32")
         T.buffer_store(dot, held.products(query, row), [ramp(0, held.lanes)])
         emit_tree_sum(dot, held.lanes)
         score = dot[0] * T.float32(self.scale)
@@ -249,7 +249,7 @@ class Row:
     def _softmax(self, scores: Any, stat: Any, sink: Any, count: Any) -> None:
         """Scores become exp(score - maximum); their sum goes to ``stat[1]``.  Filling scores become 0."""
         every = T.ramp(0, 1, VECTOR)
-        total = T.alloc_buffer((VECTOR,), "float32", scope="local")
+        total = T.alloc_buffer((VECTOR,), "float32")
         T.buffer_store(total, T.broadcast(T.float32(0), VECTOR), [every])
         with T.serial(0, (count + (VECTOR - 1)) // VECTOR) as block:
             at = T.ramp(block * VECTOR, 1, VECTOR)

@@ -72,12 +72,12 @@ class PlaneProducts(Products):
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             for k in range(1, self.accumulators):
-                T.buffer_store(acc, splat(0, lanes), [t, k * n_tiles + n, at])
+                T.buffer_store(acc[t], splat(0, lanes), [k * n_tiles + n, at])
             if self.is_sign:
                 length = T.min(self.group_columns, self.columns - g * self.group_columns)
                 minus = T.shift_right(T.Cast("int32", length) - sums[m0 + t, g], T.int32(1))
                 rest = T.broadcast(minus * T.int32(self.fmt.levels - 1), lanes)
-                T.buffer_store(acc, acc[t, n, at] - rest, [t, n, at])
+                T.buffer_store(acc[t], acc[t][n, at] - rest, [n, at])
 
     def add_chunk(
         self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
@@ -91,9 +91,9 @@ class PlaneProducts(Products):
                     word = T.broadcast(a[m0 + t, c * self.fed_bits + q], lanes)
                     meet = T.bitwise_xor if self.is_sign else T.bitwise_and
                     both = meet(codes[first + n, c, p, at], word)
-                    place = [t, (p + q) * n_tiles + n, at]
+                    place = [(p + q) * n_tiles + n, at]
                     negative = q == self.fed_bits - 1 and not self.is_sign
-                    T.buffer_store(acc, add_ones(acc[tuple(place)], both, negative, self.fmt, self.isa), place)
+                    T.buffer_store(acc[t], add_ones(acc[t][tuple(place)], both, negative, self.fmt, self.isa), place)
 
     def end_group(
         self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
@@ -103,8 +103,8 @@ class PlaneProducts(Products):
         for t, n, at in self.lanes(n_tokens, n_tiles):
             value = splat(0, self.isa.lanes)
             for k in reversed(range(self.accumulators)):
-                value = T.shift_left(value, splat(1, self.isa.lanes)) + acc[t, k * n_tiles + n, at]
-            T.buffer_store(acc, value, [t, n, at])
+                value = T.shift_left(value, splat(1, self.isa.lanes)) + acc[t][k * n_tiles + n, at]
+            T.buffer_store(acc[t], value, [n, at])
         super().end_group(out, acc, sums, scales, factor, first, m0, g, n_tokens, n_tiles)
 
 

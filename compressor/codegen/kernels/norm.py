@@ -36,10 +36,10 @@ def norm(width: int, eps: float, centred: bool, has_bias: bool) -> tvm.tirx.Prim
 
         @T.inline
         def row(m):
-            mean = T.alloc_buffer((1,), "float32", scope="local")
+            mean = T.alloc_buffer((1,), "float32")
             mean[0] = T.float32(0)
             if centred:
-                sums = T.alloc_buffer((VECTOR,), "float32", scope="local")
+                sums = T.alloc_buffer((VECTOR,), "float32")
                 sums[every] = T.broadcast(T.float32(0), VECTOR)
                 for k in range(vectors):
                     sums[every] = sums[every] + x[m, T.ramp(k * VECTOR, 1, VECTOR)]
@@ -47,7 +47,7 @@ def norm(width: int, eps: float, centred: bool, has_bias: bool) -> tvm.tirx.Prim
                     sums[0] = sums[0] + x[m, vectors * VECTOR + k]
                 emit_tree_sum(sums, VECTOR)
                 mean[0] = sums[0] / T.float32(width)
-            squares = T.alloc_buffer((VECTOR,), "float32", scope="local")
+            squares = T.alloc_buffer((VECTOR,), "float32")
             squares[every] = T.broadcast(T.float32(0), VECTOR)
             for k in range(vectors):
                 d = T.meta_var(x[m, T.ramp(k * VECTOR, 1, VECTOR)] - T.broadcast(mean[0], VECTOR))
@@ -56,7 +56,7 @@ def norm(width: int, eps: float, centred: bool, has_bias: bool) -> tvm.tirx.Prim
                 d = T.meta_var(x[m, vectors * VECTOR + k] - mean[0])
                 squares[0] = squares[0] + d * d
             emit_tree_sum(squares, VECTOR)
-            factor = T.alloc_buffer((1,), "float32", scope="local")
+            factor = T.alloc_buffer((1,), "float32")
             factor[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(width) + T.float32(eps))
             for k in range(vectors):
                 at = T.meta_var(T.ramp(k * VECTOR, 1, VECTOR))

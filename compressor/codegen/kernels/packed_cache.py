@@ -43,7 +43,7 @@ def pack_cache(kv_heads: int, width: int, fmt: CacheFormat, has_order: bool) -> 
             s = T.meta_var(task % new)
             h = T.meta_var(task // new % kv_heads)
             b = T.meta_var(task // new // kv_heads)
-            row = T.alloc_buffer((width,), "float32", scope="local")
+            row = T.alloc_buffer((width,), "float32")
             if has_order:
                 for d in T.serial(width):
                     row[d] = x[b, h, s, order[h, d]]
@@ -123,8 +123,8 @@ def packed_attention(
             last = T.meta_var(position[0] + s + 1)
             first = T.meta_var(T.max(last - window, T.int64(0)) if windowed else T.int64(0))
             scores = T.alloc_buffer((last - first + VECTOR,), "float32")
-            query = T.alloc_buffer((width,), "float32", scope="local")
-            result = T.alloc_buffer((width,), "float32", scope="local")
+            query = T.alloc_buffer((width,), "float32")
+            result = T.alloc_buffer((width,), "float32")
             if has_order:
                 for d in T.serial(width):
                     query[d] = q[b, h, s, k_order[kv, d]]
@@ -235,8 +235,8 @@ class _Packer:
         """Emit the stores of all bytes."""
         fmt, width, lanes = self.fmt, self.width, self.lanes
         padded = width if fmt.bits == 8 else 2 * fmt.code_bytes(width)
-        codes = T.alloc_buffer((padded,), "int32", scope="local")
-        divisor = T.alloc_buffer((1,), "float32", scope="local")
+        codes = T.alloc_buffer((padded,), "int32")
+        divisor = T.alloc_buffer((1,), "float32")
         if padded > width:
             T.buffer_store(codes, T.int32(0), [width])
         for group in range(fmt.groups(width)):
@@ -254,7 +254,7 @@ class _Packer:
 
     def _emit_scale(self, channels: range, at: int, divisor: Any, out: Place) -> None:
         fmt, lanes = self.fmt, self.lanes
-        tops = T.alloc_buffer((lanes,), "int32", scope="local")
+        tops = T.alloc_buffer((lanes,), "int32")
         T.buffer_store(tops, _ints(0, lanes), [ramp(0, lanes)])
         for d in channels:
             bits = T.reinterpret(self.row[ramp(d, lanes)], dtype=_typed("int32", lanes))
@@ -263,14 +263,14 @@ class _Packer:
         emit_tree(T.max, tops, lanes)
         top = tops[0]
         if fmt.scale_type == "E8M0":
-            exponent = T.alloc_buffer((1,), "int32", scope="local")
+            exponent = T.alloc_buffer((1,), "int32")
             usual = T.max(T.shift_right(top, T.int32(23)) - T.int32(fmt.bits - 2), T.int32(1))
             T.buffer_store(exponent, T.Select(top >= T.int32(_INFINITE), T.int32(255), usual), [0])
             out.emit_store(at, T.Cast("uint8", exponent[0]))
             value = T.reinterpret(T.shift_left(exponent[0], T.int32(23)), dtype="float32")
             T.buffer_store(divisor, value, [0])
             return
-        half = T.alloc_buffer((1,), "float16", scope="local")
+        half = T.alloc_buffer((1,), "float16")
         scale = T.reinterpret(top, dtype="float32") / T.float32(fmt.largest)
         finite = top < T.int32(_INFINITE)
         T.buffer_store(half, T.Cast("float16", T.Select(finite, T.min(scale, T.float32(65504)), scale)), [0])

@@ -23,8 +23,8 @@ from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
-from compressor.codegen.kernels.tiles import SIDE, TOKENS, TileProducts, takes_tiles
-from compressor.codegen.kernels.vector import Isa, emit_tree_sum
+from compressor.codegen.kernels.tiles import SIDE, TOKENS, Buffers, TileProducts, takes_tiles
+from compressor.codegen.kernels.vector import Isa, emit_tree_sum, registers
 from compressor.formats import PARTS, TILE_ROWS, Format
 
 
@@ -55,8 +55,9 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     if takes_tiles(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
     quads = fmt.chunk_columns // 4
-    space = [(n, m) for n, m in ((2, 8), (1, 16), (2, 4), (4, 4)) if n * m * quads <= 64 and tiles % n == 0]
-    return [Schedule(gemv_tiles, n, m) for n, m in (_GEMM_DEFAULT, *space)]
+    space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
+    space.insert(0 if fmt.integer_products else 1, _GEMM_DEFAULT)  # floats gain more from sharing what is unpacked
+    return [Schedule(gemv_tiles, n, m) for n, m in space]
 
 
 def packed_linear(
@@ -79,14 +80,15 @@ def packed_linear(
     vectors, tail = columns // 16, columns % 16
     group_columns = body.group_columns
     is_tiled = takes_tiles(fmt, isa)
-    by_tiles = TileProducts(body, columns, schedule.gemm_tiles)
+    is_final = groups == 1 and not (ragged or has_outliers or has_columns)
+    by_tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
     # Bytes from one token's activations to the next, those that fill up chunks or registers included.
     width = by_tiles.stride if is_tiled else padded
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
     is_sign = is_rounded and fed.is_sign
     combine = operator.add if is_sign else T.max
-    round_to = 2 * SIDE if is_tiled else schedule.gemm_tokens
+    round_to = by_tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
     step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -139,7 +141,7 @@ def packed_linear(
         @T.inline
         def peak(m, out, begin, n_vectors, n_tail):
             # The largest size; of signs, the mean.
-            lane = T.alloc_buffer((16,), "float32", scope="local")
+            lane = T.alloc_buffer((16,), "float32")
             lane[every] = T.broadcast(T.float32(0), 16)
             for k in range(n_vectors):
                 lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
@@ -154,11 +156,11 @@ def packed_linear(
         @T.inline
         def round_span(m, g, begin, n_vectors, n_tail):
             # Columns that share a scale: int8 codes and their factor, or floats on their grid.
-            scale = T.alloc_buffer((1,), "float32", scope="local")
+            scale = T.alloc_buffer((1,), "float32")
             if fed.granularity != "tensor":
                 peak(m, scale, begin, n_vectors, n_tail)
             scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
-            inverse = T.alloc_buffer((1,), "float32", scope="local")
+            inverse = T.alloc_buffer((1,), "float32")
             inverse[0] = inverse_scale(scale[0])
             for k in range(n_vectors):
                 at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
@@ -202,7 +204,7 @@ def packed_linear(
             if not integer:
                 factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
             for g in range(groups if body.has_zeros else 0):
-                lane = T.alloc_buffer((16,), "int32" if integer else "float32", scope="local")
+                lane = T.alloc_buffer((16,), "int32" if integer else "float32")
                 lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
                 length = T.meta_var(T.min(group_columns, padded - g * group_columns))
                 for k in range(length // 16):
@@ -217,7 +219,7 @@ def packed_linear(
                 by_tiles.split(halves, a, m)
             if is_sliced:
                 for c in range(chunks):
-                    quads = T.alloc_buffer((8,), "int32", scope="local")
+                    quads = T.alloc_buffer((8,), "int32")
                     slice_chunk(operands, quads, a, m, c, fed)
 
         @T.inline
@@ -253,11 +255,11 @@ def packed_linear(
         @T.inline
         def block(first, n_tiles, m0, n_tokens):
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-            partial = T.meta_var((n_tokens, body.accumulators * n_tiles, TILE_ROWS))
-            acc = T.alloc_buffer(partial, "int32" if integer else "float32", scope="local")
-            out = T.alloc_buffer(shape, "float32", scope="local")
-            values = T.alloc_buffer((4, TILE_ROWS), "float32", scope="local")  # of four columns
-            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32", scope="local")  # of a group
+            partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
+            acc = T.meta_var(registers(n_tokens, partial, "int32" if integer else "float32"))
+            out = T.alloc_buffer(shape, "float32")
+            values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
+            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
             body.clear(out, n_tokens, n_tiles)
             for g in range(groups):
                 body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
@@ -272,33 +274,22 @@ def packed_linear(
                         write(out, first + n, m0 + t, t, n)
 
         @T.inline
-        def tile_step(found, scale, out, b, first, m0, t0, g, n_sides):
-            by_tiles.multiply(found, halves, b, codes, first, m0, g, n_sides)
-            by_tiles.add(out, found, scale, sums, zeros, factor if by_group else None, first, m0, t0, g, n_sides)
-
-        @T.inline
         def tile_block(first, m0):
             n_tiles = T.meta_var(by_tiles.n_tiles)
-            out = T.alloc_buffer((step, n_tiles, TILE_ROWS), "float32")
+            out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
-            found = T.alloc_buffer((2, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
-            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32", scope="local")
+            found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
+            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
+            fed_factor = T.meta_var(factor if by_group or is_final else None)
+            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y, bias))
             by_tiles.configure()
-            for t in range((count + (round_to - 1)) // round_to * round_to):
+            for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
                 for n in T.unroll(n_tiles):
                     out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
-            for g in range(groups):
-                by_tiles.unpack(b, codes, zeros, first, g)
-                by_tiles.load_scales(scale, scales, first, g)
-                if tokens <= SIDE:
-                    tile_step(found, scale, out, b, first, T.int64(0), T.int64(0), g, 1)
-                else:
-                    for i in range((count + (2 * SIDE - 1)) // (2 * SIDE)):
-                        t0 = T.meta_var(i * (2 * SIDE))
-                        tile_step(found, scale, out, b, first, m0 + t0, t0, g, 2)
+            by_tiles.add_groups(at, first, m0, count)
             by_tiles.release()
-            for t in range(count):
+            for t in range(0 if is_final else count):
                 for n in T.unroll(n_tiles):
                     write(out, first + n, m0 + t, t, n)
 

@@ -22,7 +22,7 @@ def read_bandwidth() -> tvm.tirx.PrimFunc:
         x = T.match_buffer(x_, (PARTS, n, 4, 16), "int32")
         y = T.match_buffer(y_, (PARTS, 16), "int32")
         for part in T.parallel(PARTS):
-            acc = T.alloc_buffer((4, 16), "int32", scope="local")
+            acc = T.alloc_buffer((4, 16), "int32")
             for i in T.unroll(4):
                 acc[i, every] = T.broadcast(0, 16)
             for k in range(n):

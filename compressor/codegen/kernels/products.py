@@ -55,9 +55,9 @@ class Products:
         """Accumulators begin at minus the zero point times the sum of the group's activations."""
         for t, n, at in self.lanes(n_tokens, n_tiles):
             if not self.has_zeros:
-                T.buffer_store(acc, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
+                T.buffer_store(acc[t], T.broadcast(T.float32(0), self.isa.lanes), [n, at])
                 continue
-            T.buffer_store(acc, self.minus_zeros(sums, zeros, first + n, m0 + t, g, at), [t, n, at])
+            T.buffer_store(acc[t], self.minus_zeros(sums, zeros, first + n, m0 + t, g, at), [n, at])
 
     def minus_zeros(self, sums: Any, zeros: Any, tile: Any, m: Any, g: Any, at: Any) -> Any:
         """Minus the zero points of a register's rows times the sum of a token's activations in the group."""
@@ -97,12 +97,12 @@ class Products:
                         T.buffer_store(values, value, [i, at])
                 if self.integer:
                     four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")
-                    value = dot4(acc[t, n, at], last, T.broadcast(four, lanes), fmt, self.isa)
+                    value = dot4(acc[t][n, at], last, T.broadcast(four, lanes), fmt, self.isa)
                 else:
-                    value = acc[t, n, at]
+                    value = acc[t][n, at]
                     for i in range(4):
                         value = value + values[i, at] * T.broadcast(a[m0 + t, column + i], lanes)
-                T.buffer_store(acc, value, [t, n, at])
+                T.buffer_store(acc[t], value, [n, at])
 
     def end_group(
         self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
@@ -113,7 +113,7 @@ class Products:
             scale = None
             if scales is not None:
                 scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, self.isa.lanes)
-            value = self.scaled(acc[t, n, at], scale, sums, factor, m0 + t, g)
+            value = self.scaled(acc[t][n, at], scale, sums, factor, m0 + t, g)
             T.buffer_store(out, out[t, n, at] + value, [t, n, at])
 
     def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree, exp, ramp, widen
+from compressor.codegen.kernels.vector import emit_tree, exp, ramp, registers, widen
 
 ROWS = 16
 """Queries of a block."""
@@ -83,10 +83,10 @@ class PromptBlocks:
             sink: head -> one more logit, which takes part in the softmax only.
         """
         lanes, width, repeat = self.lanes, self.head_dim, self.repeat
-        queries = T.alloc_buffer((ROWS, width), "float32", scope="local")
-        weights = T.alloc_buffer((ROWS, KEYS), "float32", scope="local")
-        sums = T.alloc_buffer((ROWS, width), "float32", scope="local")
-        stat = T.alloc_buffer((2, ROWS), "float32", scope="local")  # largest score, sum of weights
+        queries = T.alloc_buffer((ROWS, width), "float32")
+        weights = T.alloc_buffer((ROWS, KEYS), "float32")
+        sums = T.alloc_buffer((ROWS, width), "float32")
+        stat = T.alloc_buffer((2, ROWS), "float32")  # largest score, sum of weights
 
         def row(r: Any) -> tuple[Any, Any]:
             """Head and token of a row; rows over the end repeat the last."""
@@ -118,25 +118,25 @@ class PromptBlocks:
     def _score(self, weights: Any, queries: Any, turned: Any, b: Any, kv: Any, first: Any, r0: Any) -> None:
         """Scores of some rows."""
         vectors = range(KEYS // _LANES)
-        acc = T.alloc_buffer((_SCORED, KEYS), "float32", scope="local")
+        acc = registers(_SCORED, (KEYS,))
         for r in range(_SCORED):
             for v in vectors:
-                T.buffer_store(acc, T.broadcast(T.float32(0), _LANES), [r, T.ramp(v * _LANES, 1, _LANES)])
+                T.buffer_store(acc[r], T.broadcast(T.float32(0), _LANES), [T.ramp(v * _LANES, 1, _LANES)])
         with T.serial(0, self.head_dim) as d:
             for r in range(_SCORED):
                 for v in vectors:
                     at = T.ramp(v * _LANES, 1, _LANES)
                     keys = turned[b, kv, d, T.ramp(first + v * _LANES, 1, _LANES)]
-                    T.buffer_store(acc, acc[r, at] + keys * T.broadcast(queries[r0 + r, d], _LANES), [r, at])
+                    T.buffer_store(acc[r], acc[r][at] + keys * T.broadcast(queries[r0 + r, d], _LANES), [at])
         for r in range(_SCORED):
             for v in vectors:
                 at = T.ramp(v * _LANES, 1, _LANES)
-                T.buffer_store(weights, acc[r, at], [r0 + r, at])
+                T.buffer_store(weights, acc[r][at], [r0 + r, at])
 
     def _weigh(self, weights: Any, sums: Any, stat: Any, r: Any, visible: Callable[[Any], Any], first: Any) -> None:
         """Scores of one row become weights; what was summed before is scaled to the new largest score."""
-        top = T.alloc_buffer((_LANES,), "float32", scope="local")
-        every, factor = T.ramp(0, 1, _LANES), T.alloc_buffer((1,), "float32", scope="local")
+        top = T.alloc_buffer((_LANES,), "float32")
+        every, factor = T.ramp(0, 1, _LANES), T.alloc_buffer((1,), "float32")
         T.buffer_store(top, T.broadcast(stat[0, r], _LANES), [every])
         for v in range(0, KEYS, _LANES):
             at, score = T.ramp(v, 1, _LANES), weights[r, T.ramp(v, 1, _LANES)]
@@ -150,7 +150,7 @@ class PromptBlocks:
         # What is far below counts as nothing: as there, the exponential ends at -87.
         T.buffer_store(factor, _power(stat[0, r] - top[0], 1), [0])
         T.buffer_store(stat, top[0], [0, r])
-        total = T.alloc_buffer((_LANES,), "float32", scope="local")
+        total = T.alloc_buffer((_LANES,), "float32")
         T.buffer_store(total, T.broadcast(T.float32(0), _LANES), [every])
         for v in range(0, KEYS, _LANES):
             at = T.ramp(v, 1, _LANES)
@@ -165,19 +165,19 @@ class PromptBlocks:
     def _sum(self, sums: Any, weights: Any, values: Any, b: Any, kv: Any, first: Any, end: Any, r0: Any) -> None:
         """Add the block's values, weighed, to the sums of some rows."""
         lanes, rows = self.lanes, range(self.weighed)
-        acc = T.alloc_buffer((self.weighed, self.head_dim), "float32", scope="local")
+        acc = registers(self.weighed, (self.head_dim,))
         places = [ramp(d, lanes) for d in range(0, self.head_dim, lanes)]
         for r in rows:
             for at in places:
-                T.buffer_store(acc, sums[r0 + r, at], [r, at])
+                T.buffer_store(acc[r], sums[r0 + r, at], [at])
         with T.serial(0, T.min(KEYS, end - first)) as t:
             for at in places:
                 for r in rows:
                     product = values[b, kv, first + t, at] * widen(weights[r0 + r, t], lanes)
-                    T.buffer_store(acc, acc[r, at] + product, [r, at])
+                    T.buffer_store(acc[r], acc[r][at] + product, [at])
         for r in rows:
             for at in places:
-                T.buffer_store(sums, acc[r, at], [r0 + r, at])
+                T.buffer_store(sums, acc[r][at], [r0 + r, at])
 
 
 def keys_from(first: Any) -> Any:

@@ -12,6 +12,9 @@ Programming Reference, chapter 3.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
@@ -26,7 +29,13 @@ _ROW_BYTES = 64
 TOKENS = 128
 """Tokens for which codes are unpacked once: so many outputs of two tiles stay in the first-level cache."""
 _LANES = SIDE
-_A, _B = 4, 6  # registers 0 to 3 hold sums, two tiles of activations and two of the weight follow
+_REGISTERS = 8
+_MOST_PIECES = 8
+_MOST_UNROLLED = 4  # registers of a group whose products are written out; the sums of more are rarely scaled
+
+
+Pieces = Callable[[int, int], None]
+"""``pieces(i, n)`` emits part i of n of some statements."""
 
 
 def takes_tiles(fmt: Format, isa: Isa) -> bool:
@@ -35,17 +44,42 @@ def takes_tiles(fmt: Format, isa: Isa) -> bool:
     return isa.tiles and is_exact and not fmt.codebook and not fmt.sliced
 
 
-class TileProducts:
-    """Statements of one step over ``n_tiles`` tiles of the weight's rows."""
+@dataclass(frozen=True)
+class Buffers:
+    """What a thread's products read and write; shapes in rows and columns of registers where they say nothing else."""
 
-    def __init__(self, body: Products, columns: int, n_tiles: int) -> None:
-        self.body, self.fmt, self.n_tiles = body, body.fmt, n_tiles
+    a: Any  # activations: int8 [slots, stride], or what :meth:`TileProducts.split` made
+    codes: Any
+    zeros: Any
+    scales: Any
+    fed_sums: Any  # of a group's activations
+    factor: Any  # the scales of activations that have several; None where they have one a token
+    b: Any  # a group's weights as registers take them, int32 [steps, n_tiles, 16, 16]: four bytes or two bfloat16
+    scale: Any  # a group's, float32 [n_tiles, 16]
+    sums: Any  # of a group, for the tokens of this visit and of the one before: [2, sides, n_tiles, 16, 16]
+    out: Any  # float32 [tokens, n_tiles, 16], of several groups
+    y: Any  # where outputs go in the end, [tokens, rows]
+    bias: Any  # [rows], or None
+
+
+class TileProducts:
+    """Statements that multiply ``16 * sides`` tokens a visit by ``n_tiles`` tiles of the weight's rows.
+
+    A group's weights stay in registers for all tokens where half of the registers suffice: then 16 tokens are enough,
+    two registers hold activations, and one a tile the sums.  Otherwise each visit loads them again, for 32 tokens.
+    """
+
+    def __init__(self, body: Products, columns: int, n_tiles: int, *, is_final: bool) -> None:
+        """``is_final``: what products and scales make of the only group are the outputs, but for the bias."""
+        self.body, self.fmt, self.n_tiles, self.is_final = body, body.fmt, n_tiles, is_final
         self.depth = _ROW_BYTES if body.integer else _ROW_BYTES // 2  # columns of a register
         # From one token's activations to the next: whole registers, and a cache line more, so that the rows of a
         # register do not meet in the same few sets of the cache.
         self.stride = -(-columns // self.depth) * self.depth + self.depth
         self.step_chunks = self.depth // self.fmt.chunk_columns  # of a register
         self.steps = -(-body.group_chunks // self.step_chunks)  # registers of a group
+        self.is_resident = body.integer and self.steps * n_tiles <= _REGISTERS // 2
+        self.sides = 1 if self.is_resident else 2
         whole = columns % self.depth == 0 and body.group_columns % self.depth == 0
         self.is_direct = whole and body.integer and self.fmt.bits == 8  # what is stored is what the register takes
         # Otherwise the zero point is subtracted while unpacking; of bytes, where it is a number that all codes share.
@@ -55,7 +89,7 @@ class TileProducts:
     def configure(self) -> None:
         """All eight registers are full: palette 1, 64 bytes in each of 16 rows."""
         words = [1, *[0] * 3, *[_ROW_BYTES << 16 | _ROW_BYTES] * 4, *[0] * 4, *[SIDE * 0x01010101] * 2, 0, 0]
-        memory = T.alloc_buffer((16,), "int32", scope="local")
+        memory = T.alloc_buffer((16,), "int32")
         T.buffer_store(memory, T.Shuffle([T.int32(word) for word in words], list(range(16))), [T.ramp(0, 1, 16)])
         _tile("ldtilecfg", T.address_of(memory[0]))
 
@@ -75,32 +109,24 @@ class TileProducts:
                 half = T.shift_right(T.reinterpret(bits, dtype=f"uint32x{_LANES}"), T.broadcast(T.uint32(16), _LANES))
                 T.buffer_store(halves, T.Cast(f"uint16x{_LANES}", half), [part, m, at])
 
-    def unpack(self, b: Any, codes: Any, zeros: Any, first: Any, g: Any) -> None:
-        """Codes of a group as the registers take them, and zeros where it ends within one.
-
-        Args:
-            b: int32 [steps, n_tiles, 16, 16], of four bytes or two bfloat16.
-        """
+    def _unpack(self, at: Buffers, first: Any, g: Any) -> None:
+        """Codes of a group as the registers take them, and zeros where it ends within one."""
         fmt, body, quads = self.fmt, self.body, self.fmt.chunk_columns // 4
         ends = body.group_chunks % self.step_chunks != 0 or body.chunks % body.group_chunks != 0
 
         def chunk(k: Any, n: int, c: int, is_there: bool) -> None:
             every, place = T.ramp(0, 1, _LANES), g * body.group_chunks + k * self.step_chunks + c
-            # The next group's codes are asked for now: until then nothing else reads memory, and the processor, which
-            # sees a short run of lines now and then, does not fetch them by itself.
-            for w in range(fmt.chunk_words if body.groups > 1 and is_there else 0):
-                _prefetch(codes[first + n, place + body.group_chunks, w, 0])
             for quad in range(quads):
                 row = c * quads + quad
                 value = splat(0, _LANES)
                 if is_there:
-                    value = code_quad(lambda w: codes[first + n, place, w, every], fmt, quad, _LANES)
+                    value = code_quad(lambda w: at.codes[first + n, place, w, every], fmt, quad, _LANES)
                 if self.body.integer:
-                    T.buffer_store(b, self._centred(value) if is_there else value, [k, n, row, every])
+                    T.buffer_store(at.b, self._centred(value) if is_there else value, [k, n, row, every])
                     continue
                 for pair in range(2):
-                    two = self._two(value, 2 * pair, self._zero(zeros, first + n, g)) if is_there else value
-                    T.buffer_store(b, two, [k, n, 2 * row + pair, every])
+                    two = self._two(value, 2 * pair, self._zero(at.zeros, first + n, g)) if is_there else value
+                    T.buffer_store(at.b, two, [k, n, 2 * row + pair, every])
 
         with T.serial(0, 0 if self.is_direct else self.steps) as k:
             for n in range(self.n_tiles):
@@ -138,52 +164,151 @@ class TileProducts:
         both = T.bitwise_or(T.shift_right(low, T.broadcast(T.uint32(16), _LANES)), high)  # the lower bits are zeros
         return T.reinterpret(both, dtype=f"int32x{_LANES}")
 
-    def multiply(self, sums: Any, a: Any, b: Any, codes: Any, first: Any, m0: Any, g: Any, n_sides: int) -> None:
-        """Sums [n_sides, n_tiles, 16, 16] of a group, for ``16 * n_sides`` tokens from ``m0``.
+    def add_groups(self, at: Buffers, first: Any, m0: Any, count: Any) -> None:
+        """Add the products of all groups to the outputs of ``count`` tokens from ``m0``: ``at.out`` has them from 0 on.
 
-        Args:
-            a: int8 [slots, stride], or what :meth:`split` made.
+        Registers' sums go through memory: while the products of a visit run, those of the one before are scaled.
         """
-        pairs = [(s, n) for s in range(n_sides) for n in range(self.n_tiles)]
-        product = "tdpbf16ps" if not self.body.integer else "tdpbssd" if self.centre else "tdpbsud"
-        for i in range(len(pairs)):
-            _tile("tilezero", T.uint8(i))
-        with T.serial(0, self.steps) as k:
-            step = g * self.steps + k if self.is_direct else k
-            column = g * self.body.group_columns + k * self.depth
-            for n in range(self.n_tiles):
-                word = codes[first + n, step * self.step_chunks, 0, 0] if self.is_direct else b[k, n, 0, 0]
-                _load(_B + n, word, _ROW_BYTES)
-            for part in range(1 if self.body.integer else 2):
-                for s in range(n_sides):
-                    place = [m0 + SIDE * s, column] if self.body.integer else [part, m0 + SIDE * s, column]
-                    _load(_A + s, a[tuple(place)], self.stride * _ROW_BYTES // self.depth)
-                for i, (s, n) in enumerate(pairs):
-                    _tile(product, T.uint8(i), T.uint8(_A + s), T.uint8(_B + n))
-        for i, (s, n) in enumerate(pairs):
-            _tile("tilestored64", T.uint8(i), T.address_of(sums[s, n, 0, 0]), T.int64(4 * SIDE))
 
-    def load_scales(self, scale: Any, scales: Any, first: Any, g: Any) -> None:
-        """The group's scales in float32 [n_tiles, 16]."""
+        def visits(sides: int) -> Any:
+            return (count + (SIDE * sides - 1)) // (SIDE * sides)
+
+        def turn(sides: int, g: Any, i: Any) -> Any:
+            return (g * visits(sides) + i) % 2
+
+        def scaling(sides: int, g: Any, i: Any) -> Pieces:
+            t = i * (SIDE * sides)
+            return lambda part, parts: self._scale(at, sides, first, m0, t, count, g, turn(sides, g, i), part, parts)
+
+        def visit(sides: int, g: Any, i: Any, beside: Pieces) -> None:
+            m = m0 + i * (SIDE * sides)
+            self._ask(at, sides, first, m, g, i, visits(sides))
+            self._multiply(at, sides, first, m, g, turn(sides, g, i), beside)
+
+        def all_visits(sides: int, g: Any) -> None:
+            with T.If(g > 0):
+                with T.Then():
+                    visit(sides, g, T.int64(0), scaling(sides, g - 1, visits(sides) - 1))
+                with T.Else():
+                    visit(sides, g, T.int64(0), lambda _part, _parts: None)
+            self._load_scales(at, first, g)
+            with T.serial(T.int64(1), visits(sides)) as i:
+                visit(sides, g, i, scaling(sides, g, i - 1))
+
+        def either(statements: Callable[[int], None]) -> None:
+            if self.sides == 1:
+                return statements(1)
+            with T.If(count <= SIDE):
+                with T.Then():
+                    statements(1)
+                with T.Else():
+                    statements(self.sides)
+
+        last = T.int64(self.body.groups - 1)
+        with T.serial(T.int64(0), T.int64(self.body.groups)) as g:
+            self._unpack(at, first, g)
+            for k in range(self.steps if self.is_resident else 0):
+                for n in range(self.n_tiles):
+                    self._load_weight(at, first, g, k, n)
+            either(lambda sides: all_visits(sides, g))
+        either(lambda sides: scaling(sides, last, visits(sides) - 1)(0, 1))
+
+    def _load_scales(self, at: Buffers, first: Any, g: Any) -> None:
         every = T.ramp(0, 1, _LANES)
         for n in range(self.n_tiles):
-            stored = self.body.of_rows(scales, first + n, g, every)
-            T.buffer_store(scale, scale_values(stored, self.fmt, _LANES), [n, every])
+            stored = self.body.of_rows(at.scales, first + n, g, every)
+            T.buffer_store(at.scale, scale_values(stored, self.fmt, _LANES), [n, every])
 
-    def add(
-        self, out: Any, sums: Any, scale: Any, fed_sums: Any, zeros: Any, factor: Any, first: Any, m0: Any, t0: Any,
-        g: Any, n_sides: int,
-    ) -> None:  # fmt: skip
-        """Add a group's sums, with its scales, to ``out`` float32 [tokens, n_tiles, 16] from token ``t0`` on."""
-        every = T.ramp(0, 1, _LANES)
-        with T.serial(0, SIDE) as r:
-            for s in range(n_sides):
+    def _ask(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, i: Any, visits: Any) -> None:
+        """Ask for memory that comes next, a share at each visit: the next group's codes, at last the outputs.
+
+        The processor sees a short run of lines now and then and does not fetch them by itself, and all at once would
+        keep it waiting.
+        """
+        body = self.body
+        lines = self.fmt.chunk_words * body.group_chunks
+        with T.If(g < body.groups - 1):
+            with T.Then():
+                share = (lines + (visits - 1)) // visits
+                with T.serial(T.int64(0), share) as line:
+                    for n in range(self.n_tiles):
+                        place = at.codes[first + n, (g + 1) * body.group_chunks, 0, 0]
+                        _prefetch(place, (i * share + line) * _ROW_BYTES)
+            with T.Else(), T.serial(0, SIDE * sides) as r:
                 for n in range(self.n_tiles):
-                    m, total, at = m0 + SIDE * s + r, sums[s, n, r, every], [t0 + SIDE * s + r, n, every]
-                    if self.body.integer and not self.centre:
-                        total = total + self.body.minus_zeros(fed_sums, zeros, first + n, m, g, every)
-                    value = self.body.scaled(total, scale[n, every], fed_sums, factor, m, g)
-                    T.buffer_store(out, out[tuple(at)] + value, at)
+                    _prefetch(at.y[m + r, (first + n) * SIDE], 0, writes=True)
+
+    def _weight(self, k: Any, n: int) -> int:
+        """The register of a weight."""
+        return _REGISTERS // 2 + k * self.n_tiles + n if self.is_resident else _REGISTERS - 2 + n
+
+    def _load_weight(self, at: Buffers, first: Any, g: Any, k: Any, n: int) -> None:
+        chunk = (g * self.steps + k) * self.step_chunks
+        _load(self._weight(k, n), at.codes[first + n, chunk, 0, 0] if self.is_direct else at.b[k, n, 0, 0], _ROW_BYTES)
+
+    def _multiply(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, turn: Any, beside: Pieces) -> None:
+        """Sums of a group for a visit's tokens from ``m``; other units execute ``beside`` meanwhile."""
+        integer, parts = self.body.integer, 1 if self.body.integer else 2
+        pairs = [(s, n) for s in range(sides) for n in range(self.n_tiles)]
+        product = "tdpbf16ps" if not integer else "tdpbssd" if self.centre else "tdpbsud"
+        stride_bytes = self.stride * _ROW_BYTES // self.depth
+
+        def products(k: Any, after: Callable[[], None]) -> None:
+            column = g * self.body.group_columns + k * self.depth
+            for n in range(0 if self.is_resident else self.n_tiles):
+                self._load_weight(at, first, g, k, n)
+            for part in range(parts):
+                held = [len(pairs) + (k % 2 if self.is_resident else s) for s in range(sides)]
+                for s, register in enumerate(held):
+                    place = [m + SIDE * s, column] if integer else [part, m + SIDE * s, column]
+                    _load(register, at.a[tuple(place)], stride_bytes)
+                for i, (s, n) in enumerate(pairs):
+                    _tile(product, T.uint8(i), T.uint8(held[s]), T.uint8(self._weight(k, n)))
+                    after()
+
+        for i in range(len(pairs)):
+            _tile("tilezero", T.uint8(i))
+        if self.steps <= _MOST_UNROLLED:
+            total = self.steps * parts * len(pairs)
+            pieces = math.gcd(total, _MOST_PIECES)
+            done = iter(range(1, total + 1))
+
+            def after() -> None:
+                piece, rest = divmod(next(done) * pieces, total)
+                if rest < pieces:
+                    beside(piece - 1, pieces)
+
+            for k in range(self.steps):
+                products(k, after)
+        else:
+            with T.serial(0, self.steps) as k:
+                products(k, lambda: None)
+            beside(0, 1)
+        for i, (s, n) in enumerate(pairs):
+            _tile("tilestored64", T.uint8(i), T.address_of(at.sums[turn, s, n, 0, 0]), T.int64(4 * SIDE))
+
+    def _scale(
+        self, at: Buffers, sides: int, first: Any, m0: Any, t: Any, count: Any, g: Any, turn: Any, part: int, parts: int
+    ) -> None:
+        """Part of ``parts`` of what adds a visit's sums with their scales to the outputs."""
+        every, rows = T.ramp(0, 1, _LANES), SIDE * sides * self.n_tiles // parts
+        size = min(rows, SIDE)
+        for begin in range(part * rows, (part + 1) * rows, size):
+            s, n = divmod(begin // SIDE, self.n_tiles)
+            place = t + (SIDE * s + begin % SIDE)
+            # Not unrolled: the time to compile grows fast with statements.
+            with T.serial(0, T.min(T.int64(size), count - place) if self.is_final else size) as r:
+                m, total = m0 + place + r, at.sums[turn, s, n, begin % SIDE + r, every]
+                if self.body.integer and not self.centre:
+                    total = total + self.body.minus_zeros(at.fed_sums, at.zeros, first + n, m, g, every)
+                if not self.is_final:
+                    value = self.body.scaled(total, at.scale[n, every], at.fed_sums, at.factor, m, g)
+                    T.buffer_store(at.out, at.out[place + r, n, every] + value, [place + r, n, every])
+                    continue
+                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, None, m, g)
+                value = value * T.broadcast(at.factor[m, 0], _LANES)
+                across = T.ramp((first + n) * SIDE, 1, _LANES)
+                T.buffer_store(at.y, value if at.bias is None else value + at.bias[across], [m, across])
 
 
 def _no_table(_level: int) -> Any:
@@ -196,11 +321,11 @@ def _tile(name: str, *arguments: Any) -> None:
     T.evaluate(T.call_llvm_intrin(number, *arguments, dtype="void"))
 
 
-def _prefetch(element: Any) -> None:
-    """Ask for a cache line that will be read; an address behind the last line does no harm."""
+def _prefetch(element: Any, offset_bytes: Any, writes: bool = False) -> None:
+    """Ask for the cache line so far behind an element; an address that is not there does no harm."""
     number = T.llvm_lookup_intrinsic_id("llvm.prefetch")
-    read, soon, data = T.int32(0), T.int32(3), T.int32(1)
-    T.evaluate(T.call_llvm_intrin(number, T.address_of(element), read, soon, data, dtype="void"))
+    place = T.handle_add_byte_offset(T.address_of(element), offset_bytes)
+    T.evaluate(T.call_llvm_intrin(number, place, T.int32(writes), T.int32(3), T.int32(1), dtype="void"))
 
 
 def _load(register: int, first: Any, stride_bytes: int) -> None:

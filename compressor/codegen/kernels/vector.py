@@ -56,6 +56,15 @@ ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
 """Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
 
 
+def registers(count: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Any]:
+    """Buffers that LLVM keeps in registers, where there are enough.
+
+    TVM puts a buffer of constant size on the stack where it has less than 1 KB, and allots others by calls; a buffer
+    of a kernel that sums should therefore be several small ones.  A scope ("local") would make it allot all of them.
+    """
+    return [T.alloc_buffer(shape, dtype) for _ in range(count)]
+
+
 def ramp(first: Any, lanes: int) -> Any:
     """The index of ``lanes`` elements in a row; of one element, its own."""
     return T.ramp(first, 1, lanes) if lanes > 1 else first
@@ -225,6 +234,26 @@ def exp(x: Any, lanes: int) -> Any:
     shift = splat(23, lanes) if lanes > 1 else T.int32(23)
     power = T.shift_left(T.Cast(f"int32{suffix}", n) + bias, shift)
     return p * T.reinterpret(power, dtype=f"float32{suffix}")
+
+
+def erf(x: Any, lanes: int) -> Any:
+    """The error function to 4e-7: a quotient of polynomials in x ** 2, times x.
+
+    Fitted by least squares on [0, 3.9], weighted again and again by the relative error (Sanathanan and Koerner 1963);
+    beyond, float32 rounds it to 1.  The call to libm for each element costs about twenty times as much.
+    """
+
+    def polynomial(coefficients: Sequence[float]) -> Any:
+        value = splat_float(coefficients[-1], lanes)
+        for c in coefficients[-2::-1]:
+            value = value * square + splat_float(c, lanes)
+        return value
+
+    x = T.min(T.max(x, splat_float(-3.9, lanes)), splat_float(3.9, lanes))
+    square = x * x
+    over = polynomial((1.12837915, 0.189669334, 0.0526683479, 0.00373843573, 0.000285061055, 2.06641186e-06))
+    under = polynomial((1.0, 0.501422852, 0.113819935, 0.0149144588, 0.00115739206, 3.8269327e-05))
+    return T.min(T.max(x * over / under, splat_float(-1.0, lanes)), splat_float(1.0, lanes))
 
 
 def emit_tree_sum(buffer: Any, lanes: int, *prefix: Any) -> None:
