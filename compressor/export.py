@@ -12,8 +12,10 @@ import secrets
 import shutil
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,13 +252,19 @@ def _copy_tvm_runtime(folder: Path) -> None:
 
 
 def _listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Every file in ``folder`` with its size and SHA-256; those in ``known`` are not read again."""
-    from compressor_runtime import sha256
+    """Every file in ``folder`` with its size and SHA-256, not computed again if ``known``, and those of its pieces."""
+    from compressor_runtime import PIECE_BYTES, available_cores, sha256
 
-    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-    return {
-        name: {"bytes": file.stat().st_size, "sha256": known.get(name) or sha256(file)} for name, file in files.items()
-    }
+    listing: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for file in (file for file in folder.rglob("*") if file.is_file()):
+            name, size_bytes = file.relative_to(folder).as_posix(), file.stat().st_size
+            listing[name] = {"bytes": size_bytes, "sha256": known.get(name) or sha256(file)}
+            if size_bytes > PIECE_BYTES:
+                starts = range(0, size_bytes, PIECE_BYTES)
+                ends = (start + PIECE_BYTES for start in starts)
+                listing[name]["pieces"] = list(pool.map(sha256, repeat(file), starts, ends))
+    return listing
 
 
 def _with_total(manifest: dict[str, Any]) -> bytes:

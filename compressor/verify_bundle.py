@@ -105,10 +105,15 @@ def _schema(bundle: Path) -> str:
 
 
 def _files(bundle: Path, manifest: Manifest) -> str:
-    """Sizes and hashes; no file that is not listed."""
+    """Sizes and hashes, of pieces and of whole files; no file that is not listed."""
+    from compressor_runtime import sha256
+
     from compressor.runtime import check_files
 
-    check_files(bundle, manifest.model_dump())
+    check_files(bundle, manifest.model_dump(exclude_none=True))
+    for name, entry in manifest.files.items():
+        if entry.pieces is not None and sha256(bundle / name) != entry.sha256:
+            raise VerificationError(f"{name}: its pieces have the SHA-256 of the manifest, the whole has another")
     found = [Path(folder, name).relative_to(bundle).as_posix() for folder, name in _entries(bundle)]
     if extra := sorted(set(found) - set(manifest.files) - set(UNLISTED)):
         shown = ", ".join(map(repr, extra[:_SHOWN])) + (", ..." if len(extra) > _SHOWN else "")

@@ -14,6 +14,7 @@ _SHOWN = 3
 
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Entry(BaseModel):
@@ -23,10 +24,11 @@ class _Entry(BaseModel):
 
 
 class FileEntry(_Entry):
-    """Size and hash of a file."""
+    """Size and hash of a file, and hashes of its pieces."""
 
     bytes: Bytes
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
+    pieces: list[Sha256] | None = None  # small files, and those of bundles from before there were any, have none
 
 
 class SiteEntry(_Entry):
@@ -92,7 +94,8 @@ class Manifest(_Entry):
     parameter_types: list[TypeEntry] | None = None  # from schema 2 on
     kernels: Annotated[list[KernelEntry], Field(min_length=1)]
     cpu_features: list[str]
-    libraries: list[LibraryEntry] | None = None  # bundles from before there were several say nothing
+    # Bundles from before there were several say nothing.
+    libraries: Annotated[list[LibraryEntry], Field(min_length=1)] | None = None
     versions: dict[str, str]
     weight_bytes: Bytes
     dense_weight_bytes: Bytes

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import compressor_runtime
 import pytest
 import torch
 from compressor_runtime import read_safetensors
@@ -172,6 +173,24 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundlePart
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(bundle.stat().st_mode) == 0o777 & ~umask
+
+
+def test_large_files_are_listed_with_their_pieces(
+    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = read_manifest(write_bundle(tmp_path / "small", parts))["files"]
+    assert not any("pieces" in entry for entry in small.values())
+    monkeypatch.setattr(compressor_runtime, "PIECE_BYTES", 8192)
+    bundle = write_bundle(tmp_path / "b", parts)
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest)
+    for name, entry in manifest["files"].items():
+        content = (bundle / name).read_bytes()
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest() == small[name]["sha256"]
+        parts_of_it = [content[start : start + 8192] for start in range(0, len(content), 8192)]
+        hashes = [hashlib.sha256(part).hexdigest() for part in parts_of_it]
+        assert entry.get("pieces") == (hashes if len(content) > 8192 else None), name
+    assert manifest["bundle_bytes"] == sum(map(len, contents(bundle).values()))
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path, parts: BundleParts) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressor_runtime import load, sha256
+from compressor_runtime import PIECE_BYTES, load, sha256
 
 SOURCE = Path(__file__).resolve().parents[1] / "export" / "native"
 POSITIONS = 300
@@ -158,6 +158,29 @@ def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: P
     refused(runner(copy, [1]), 4, name, "leads outside the bundle")
 
 
+def test_a_large_file_is_checked_by_its_pieces(runner: Runner, copy: Path) -> None:
+    content = bytearray(2 * PIECE_BYTES + 7)
+    (copy / "large").write_bytes(content)
+    pieces = [sha256(copy / "large", start, start + PIECE_BYTES) for start in range(0, len(content), PIECE_BYTES)]
+
+    def run(threads: int = 2, **entry: object) -> subprocess.CompletedProcess[str]:
+        entry = {"bytes": len(content), "sha256": "", "pieces": pieces} | entry
+        edit_manifest(copy, lambda manifest: manifest["files"].update(large=entry))
+        return runner(copy, [1], "--max-tokens", 1, "--threads", threads)
+
+    assert run(1).returncode == run(2).returncode == 0
+    refused(run(pieces=pieces[:2]), 4, "`pieces` of large: 2 of them, 33554439 bytes have 3 of 16777216")
+    refused(run(pieces=[*pieces, ""]), 4, "`pieces` of large: 4 of them")
+    refused(run(pieces=[1, 2, 3]), 4, "an item of `pieces` is of another type")
+    refused(run(pieces=None), 4, "`pieces` is missing or of another type")
+    for place, where in ((0, "0 to 16777216"), (-8, "16777216 to 33554432"), (-1, "33554432 to 33554439")):
+        content[place] ^= 1
+        (copy / "large").write_bytes(content)
+        for threads in (1, 2):
+            refused(run(threads), 4, f"large: its SHA-256 is not the manifest's (bytes {where})")
+        content[place] ^= 1
+
+
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
@@ -177,6 +200,8 @@ def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: P
         ),
         (lambda m: m["parameter_types"][0].update(shape=[1]), 4, "is not of the type and shape"),
         (lambda m: m["parameters"].append("x"), 4, "`parameters`"),
+        (lambda m: m.update(libraries=[]), 4, "manifest.json: `libraries` is empty; copy the bundle again"),
+        (lambda m: m.update(libraries=None), 4, "`libraries` is missing or of another type"),
     ],
 )
 def test_manifests_that_are_wrong(runner: Runner, copy: Path, change: Any, code: int, words: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -601,6 +603,43 @@ def test_a_changed_byte_is_found_and_its_file_named(copy: Path) -> None:
     load(copy)
 
 
+def test_a_large_file_is_checked_by_its_pieces(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, file = 5000, copy / "model.so"
+    monkeypatch.setattr(compressor_runtime, "PIECE_BYTES", size)
+    content = file.read_bytes()
+    pieces = [hashlib.sha256(content[start : start + size]).hexdigest() for start in range(0, len(content), size)]
+    assert len(content) % size and len(pieces) > 2
+    # The pieces are what counts at loading: the SHA-256 of the whole is for people, and for older run-times.
+    edit_manifest(copy, lambda m: m["files"]["model.so"].update(pieces=pieces, sha256=""))
+    for threads in (1, 3):
+        load(copy, threads=threads)
+    last = len(pieces) - 1
+    for piece, place in ((0, 0), (1, size), (1, 2 * size - 1), (last, last * size), (last, len(content) - 1)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        where = f"{piece * size} to {min(len(content), (piece + 1) * size)}"
+        with pytest.raises(DamagedBundleError, match=rf"model\.so: its SHA-256 is not .* \(bytes {where}\)"):
+            load(copy, threads=2)
+    file.write_bytes(bytes(byte ^ 1 for byte in content))  # of many that are wrong, the first is named
+    with pytest.raises(DamagedBundleError, match=rf"bytes 0 to {size}\)"):
+        load(copy, threads=2)
+    file.write_bytes(content)
+    for wrong in (pieces[:-1], [*pieces, pieces[0]], []):
+        edit_manifest(copy, lambda m, wrong=wrong: m["files"]["model.so"].update(pieces=wrong))
+        with pytest.raises(DamagedBundleError, match=rf"`pieces` of model\.so: {len(wrong)} of .* have {last + 1} of"):
+            load(copy)
+
+
+def test_a_file_that_cannot_be_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> str:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(compressor_runtime, "sha256", fail)
+    with pytest.raises(BundleError, match="cannot be read: Input/output error"):
+        load(copy)
+
+
 def test_files_that_are_missing_cut_short_or_not_listed(copy: Path) -> None:
     (copy / "README.md").unlink()
     with pytest.raises(DamagedBundleError, match=r"README\.md: missing"):
@@ -644,6 +683,10 @@ def test_a_library_behind_a_link_is_refused(copy: Path) -> None:
         (lambda m: m.update(files={"model.so": 3}), DamagedBundleError, "does not list"),
         (lambda m: m["files"].update({"model.so": 3}), DamagedBundleError, "`bytes` is missing"),
         (lambda m: m["files"]["model.so"].pop("sha256"), DamagedBundleError, "`sha256` is missing"),
+        (lambda m: m["files"]["model.so"].update(pieces=None), DamagedBundleError, "`pieces` is missing or is no"),
+        (lambda m: m["files"]["model.so"].update(pieces=[1]), DamagedBundleError, "not all of `pieces` is str"),
+        (lambda m: m.update(libraries=[]), DamagedBundleError, r"manifest\.json: `libraries` is empty"),
+        (lambda m: m.update(libraries=None), DamagedBundleError, "`libraries` is missing or is no valid list"),
         (lambda m: m.update(cpu_features=["sse2", "avx999"]), BundleError, "this CPU lacks avx999"),
         (lambda m: m["parameters"].__setitem__(1, "other"), DamagedBundleError, "lacks 'other'"),
         (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "not all of `parameters` is str"),
@@ -712,10 +755,14 @@ def test_the_first_library_that_this_cpu_runs_is_loaded(monkeypatch: pytest.Monk
 
 
 def test_a_system_that_refuses_amx_is_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressor_runtime.Path, "read_text", lambda _self: "flags : amx_tile avx2\n")
+    reads: list[Path] = []
+    text = "flags : amx_tile avx2\n"
+    monkeypatch.setattr(compressor_runtime.Path, "read_text", lambda file: reads.append(file) or text)
+    monkeypatch.setattr(compressor_runtime, "_cpu_flags", cache(compressor_runtime._cpu_flags.__wrapped__))
     monkeypatch.setattr(compressor_runtime, "allow_tiles", lambda: False)
     assert compressor_runtime.missing_features(["amx_tile", "avx2"]) == ["amx_tile"]
     assert compressor_runtime.missing_features(["avx2"]) == []
+    assert reads == [Path("/proc/cpuinfo")]  # however many libraries are considered
 
 
 def test_the_public_api_loads_bundles(bundle_folder: Path) -> None:

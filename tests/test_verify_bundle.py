@@ -109,6 +109,21 @@ def test_every_kind_of_damage_to_every_file_is_found(copy: Path, not_executed: N
     assert module._files(copy, check_schema(json.loads((copy / "manifest.json").read_text())))
 
 
+def test_a_whole_that_is_not_that_of_its_pieces(copy: Path, not_executed: None) -> None:
+    content = (copy / "model.so").read_bytes()
+    pieces = [hashlib.sha256(content).hexdigest()]
+    rehash(copy, lambda m: m["files"]["model.so"].update(pieces=pieces))
+    assert module._files(copy, check_schema(json.loads((copy / "manifest.json").read_text())))
+    rehash(copy, lambda m: m["files"]["model.so"].update(pieces=pieces, sha256="0" * 64))
+    check = find(verify_bundle(copy), "files")
+    assert check.passed is False and "model.so: its pieces have the SHA-256" in check.detail
+
+
+def test_bundles_from_before_there_were_pieces_and_libraries(copy: Path) -> None:
+    rehash(copy, lambda m: m.pop("libraries"))
+    assert module._files(copy, check_schema(json.loads((copy / "manifest.json").read_text())))
+
+
 def test_files_that_the_manifest_does_not_list(copy: Path, not_executed: None) -> None:
     for name in ("notes.txt", "lib/libc.so", "__pycache__/compressor_runtime.cpython-311.pyc", ".hidden"):
         (copy / name).parent.mkdir(exist_ok=True)
@@ -153,6 +168,8 @@ def test_measurements_and_signatures_stand_outside_the_manifest(copy: Path) -> N
         (lambda m: m.update(kernels=[]), "kernels"),
         (lambda m: m["sites"][0].pop("bytes_after"), "sites.0.bytes_after"),
         (lambda m: m["files"]["model.so"].update(sha256="x"), "files.model.so.sha256"),
+        (lambda m: m["files"]["model.so"].update(pieces=["x"]), "files.model.so.pieces.0"),
+        (lambda m: m.update(libraries=[]), "libraries"),
         (lambda m: m["files"].pop("vectors.safetensors"), "vectors.safetensors not listed"),
         (lambda m: m["files"].pop("lib/libtvm_runtime.so"), "lib/libtvm_runtime.so not listed"),
         (lambda m: m.pop("parameter_types"), "parameter_types"),

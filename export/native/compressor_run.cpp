@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -28,6 +29,8 @@
 #include <optional>
 #include <set>
 #include <sstream>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "sha256.h"
@@ -40,6 +43,7 @@ namespace json = tvm::ffi::json;
 using Sizes = std::vector<int64_t>;
 
 constexpr int64_t kSchemaVersion = 2;
+constexpr size_t kPiece = 16 << 20;  // a larger file's entry has `pieces`, the SHA-256 of each so many bytes
 constexpr size_t kAlignment = 64;  // the kernels use aligned vector loads: any other address ends the process
 constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
 constexpr int64_t kMostLayers = 4096;
@@ -49,7 +53,7 @@ constexpr const char* kUsage =
     "  BUNDLE        the folder that `compress run` wrote\n"
     "  --ids         the prompt's token ids\n"
     "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
-    "  --threads     worker threads of the kernels (default: the physical cores available)\n"
+    "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
 enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
@@ -179,6 +183,37 @@ std::vector<T> items(const json::Object& entry, const char* key, const std::stri
   return all;
 }
 
+// --- cores
+
+std::vector<int> usable_cpus() {
+  cpu_set_t set;
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+  if (cpus.empty()) fail(kUnusable, "this process's CPUs cannot be found out: ", std::strerror(errno));
+  return cpus;
+}
+
+int available_cores() {  // physical ones, by affinity and the control group's quota
+  std::set<std::string> cores;
+  for (int cpu : usable_cpus()) {
+    std::string name = "/sys/devices/system/cpu/cpu" + std::to_string(cpu), siblings;
+    std::getline(std::ifstream(name + "/topology/thread_siblings_list"), siblings);
+    cores.insert(siblings.empty() ? name : siblings);
+  }
+  std::string share;
+  int64_t quota, period, count = int64_t(cores.size());
+  std::ifstream limits("/sys/fs/cgroup/cpu.max");
+  if (limits >> share >> period && share != "max" && period > 0) {
+    std::istringstream(share) >> quota;
+    count = std::max<int64_t>(1, std::min(count, quota / period));
+  }
+  return int(count);
+}
+
 // --- what must hold before anything of the bundle is used
 
 json::Object read_manifest(const fs::path& root) {
@@ -200,23 +235,29 @@ json::Object read_manifest(const fs::path& root) {
   return manifest;
 }
 
-// Features that this CPU lacks, or that the system does not let processes use, with commas between them.
-std::string missing_features(const std::vector<ffi::String>& required) {
-  auto plain = [](const std::string& name) {  // Linux and LLVM spell them differently: avx512_vnni, avx512vnni
-    std::string letters;
-    for (unsigned char c : name) letters += std::isalnum(c) ? std::string(1, char(c)) : "";
-    return letters;
-  };
+std::string letters(const std::string& feature) {  // Linux and LLVM spell them differently: avx512_vnni, avx512vnni
+  std::string found;
+  for (unsigned char c : feature) found += std::isalnum(c) ? std::string(1, char(c)) : "";
+  return found;
+}
+
+std::set<std::string> cpu_flags() {
   std::ifstream info("/proc/cpuinfo");
   std::set<std::string> present;
   for (std::string line, flag; present.empty() && std::getline(info, line);) {
     if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
-    for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(plain(flag));
+    for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(letters(flag));
   }
+  return present;
+}
+
+// Features that this CPU lacks, or that the system does not let processes use, with commas between them.
+std::string missing_features(const std::vector<ffi::String>& required) {
+  static const std::set<std::string> present = cpu_flags();
   std::string missing;
   bool tiles = false;
   for (const ffi::String& name : required) {
-    if (present.count(plain(name)) == 0) missing += (missing.empty() ? "" : ", ") + std::string(name);
+    if (present.count(letters(name)) == 0) missing += (missing.empty() ? "" : ", ") + std::string(name);
     tiles = tiles || name == "amx_tile";
   }
 #if defined(__x86_64__)
@@ -228,13 +269,12 @@ std::string missing_features(const std::vector<ffi::String>& required) {
 
 // Files of the kernels for each instruction set, the most demanding first; older bundles have one and do not list it.
 std::vector<std::pair<std::string, std::vector<ffi::String>>> libraries(const json::Object& manifest) {
+  if (manifest.count("libraries") == 0) return {{"model.so", items<ffi::String>(manifest, "cpu_features")}};
   std::vector<std::pair<std::string, std::vector<ffi::String>>> found;
-  if (find<json::Array>(manifest, "libraries")) {
-    for (const json::Object& entry : items<json::Object>(manifest, "libraries")) {
-      found.emplace_back(field<ffi::String>(entry, "file"), items<ffi::String>(entry, "cpu_features"));
-    }
+  for (const json::Object& entry : items<json::Object>(manifest, "libraries")) {
+    found.emplace_back(field<ffi::String>(entry, "file"), items<ffi::String>(entry, "cpu_features"));
   }
-  if (found.empty()) found.emplace_back("model.so", items<ffi::String>(manifest, "cpu_features"));
+  if (found.empty()) fail(kDamaged, "manifest.json: `libraries` is empty; copy the bundle again");
   return found;
 }
 
@@ -249,26 +289,63 @@ std::string choose_library(const fs::path& root, const json::Object& manifest) {
   fail(kUnusable, root.string(), ": this CPU lacks ", missing, "; compress again for this CPU");
 }
 
-void check_files(const fs::path& root, const json::Object& manifest) {
+struct Span {
+  const File* file;
+  size_t start, size;
+  std::string digest;
+};
+
+void check_files(const fs::path& root, const json::Object& manifest, int threads) {
   auto files = field<json::Object>(manifest, "files");
   std::vector<std::string> needed = {"model.so", "weights.safetensors", "lib/libtvm_runtime.so"};
   for (const auto& library : libraries(manifest)) needed.push_back(library.first);
   for (const std::string& name : needed) {
     if (!find<json::Object>(files, name.c_str())) fail(kDamaged, "manifest.json: `files` does not list ", name);
   }
+  std::vector<std::unique_ptr<File>> mapped;
+  std::vector<Span> spans;
   for (const auto& [key, value] : files) {
     auto name = key.cast<ffi::String>();
     auto entry = field<json::Object>(files, name.c_str());
     int64_t size = field<int64_t>(entry, "bytes");
     auto digest = field<ffi::String>(entry, "sha256");
-    File file(member(root, name));
+    const File& file = *mapped.emplace_back(std::make_unique<File>(member(root, name)));
     if (int64_t(file.size) != size) {
       fail(kDamaged, file.path.string(), ": ", file.size, " bytes in place of ", size, "; copy the bundle again");
     }
-    if (digest != sha256::hex(file.bytes.get(), file.size)) {
-      fail(kDamaged, file.path.string(), ": its SHA-256 is not the manifest's; copy the bundle again");
+    if (entry.count("pieces") == 0) {  // a small file, or an older bundle's
+      spans.push_back({&file, 0, file.size, digest});
+      continue;
+    }
+    auto pieces = items<ffi::String>(entry, "pieces");
+    size_t expected = (file.size + kPiece - 1) / kPiece;
+    if (pieces.size() != expected) {
+      fail(kDamaged, "manifest.json: `pieces` of ", name, ": ", pieces.size(), " of them, ", size, " bytes have ",
+           expected, " of ", kPiece, "; copy the bundle again");
+    }
+    for (size_t i = 0; i < expected; ++i) {
+      spans.push_back({&file, i * kPiece, std::min(kPiece, file.size - i * kPiece), pieces[i]});
     }
   }
+  std::atomic<size_t> next = 0, wrong = spans.size();  // wrong: the first that is not what the manifest says
+  auto check = [&] {
+    for (size_t i; (i = next++) < wrong;) {
+      const auto& [file, start, size, digest] = spans[i];
+      if (digest == sha256::hex(file->bytes.get() + start, size)) continue;
+      for (size_t first = wrong; i < first && !wrong.compare_exchange_weak(first, i);) continue;
+    }
+  };
+  std::vector<std::thread> helpers;
+  try {
+    while (helpers.size() + 1 < std::min(size_t(threads), spans.size())) helpers.emplace_back(check);
+  } catch (const std::system_error&) {  // no more threads: those that are there do it
+  }
+  check();
+  for (std::thread& helper : helpers) helper.join();
+  if (wrong == spans.size()) return;
+  const auto& [file, start, size, digest] = spans[wrong];
+  fail(kDamaged, file->path.string(), ": its SHA-256 is not the manifest's (bytes ", start, " to ", start + size,
+       "); copy the bundle again");
 }
 
 struct Model {
@@ -409,33 +486,8 @@ ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object
 
 // --- the kernels
 
-int available_cores(const std::vector<int>& cpus) {  // physical ones, by affinity and the control group's quota
-  std::set<std::string> cores;
-  for (int cpu : cpus) {
-    std::string name = "/sys/devices/system/cpu/cpu" + std::to_string(cpu), siblings;
-    std::getline(std::ifstream(name + "/topology/thread_siblings_list"), siblings);
-    cores.insert(siblings.empty() ? name : siblings);
-  }
-  std::string share;
-  int64_t quota, period, count = int64_t(cores.size());
-  std::ifstream limits("/sys/fs/cgroup/cpu.max");
-  if (limits >> share >> period && share != "max" && period > 0) {
-    std::istringstream(share) >> quota;
-    count = std::max<int64_t>(1, std::min(count, quota / period));
-  }
-  return int(count);
-}
-
-void configure_threads(std::optional<int64_t> wanted) {
-  cpu_set_t set;
-  std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) {
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
-    }
-  }
-  if (cpus.empty()) fail(kUnusable, "this process's CPUs cannot be found out: ", std::strerror(errno));
-  int threads = wanted ? int(*wanted) : available_cores(cpus);
+void configure_threads(int threads) {
+  std::vector<int> cpus = usable_cpus();
   ffi::Array<ffi::String> names;  // TVM makes a pool as large as this list when it makes one
   while (names.size() < size_t(threads)) {
     for (int cpu : cpus) names.push_back(std::to_string(cpu));
@@ -446,7 +498,7 @@ void configure_threads(std::optional<int64_t> wanted) {
 class Kernels {
  public:
   Kernels(const fs::path& root, const json::Object& manifest, const std::string& library,
-          ffi::Array<ffi::Tensor> parameters, std::optional<int64_t> threads)
+          ffi::Array<ffi::Tensor> parameters, int threads)
       : library_(member(root, library)), parameters_(parameters) {
     fs::path runtime = member(root, "lib/libtvm_runtime.so");
     if (dlopen(runtime.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
@@ -618,9 +670,10 @@ void run(const Options& options) {
   const fs::path& root = options.bundle;
   json::Object manifest = read_manifest(root);
   std::string library = choose_library(root, manifest);
-  check_files(root, manifest);
+  int threads = options.threads ? int(*options.threads) : available_cores();
+  check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
-  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), options.threads);
+  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
   std::vector<float> logits = session.step(options.ids);

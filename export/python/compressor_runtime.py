@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
+PIECE_BYTES = 16 << 20  # a larger file's entry has `pieces`, the SHA-256 of each so many bytes: threads share the work
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
 _LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 _MOST_LAYERS, _MOST_DIMENSIONS = 4096, 16  # no model has more
@@ -74,7 +75,8 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
 
     Args:
         path: the bundle's folder.
-        threads: worker threads of the kernels; None takes the physical cores that this process may use.
+        threads: worker threads of the kernels, and of this comparison; None takes the physical cores that this process
+            may use.
         isa: instruction set of the kernels; None takes the best of those in the bundle that this CPU has.
     Raises:
         BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
@@ -85,9 +87,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
     root = Path(path)
     manifest = read_manifest(root)
     library = choose_library(root, manifest, isa)
-    check_files(root, manifest)
+    threads = threads or available_cores()
+    check_files(root, manifest, threads)
     _load_tvm_runtime(root, manifest)
-    return Bundle(root, manifest, threads or available_cores(), library)
+    return Bundle(root, manifest, threads, library)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -116,32 +119,60 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(root: Path, manifest: dict[str, Any]) -> None:
+def check_files(root: Path, manifest: dict[str, Any], threads: int | None = None) -> None:
     """Check that every file of the manifest is there, inside ``root``, and has the size and SHA-256 stated."""
     files = _field(manifest, "files", dict)
     for name in (LIBRARY, *(_field(entry, "file", str) for entry in _libraries(manifest)), WEIGHTS, TVM_RUNTIME):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
+    spans: list[tuple[Path, int, int, str]] = []  # file, first byte, end, SHA-256
     for name, entry in files.items():
         file, size_bytes, digest = _member(root, name), _field(entry, "bytes", int), _field(entry, "sha256", str)
         try:
-            found_bytes, found = file.stat().st_size, sha256(file)
+            found_bytes = file.stat().st_size
         except OSError as error:
             raise BundleError(f"{file}: cannot be read: {error}") from error
         if found_bytes != size_bytes:
             raise DamagedBundleError(
                 f"{file}: {found_bytes} bytes, the manifest says {size_bytes}; copy the bundle again"
             )
-        if found != digest:
-            raise DamagedBundleError(f"{file}: its SHA-256 is not the manifest's; copy the bundle again")
+        if "pieces" not in entry:  # a small file, or an older bundle's
+            spans.append((file, 0, size_bytes, digest))
+            continue
+        starts, pieces = range(0, size_bytes, PIECE_BYTES), _items(entry, "pieces", str)
+        if len(starts) != len(pieces):
+            raise DamagedBundleError(
+                f"{root / MANIFEST}: `pieces` of {name}: {len(pieces)} of them, {size_bytes} bytes have {len(starts)} "
+                f"of {PIECE_BYTES}; copy the bundle again"
+            )
+        ends = (min(start + PIECE_BYTES, size_bytes) for start in starts)
+        spans += [(file, *span) for span in zip(starts, ends, pieces, strict=True)]
+    with ThreadPoolExecutor(threads or available_cores(), "compressor-sha256") as pool:
+        list(pool.map(lambda span: _check_span(*span), spans))
 
 
-def sha256(file: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
+def _check_span(file: Path, start: int, end: int, digest: str) -> None:
+    try:
+        found = sha256(file, start, end)
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error}") from error
+    if found != digest:
+        raise DamagedBundleError(
+            f"{file}: its SHA-256 is not the manifest's (bytes {start} to {end}); copy the bundle again"
+        )
+
+
+def sha256(file: Path, start: int = 0, end: int = sys.maxsize) -> str:
+    """Hexadecimal SHA-256 of a file's bytes from ``start`` to before ``end``, through a buffer.
+
+    Mapped, they would count as this process's memory, and a disk that cannot read one would end it.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while count := stream.readinto(buffer[: max(0, end - start)]):
+            digest.update(buffer[:count])
+            start += count
     return digest.hexdigest()
 
 
@@ -162,8 +193,12 @@ def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None)
 
 def _libraries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Entries of the kernels, for the most demanding CPU first; older bundles have one and do not list it."""
-    only = {"isa": "", "file": LIBRARY, "cpu_features": _items(manifest, "cpu_features", str)}
-    return _items(manifest, "libraries", dict) if "libraries" in manifest else [only]
+    if "libraries" not in manifest:
+        return [{"isa": "", "file": LIBRARY, "cpu_features": _items(manifest, "cpu_features", str)}]
+    entries = _items(manifest, "libraries", dict)
+    if not entries:
+        raise DamagedBundleError(f"{MANIFEST}: `libraries` is empty; copy the bundle again")
+    return entries
 
 
 def check_cpu(required: Sequence[str], root: Path) -> None:
@@ -174,14 +209,26 @@ def check_cpu(required: Sequence[str], root: Path) -> None:
 
 def missing_features(required: Sequence[str]) -> list[str]:
     """Those that this CPU lacks, or that the system does not let processes use."""
+    present = _cpu_flags()
+    if present is None:
+        return []  # not Linux: the loader will say what it cannot run
+    missing = [name for name in required if _letters(name) not in present]
+    return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
+
+
+@cache
+def _cpu_flags() -> frozenset[str] | None:
+    """The CPU's features, as Linux tells them; None where it does not."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return []  # not Linux: the loader will say what it cannot run
+        return None
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    present = {re.sub(r"\W|_", "", flag) for flag in (found[1].split() if found else ())}
-    missing = [name for name in required if re.sub(r"\W|_", "", str(name)) not in present]
-    return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
+    return frozenset(map(_letters, found[1].split() if found else ()))
+
+
+def _letters(feature: str) -> str:
+    return re.sub(r"\W|_", "", feature)
 
 
 def allow_tiles() -> bool:
@@ -341,7 +388,7 @@ class Bundle:
         ids = self._checked_ids([self._prompt_ids(prompt)])
         session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
         session.make_room(ids.shape[1])
-        ends = {*stop, *_field(self.model, "eos_ids", list)}
+        ends = {*stop, *self.model["eos_ids"]}
         generator = np.random.default_rng(seed)
 
         def tokens() -> Iterator[int]:
