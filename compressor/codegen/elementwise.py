@@ -17,7 +17,6 @@ from tvm_ffi import structural_map, structural_walk
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import erf, exp
 
-
 _UNROLLED = 8  # vectors of the innermost axis
 
 
