@@ -29,17 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from bundles import write_bundle
 from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.capture import capture
-from compressor.codegen.lower import compile_graph
 from compressor.embeddings import Texts, pool, read_pooling
 from compressor.evaluate_model import BundleProcess
-from compressor.graph import ModelInfo, twin, weight_bytes
-from compressor.pipeline import Context, Pipeline
+from compressor.graph import ModelInfo, weight_bytes
 from compressor.recipe import Recipe
-from compressor.run_assemble import assemble
 from compressor.runtime import read_manifest
 from compressor.samples import load_samples
 
@@ -57,6 +55,12 @@ def passes(scheme: str, method: str) -> list[dict[str, Any]]:
     """What a recipe would say."""
     first = [{"smoothquant": {"alpha": "search", "scheme": scheme}}] if method == "smoothquant" else []
     return [*first, {"gptq" if method == "gptq" else "rtn": {"scheme": scheme}}]
+
+
+def recipe_of(scheme: str, method: str, text: str) -> Recipe:
+    """A recipe that calibrates on 64 windows of 128 tokens."""
+    calibration = {"text": text, "samples": 64, "sequence_length": 128}
+    return Recipe.from_dict({"calibration": calibration, "passes": passes(scheme, method), "tune": "off"})
 
 
 def sentences(file: Path) -> list[str]:
@@ -83,6 +87,19 @@ def cut(files: Sequence[Path]) -> tuple[list[str], list[str]]:
             texts.append(" ".join(found[first : first + count]))
             others += found[first + count : first + distance]
     return texts, others
+
+
+def load_texts(model: Path, files: Sequence[Path]) -> tuple[Texts, list[str]]:
+    """The texts to embed in the model's tokens, and the sentences that are in none of them."""
+    chosen, others = cut(files)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    encoded = tokenizer(chosen, truncation=True, max_length=LONGEST)["input_ids"]
+    return Texts(tuple(torch.tensor(ids) for ids in encoded), read_pooling(model)), others
+
+
+def load_bert(model: Path) -> Any:
+    """transformers' model in float32, the oracle."""
+    return transformers.BertModel.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
 
 
 def embedded(hidden: Callable[..., Any], texts: Texts) -> tuple[Tensor, float]:
@@ -122,11 +139,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    chosen, others = cut(options.text)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    encoded = tokenizer(chosen, truncation=True, max_length=LONGEST)["input_ids"]
-    texts = Texts(tuple(torch.tensor(ids) for ids in encoded), read_pooling(options.model))
-    bert = transformers.BertModel.from_pretrained(options.model, dtype=torch.float32, local_files_only=True).eval()
+    texts, others = load_texts(options.model, options.text)
+    bert = load_bert(options.model)
 
     @torch.no_grad()
     def oracle(ids: NDArray[np.int64], mask: NDArray[np.float32]) -> Tensor:
@@ -139,7 +153,8 @@ def main() -> None:
     info: ModelInfo = dense.meta["model"]
     lengths = sorted(map(len, texts.ids))
     print(
-        f"{len(chosen)} texts of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g};", end=" "
+        f"{len(texts.ids)} texts of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g};",
+        end=" ",
     )
     print(
         f"pooled by {texts.pooling}; fp32: {weight_bytes(dense):,} bytes, {dense_ms:.1f} ms a text in PyTorch;", end=" "
@@ -159,17 +174,11 @@ def main() -> None:
                 if not re.search(options.rows, f"{scheme} {method} {name}"):
                     continue
                 text = "python_docs.txt" if name == "python_docs" else str(own)
-                calibration = {"text": text, "samples": 64, "sequence_length": 128}
-                recipe = Recipe.from_dict({"calibration": calibration, "passes": passes(scheme, method), "tune": "off"})
+                recipe = recipe_of(scheme, method, text)
                 assert recipe.calibration is not None
                 samples = load_samples(recipe.calibration, options.model, info.vocab_size)
-                begin, context = time.perf_counter(), Context(samples=samples)
-                graph = Pipeline(recipe.passes).run(twin(dense), context)
-                seconds = time.perf_counter() - begin
-                target, bundle = recipe.target.build(), Path(scratch) / f"{len(rows)}"
-                library = compile_graph(graph, target, tune="off", threads=options.threads)
-                bundle.mkdir()
-                assemble(bundle, graph, [library], target, recipe, context, weight_bytes(dense))
+                bundle = Path(scratch) / f"{len(rows)}"
+                _, seconds = write_bundle(dense, recipe, samples, bundle, options.threads)
                 with BundleProcess(bundle, options.threads) as process:
                     got, ms = embedded(process.hidden, texts)
                 cosines = torch.cosine_similarity(got, expected)

@@ -1,9 +1,12 @@
-"""Where one step of a decoder's bundle spends its time, by kernel.
+"""Where one step of a decoder's bundle spends its time, or one call of another's, by kernel.
 
     python benchmarks/profile_step.py BUNDLE [--tokens 1] [--context 128] [--threads 2] [--repeats 20] [--json]
+    python benchmarks/profile_step.py BUNDLE --inputs FILE.npz [--threads 2] [--repeats 20] [--json] [--cpu]
 
-TVM's virtual machine calls back before and after each kernel and built-in; what the calls cost themselves is in the
-line `between`.  Medians over the repeats.
+An encoder or a plain module is called with the file's arrays in order, such as a case that benchmarks/x86_models.py
+left in its folder.  TVM's virtual machine calls back before and after each kernel and built-in; what the calls cost
+themselves is in the line `between`.  Medians over the repeats.  `--cpu` counts what the process computed, in place of
+what passed: with one thread, others on the machine change it little.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +25,51 @@ import tvm_ffi
 from compressor_runtime import load
 
 
-def profile(bundle: Path, tokens: int, context: int, threads: int | None, repeats: int) -> dict[str, Any]:
-    """Milliseconds and calls of each kernel in a step of so many tokens after so many others."""
-    loaded = load(bundle, threads=threads)
+def decoder_step(loaded: Any, tokens: int, context: int) -> Callable[[], None]:
+    """Steps of so many tokens after so many others, always the same."""
     ids = np.random.default_rng(0).integers(3, loaded.model["vocab_size"], (1, max(tokens, context)))
     session = loaded.session(capacity=tokens + context)
     if context:
         session.step(ids[:, :context])
+
+    def step() -> None:
+        session.position = context
+        session.step(ids[:, :tokens])
+
+    return step
+
+
+def network_call(loaded: Any, inputs: Path) -> Callable[[], None]:
+    """Calls with the same arrays."""
+    with np.load(inputs) as stored:
+        arrays = [stored[name] for name in stored.files]
+
+    def call() -> None:
+        (loaded.encode if loaded.kind == "encoder" else loaded.run)(*arrays)
+
+    return call
+
+
+def profile(loaded: Any, call: Callable[[], None], repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
+    """Milliseconds and calls of each kernel in a call."""
     steps: list[dict[str, list[float]]] = []
     begun = [0.0]
 
     def watch(_function: Any, name: str, before: bool, _result: Any, *_arguments: Any) -> None:
         if before:
-            begun[0] = time.perf_counter()
+            begun[0] = clock()
         else:
-            steps[-1][name].append(time.perf_counter() - begun[0])
+            steps[-1][name].append(clock() - begun[0])
 
     whole = []
     loaded._machine["set_instrument"](tvm_ffi.convert(watch))
     for _ in range(repeats + 3):
         steps.append(defaultdict(list))
-        begin = time.perf_counter()
-        session.step(ids[:, :tokens])
-        whole.append(time.perf_counter() - begin)
-        session.position = context
+        begin = clock()
+        call()
+        whole.append(clock() - begin)
     counted, whole = steps[3:], whole[3:]  # the first ones find memory and threads cold
-    kernels = [
+    kernels: list[dict[str, Any]] = [
         {"kernel": name, "calls": len(counted[0][name]), "ms": 1e3 * statistics.median(sum(s[name]) for s in counted)}
         for name in counted[0]
     ]
@@ -54,8 +77,7 @@ def profile(bundle: Path, tokens: int, context: int, threads: int | None, repeat
     total = 1e3 * statistics.median(whole)
     between = total - sum(entry["ms"] for entry in kernels)
     kernels.append({"kernel": "between", "calls": sum(entry["calls"] for entry in kernels), "ms": between})
-    return {"bundle": bundle.name, "tokens": tokens, "context": context, "threads": loaded.threads, "ms": total,
-            "library": loaded.library, "kernels": kernels}  # fmt: skip
+    return {"threads": loaded.threads, "ms": total, "library": loaded.library, "kernels": kernels}
 
 
 def main() -> None:
@@ -64,16 +86,26 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--inputs", type=Path, help="arrays for an encoder or a plain module")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true")
-    options = vars(parser.parse_args())
-    as_json = options.pop("json")
-    found = profile(**options)
-    if as_json:
+    parser.add_argument("--cpu", action="store_true", help="time of the process on all cores")
+    options = parser.parse_args()
+    loaded = load(options.bundle, threads=options.threads)
+    if options.inputs is not None:
+        call, what = network_call(loaded, options.inputs), options.inputs.stem
+    elif loaded.kind == "decoder":
+        call = decoder_step(loaded, options.tokens, options.context)
+        what = f"{options.tokens} token(s) after {options.context}"
+    else:
+        parser.error(f"{options.bundle} is no decoder: give its --inputs")
+    clock = time.process_time if options.cpu else time.perf_counter
+    found = {"bundle": options.bundle.name, "what": what, **profile(loaded, call, options.repeats, clock)}
+    if options.json:
         print(json.dumps(found, indent=2))
         return
-    print("{bundle}, {library}: {tokens} token(s) after {context}, {threads} thread(s): {ms:.2f} ms\n".format(**found))
+    print("{bundle}, {library}: {what}, {threads} thread(s): {ms:.2f} ms\n".format(**found))
     print("| kernel | calls | ms | of the step |\n|---|---|---|---|")
     for entry in found["kernels"]:
         if entry["ms"] >= found["ms"] / 200:

@@ -13,72 +13,45 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, pad, relu
+from bundles import write_bundle
+from resnet_model import load_resnet
+from torch import nn
 
 from compressor.capture import capture
-from compressor.codegen.lower import compile_graph
 from compressor.evaluate import Classes, graph_classes
 from compressor.evaluate_model import BundleProcess
-from compressor.graph import twin, weight_bytes
-from compressor.images import load_image_samples, load_images
-from compressor.pipeline import Context, Pipeline, pass_class
+from compressor.graph import weight_bytes
+from compressor.images import Images, load_image_samples, load_images
+from compressor.pipeline import pass_class
 from compressor.recipe import Recipe
-from compressor.run_assemble import assemble
 from compressor.runtime import read_manifest
 
 BATCH = 50
 TARGETS = ("Conv2d", "Linear")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
-class Block(nn.Module):
-    """Two convolutions beside a shortcut of option A."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.stride, self.added = outputs // inputs, (outputs - inputs) // 2
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, self.stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""
-        y = self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
-        if self.added:
-            x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.added, self.added))
-        return relu(y + x)
+def data_recipe(images: str, samples: int, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Recipe:
+    """A recipe without passes, of the images to evaluate on, some of which calibrate."""
+    source = {"images": images, "mean": list(mean), "std": list(std)}
+    calibration = {**source, "samples": samples}
+    return Recipe.from_dict({"calibration": calibration, "evaluation": source, "passes": [], "tune": "off"})
 
 
-class ResNet(nn.Module):
-    """6 n + 2 layers: a convolution, three stages of n blocks with 16, 32 and 64 channels, a linear."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(*(Block(16, 16) for _ in range(blocks)))
-        self.layer2 = nn.Sequential(Block(16, 32), *(Block(32, 32) for _ in range(blocks - 1)))
-        self.layer3 = nn.Sequential(Block(32, 64), *(Block(64, 64) for _ in range(blocks - 1)))
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, 3, 32, 32] -> [B, 10]."""
-        x = self.layer3(self.layer2(self.layer1(relu(self.bn1(self.conv1(x))))))
-        result: Tensor = self.linear(avg_pool2d(x, x.shape[3]).flatten(1))
-        return result
+def with_pass(data: Recipe, scheme: str, method: str) -> Recipe:
+    """The recipe with one pass, over convolutions too."""
+    return data.model_copy(update={"passes": (pass_class(method)(scheme=scheme, targets=TARGETS),)})
 
 
-def load_resnet(weights: Path) -> ResNet:
-    """The ResNet whose weights these are, for inference."""
-    state = load_file(weights)
-    module = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
-    module.load_state_dict(state)
-    return module.eval().requires_grad_(False)
+def captured(module: nn.Module, images: Images) -> Any:
+    """The module's graph, for any number of images."""
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    return capture(module, (images.inputs(slice(2)),), dynamic_shapes=shapes)
 
 
 def main() -> None:
@@ -89,16 +62,13 @@ def main() -> None:
     parser.add_argument("--schemes", default="W8A8,W4A16_C,W4A16_G32,W4A8_C")
     parser.add_argument("--methods", default="rtn,gptq")
     parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--mean", default="0.485,0.456,0.406")
-    parser.add_argument("--std", default="0.229,0.224,0.225")
+    parser.add_argument("--mean", default=",".join(map(str, MEAN)))
+    parser.add_argument("--std", default=",".join(map(str, STD)))
     parser.add_argument("--threads", type=int, help="of the bundle's kernels [default: the physical cores]")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     mean, std = ([float(number) for number in text.split(",")] for text in (options.mean, options.std))
-    source = {"images": options.images, "mean": mean, "std": std}
-    data = Recipe.from_dict(
-        {"calibration": {**source, "samples": options.samples}, "evaluation": source, "passes": [], "tune": "off"}
-    )
+    data = data_recipe(options.images, options.samples, mean, std)
     assert data.calibration is not None
     images, samples = load_images(data.evaluation), load_image_samples(data.calibration)
     calibrated = {pixels.numpy().tobytes() for pixels in samples.ids}
@@ -111,8 +81,7 @@ def main() -> None:
         return float(right.double().mean()), float(right[unseen].double().mean())
 
     module = load_resnet(options.weights)
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
-    dense = capture(module, (images.inputs(slice(2)),), dynamic_shapes=shapes)
+    dense = captured(module, images)
     fp32, fp32_unseen = accuracy(lambda x: module(torch.as_tensor(x)))
     rows: list[dict[str, Any]] = []
     if not options.json:
@@ -121,20 +90,13 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
     for scheme in options.schemes.split(","):
         for method in options.methods.split(","):
-            step = pass_class(method)(scheme=scheme, targets=TARGETS)
-            begin = time.perf_counter()
-            context = Context(samples=samples)
-            graph = Pipeline([step]).run(twin(dense), context)
-            seconds = time.perf_counter() - begin
-            recipe = data.model_copy(update={"passes": (step,)})
-            target = recipe.target.build()
-            in_graph, _ = accuracy(graph_classes(graph))
-            with tempfile.TemporaryDirectory() as folder:
-                library = compile_graph(graph, target, tune="off")
-                assemble(Path(folder), graph, [library], target, recipe, context, weight_bytes(dense))
-                with BundleProcess(Path(folder), options.threads) as process:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch) / "bundle"
+                graph, seconds = write_bundle(dense, with_pass(data, scheme, method), samples, folder, options.threads)
+                in_graph, _ = accuracy(graph_classes(graph))
+                with BundleProcess(folder, options.threads) as process:
                     ours, ours_unseen = accuracy(process.classes)
-                stored = read_manifest(Path(folder))["weight_bytes"]
+                stored = read_manifest(folder)["weight_bytes"]
             lost, lost_unseen = fp32 - ours, fp32_unseen - ours_unseen
             row = {
                 "scheme": scheme, "method": method, "weight_bytes": stored, "fp32_accuracy": fp32,

@@ -1,4 +1,4 @@
-"""The runtimes that benchmarks/x86_llm.py compares, and the processes that they run in."""
+"""The processes that runtimes run in, for benchmarks/x86_race.py, and how fast this CPU could be."""
 
 from __future__ import annotations
 
@@ -38,18 +38,6 @@ class Runtime:
     def python(self, peers: Path) -> Path:
         """The interpreter that runs the driver."""
         return peers.absolute() / self.environment / "bin" / "python" if self.environment else Path(sys.executable)
-
-
-PEERS = (
-    Runtime("OpenVINO int4, f32", "openvino", "x86_openvino", "f32", "openvino-int4"),
-    Runtime("OpenVINO int4, default", "openvino", "x86_openvino", "default", "openvino-int4"),
-    Runtime("ONNX Runtime GenAI int4", "ortgenai", "x86_ortgenai", "int4", "ortgenai-int4"),
-    Runtime("llama.cpp Q4_0", "llamacpp", "x86_llamacpp", "Q4_0", "llamacpp-Q4_0"),
-    Runtime("llama.cpp Q4_K_M", "llamacpp", "x86_llamacpp", "Q4_K_M", "llamacpp-Q4_K_M"),
-    Runtime("torchao int4, compiled", "torchao", "x86_torchao", "int4", "torchao-int4"),
-    Runtime("PyTorch bfloat16, eager", "torchao", "x86_torchao", "bfloat16", "torch-bfloat16"),
-)
-REFERENCE = PEERS[-1].name  # whose logits the others' are compared with
 
 
 class Child:

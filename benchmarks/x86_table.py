@@ -1,9 +1,9 @@
-"""The Markdown of benchmarks/x86_llm.py."""
+"""The Markdown of benchmarks/x86_llm.py, and what it shares with benchmarks/x86_models_table.py."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _HEADING = """\
@@ -39,29 +39,46 @@ def table(result: dict[str, Any]) -> str:
         parts.append(_race(threads, race, result))
     rows = {name: row for race in result["threads"].values() for name, row in race["runtimes"].items()}
     if rows:
-        parts.append("## Versions and settings\n\n" + "".join(_about(name, row) for name, row in rows.items()))
+        parts.append(settings(rows, "Versions and settings"))
     return "\n".join(parts)
 
 
-def _race(threads: str, race: dict[str, Any], result: dict[str, Any]) -> str:
+def limits(race: dict[str, Any]) -> str:
+    """What the machine could do with this many threads."""
     bandwidth, peaks = race["bandwidth_bytes_per_s"], race["peak_int8_ops_per_s"]
     known = [f"read bandwidth {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
     known += [f"int8 peak by {kind} {rate / 1e12:.2f} Top/s" for kind, rate in peaks.items() if rate]
-    lines = [f"## {threads} thread{'' if threads == '1' else 's'}\n", "; ".join(known) + "\n"]
-    lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-    peak = max(peaks.values(), default=0.0)
-    for name, row in race["runtimes"].items():
-        lines.append(_line(name, row, bandwidth, peak, result["linear_weights"]))
-    lines += ["", *(f"Missing: {name}: {why}\n" for name, why in race["missing"].items())]
-    return "\n".join(lines)
+    return "; ".join(known)
 
 
-def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, weights: dict[str, int]) -> str:
+def lines_of(columns: Sequence[str], rows: Sequence[Sequence[str]], missing: Mapping[str, str]) -> list[str]:
+    """A table's lines, and below it who is missing and why."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(cells) + " |" for cells in rows]
+    return [*lines, "", *(f"Missing: {name}: {why}\n" for name, why in missing.items())]
+
+
+def settings(rows: Mapping[str, Any], title: str) -> str:
+    """How each runtime was set up."""
+    return f"## {title}\n\n" + "".join(_about(name, row) for name, row in rows.items())
+
+
+def _race(threads: str, race: dict[str, Any], result: dict[str, Any]) -> str:
+    peak = max(race["peak_int8_ops_per_s"].values(), default=0.0)
+    rows = [
+        _line(name, row, race["bandwidth_bytes_per_s"], peak, result["linear_weights"])
+        for name, row in race["runtimes"].items()
+    ]
+    heading = f"## {threads} thread{'' if threads == '1' else 's'}\n\n{limits(race)}\n"
+    return "\n".join([heading, *lines_of(_COLUMNS, rows, race["missing"])])
+
+
+def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, weights: dict[str, int]) -> list[str]:
     if "decode_s" not in row:
-        return f"| {name} |" + " |" * (len(_COLUMNS) - 1)
+        return [name, *[""] * (len(_COLUMNS) - 1)]
     decode_s, prefill_s = statistics.median(row["decode_s"]), statistics.median(row["prefill_512_s"])
     operations = 2 * (512 * weights["body"] + weights["head"])
-    cells = [
+    return [
         f"**{name}**" if name.startswith("ours") else name,
         rates(128, row["prefill_128_s"]),
         rates(512, row["prefill_512_s"]),
@@ -74,7 +91,6 @@ def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, 
         f"{row['weight_bytes'] / 1e6:.1f}",
         f"{row['cosine']:.4f}" if "cosine" in row else "",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def rates(tokens: int, seconds: Sequence[float]) -> str:
@@ -85,4 +101,5 @@ def rates(tokens: int, seconds: Sequence[float]) -> str:
 
 def _about(name: str, row: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
-    return f"- {name}: {row['settings']}; {versions}; reads {row['bytes_per_token'] / 1e6:.1f} MB a token\n"
+    read = f"; reads {row['bytes_per_token'] / 1e6:.1f} MB a token" if "bytes_per_token" in row else ""
+    return f"- {name}: {row['settings']}; {versions}{read}\n"

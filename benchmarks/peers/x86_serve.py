@@ -1,17 +1,26 @@
-"""What the drivers of benchmarks/x86_llm.py share: requests on stdin, answers on stdout, and the clock.
+"""What the drivers of runtimes share: requests on stdin, answers on stdout, and the clock.
 
 A driver runs in its runtime's environment, from the checkout's folder:
 
     PYTHON -m benchmarks.peers.x86_RUNTIME MODEL FILES VARIANT THREADS
 
-MODEL is a Hugging Face folder, FILES the folder of what is made of it.  Requests and answers are JSON, a line each:
+MODEL is a folder that the benchmark made, FILES the folder of what the runtime makes of it.  Requests and answers are
+JSON, a line each:
 
-    {"do": "prepare"}                             makes FILES, if it is not there
-    {"do": "load"}                                seconds, versions, bytes of weights
+    {"do": "prepare"}   makes FILES, if it is not there
+    {"do": "load"}      seconds, versions, bytes of weights
+    {"do": "memory"}    resident bytes, now and at most
+
+Of decoders, for benchmarks/x86_llm.py, whose MODEL is a Hugging Face folder:
+
     {"do": "check", "ids": [...], "out": "f.npy"} the logits behind a prompt, float32 [V]
     {"do": "prefill", "ids": [...]}               seconds for a prompt, its last logits included
     {"do": "decode", "ids": [...], "steps": 32}   seconds of each of so many greedy tokens after a prompt
-    {"do": "memory"}                              resident bytes, now and at most
+
+Of models that are called once, for benchmarks/x86_models.py, whose MODEL has a task.json and arrays by input's name:
+
+    {"do": "check", "inputs": "f.npz", "out": "f.npy"} the output, float32
+    {"do": "time", "inputs": "f.npz", "runs": 20}      seconds of each of so many calls
 
 Anything else that libraries print goes to stderr.
 """
@@ -28,16 +37,17 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+Arrays: TypeAlias = dict[str, NDArray[Any]]
 _clock = time.perf_counter
 
 
-class Runtime(ABC):
-    """A model in one runtime; ``embedding_bytes`` is the part of the files of which a token reads only a row."""
+class Server(ABC):
+    """A model in one runtime."""
 
     packages: ClassVar[tuple[str, ...]]
     """Distributions whose versions are reported."""
@@ -46,8 +56,6 @@ class Runtime(ABC):
 
     def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
         self.model, self.files, self.variant, self.threads = model, files, variant, threads
-        self.config: dict[str, Any] = json.loads((model / "config.json").read_text())
-        self.embeddings: int = self.config["vocab_size"] * self.config["hidden_size"]
 
     @abstractmethod
     def convert(self, out: Path) -> None:
@@ -55,7 +63,53 @@ class Runtime(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Make ready to step."""
+        """Make ready to compute."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of the files that hold weights: all but texts."""
+        texts = {".json", ".xml", ".py", ".md", ".txt", ".jinja"}
+        return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
+
+    def facts(self) -> dict[str, Any]:
+        """What is told of the loaded model."""
+        versions = {name: importlib.metadata.version(name) for name in self.packages}
+        return {"versions": versions, "settings": self.settings, "weight_bytes": self.weight_bytes()}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for."""
+        what = request["do"]
+        if what == "prepare":
+            return self._prepare()
+        if what == "load":
+            begin = _clock()
+            self.load()
+            return {"load_s": _clock() - begin, **self.facts()}
+        if what == "memory":
+            return {"rss_bytes": _status("VmRSS"), "peak_rss_bytes": _status("VmHWM")}
+        return self.more(request)
+
+    def more(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Requests of some runtimes only."""
+        raise ValueError(f"{request}: unknown")
+
+    def _prepare(self) -> dict[str, Any]:
+        begin = _clock()
+        if not self.files.exists():
+            partial = self.files.with_name(self.files.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self.convert(partial)
+            partial.rename(self.files)
+        return {"seconds": _clock() - begin}
+
+
+class Runtime(Server):
+    """A decoder; ``embedding_bytes`` is the part of the files of which a token reads only a row."""
+
+    def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
+        super().__init__(model, files, variant, threads)
+        self.config: dict[str, Any] = json.loads((model / "config.json").read_text())
+        self.embeddings: int = self.config["vocab_size"] * self.config["hidden_size"]
 
     @abstractmethod
     def reset(self) -> None:
@@ -73,29 +127,17 @@ class Runtime(ABC):
     def embedding_bytes(self) -> int:
         """Bytes of the embedding table, if it is not the head's as well."""
 
-    def weight_bytes(self) -> int:
-        """Bytes of the files that hold weights: all but texts."""
-        texts = {".json", ".xml", ".py", ".md", ".txt", ".jinja"}
-        return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
-
     def bytes_per_token(self) -> int:
         """Bytes of weights that a token's step reads."""
         return self.weight_bytes() - self.embedding_bytes()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
+    def facts(self) -> dict[str, Any]:
+        """With what a token reads."""
+        return {**super().facts(), "bytes_per_token": self.bytes_per_token()}
+
+    def more(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Prompts and tokens."""
         what = request["do"]
-        if what == "prepare":
-            return self._prepare()
-        if what == "load":
-            begin = _clock()
-            self.load()
-            seconds = _clock() - begin
-            versions = {name: importlib.metadata.version(name) for name in self.packages}
-            return {
-                "load_s": seconds, "versions": versions, "settings": self.settings,
-                "weight_bytes": self.weight_bytes(), "bytes_per_token": self.bytes_per_token(),
-            }  # fmt: skip
         if what == "check":
             self.reset()
             self.step(request["ids"])
@@ -105,23 +147,7 @@ class Runtime(ABC):
             return {"seconds": self._prefill(request["ids"])}
         if what == "decode":
             return {"seconds": self._decode(request["ids"], request["steps"])}
-        if what == "memory":
-            return {"rss_bytes": _status("VmRSS"), "peak_rss_bytes": _status("VmHWM")}
-        return self.more(request)
-
-    def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Requests of one runtime only."""
-        raise ValueError(f"{request}: unknown")
-
-    def _prepare(self) -> dict[str, Any]:
-        begin = _clock()
-        if not self.files.exists():
-            partial = self.files.with_name(self.files.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            self.convert(partial)
-            partial.rename(self.files)
-        return {"seconds": _clock() - begin}
+        return super().more(request)
 
     def _prefill(self, ids: list[int]) -> float:
         self.reset()
@@ -140,17 +166,57 @@ class Runtime(ABC):
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
+class Network(Server):
+    """A model that is called once, on arrays by their inputs' names, of any batch."""
+
+    def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
+        super().__init__(model, files, variant, threads)
+        self.task: dict[str, Any] = json.loads((model / "task.json").read_text())
+
+    @abstractmethod
+    def run(self, inputs: Arrays) -> NDArray[np.float32]:
+        """The output, of which the next call may take the memory."""
+
+    def calibration(self) -> list[Arrays]:
+        """What quantisation may look at: a batch of one each."""
+        arrays = read_arrays(self.model / "calibration.npz")
+        count = len(next(iter(arrays.values())))
+        return [{name: array[i : i + 1] for name, array in arrays.items()} for i in range(count)]
+
+    def more(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Outputs and times."""
+        what = request["do"]
+        if what == "check":
+            np.save(request["out"], self.run(read_arrays(Path(request["inputs"]))))
+            return {}
+        if what == "time":
+            inputs = read_arrays(Path(request["inputs"]))
+            self.run(inputs)  # untimed, as in a prompt
+            ends = [_clock()]
+            for _ in range(request["runs"]):
+                self.run(inputs)
+                ends.append(_clock())
+            return {"seconds": [end - begin for begin, end in itertools.pairwise(ends)]}
+        return super().more(request)
+
+
+def read_arrays(file: Path) -> Arrays:
+    """Arrays of an .npz by name."""
+    with np.load(file) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def serve(kind: type[Runtime]) -> None:
+def serve(kind: type[Server]) -> None:
     """Answer requests until stdin ends; an error is an answer, too."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print what they like
     model, files, variant, threads = sys.argv[1:]
-    runtime: Runtime | None = None
+    runtime: Server | None = None
     for line in sys.stdin:
         try:
             runtime = runtime or kind(Path(model), Path(files), variant, int(threads))

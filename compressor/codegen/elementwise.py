@@ -17,6 +17,8 @@ from tvm_ffi import structural_map, structural_walk
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import erf, exp
 
+_UNROLLED = 8  # vectors of the innermost axis
+
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleElementwise")
 class ScheduleElementwise:
@@ -27,6 +29,7 @@ class ScheduleElementwise:
         for gvar, func in list(mod.functions.items()):
             if isinstance(func, tirx.PrimFunc) and _has_blocks(func):
                 mod[gvar] = _guard(_schedule(func))
+        mod = tirx.transform.UnrollLoop()(mod)
         return tirx.transform.ConvertSSA()(mod)  # the two branches define the same variables
 
 
@@ -59,6 +62,11 @@ def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
                 head, lane = sch.split(outer[-1], [None, width])
                 sch.vectorize(lane)
                 outer[-1] = head
+                if len(outer) > 1:
+                    # Out of what is fused: the indices that a fused loop is divided into cost more than a vector.
+                    outer.pop()
+                    if int(extent) // width <= _UNROLLED:
+                        sch.unroll(head)  # the branches of a concatenation are decided for each vector
         sch.parallel(sch.fuse(*outer) if len(outer) > 1 else outer[0])
     return sch.mod["main"]
 

@@ -143,11 +143,49 @@ def test_tiles_take_any_number_of_tokens(name: str) -> None:
     tiles = packed.parts["codes"].shape[0]
     (schedule,) = packed_linear.gemm_space(tiles, 1, fmt, vector.AMX)
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, vector.AMX, schedule), vector.AMX)
+    check_tokens(kernel, packed, fmt, None, rng)
+
+
+@pytest.mark.parametrize(("name", "rows", "columns"), [
+    ("W4A8_G128", 32, 384),  # two registers of columns a group, for two tiles: they stay in registers
+    ("W4A8_G192", 16, 384),  # three, for one tile
+    ("W4A8_G256", 32, 512),  # more than stay
+    ("W8A8", 32, 512),  # one group: outputs are written once, with their bias
+    ("W8A8_ASYM", 16, 96), ("W8A16", 48, 64), ("W4A8_S0.5", 32, 128),
+])  # fmt: skip
+def test_tiles_of_each_kind_of_group_add_a_bias(name: str, rows: int, columns: int) -> None:
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(rows + columns)
+    packed, bias = random_packed(fmt, rows, columns, rng), torch.randn(rows, generator=rng)
+    (schedule,) = packed_linear.gemm_space(rows // 16, 1, fmt, vector.AMX)
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, True, vector.AMX, schedule), vector.AMX)
+    check_tokens(kernel, packed, fmt, bias, rng)
+
+
+def check_tokens(kernel: Any, packed: Any, fmt: Format, bias: torch.Tensor | None, rng: torch.Generator) -> None:
+    """One register's rows of tokens, two, a whole block and more."""
+    rows, columns = packed.shape
     for tokens in (2, 16, 33, 128, 300):
         x = torch.randn(1, tokens, columns, generator=rng)
-        got = run(kernel, x, *packed.parts.values(), out=(1, tokens, rows))
-        expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, columns, rows)
+        got = run(kernel, x, *packed.parts.values(), bias, out=(1, tokens, rows))
+        expected = OPS.packed_linear(x, list(packed.parts.values()), bias, fmt.name, columns, rows)
         assert relative_error(got, expected) < tolerance(fmt, vector.AMX), tokens
+
+
+@pytest.mark.parametrize("isa", WIDTHS, ids=lambda isa: isa.name)
+def test_small_buffers_take_no_calls(isa: vector.Isa) -> None:
+    """What TVM allots by a call is in no register: only buffers whose size depends on the tokens are allotted."""
+
+    def calls(func: tvm.tirx.PrimFunc) -> int:
+        module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
+        code: str = tvm.compile(module, target=X86().tvm_target(isa)).mod.inspect_source("ll")
+        return code.count("load ptr, ptr @__TVMBackendAllocWorkspace")
+
+    assert calls(norm.norm(64, 1e-6, True, True)) == 0
+    assert calls(dense_linear.dense_linear(32, 64, "float32", False, dense_linear.gemm_space(8)[0])) == 0
+    fmt = Format.parse("W4A8_G32")
+    schedule = packed_linear.gemm_space(4, 4, fmt, isa)[0]
+    dynamic = 3  # activations, their sums, their scales
+    assert calls(packed_linear.packed_linear(64, 64, fmt, True, isa, schedule)) == dynamic
 
 
 @pytest.mark.parametrize(("name", "isa", "counted"), [
@@ -204,7 +242,7 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
         top = T.match_buffer(top_, (n,), "float32")
         y = T.match_buffer(y_, (n, 32), "float32")
         for i in range(n):
-            scale = T.alloc_buffer((1,), "float32", scope="local")
+            scale = T.alloc_buffer((1,), "float32")
             scale[0] = activations.span_scale(top[i], fed, T.float32(0.03))
             inverse = T.meta_var(activations.inverse_scale(scale[0]))
             y[i, every] = activations.on_grid(x[i, every], inverse, fed, 16) * T.broadcast(scale[0], 16)

@@ -24,7 +24,7 @@ from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.tiles import SIDE, TOKENS, Buffers, TileProducts, takes_tiles
-from compressor.codegen.kernels.vector import Isa, emit_tree_sum, registers
+from compressor.codegen.kernels.vector import Isa, emit_tree, emit_tree_sum, registers
 from compressor.formats import PARTS, TILE_ROWS, Format
 
 
@@ -147,9 +147,8 @@ def packed_linear(
                 lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
             for k in range(n_tail):
                 lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
-            out[0] = T.float32(0)
-            for i in T.unroll(16):
-                out[0] = combine(out[0], lane[i])
+            emit_tree(combine, lane, 16)
+            out[0] = lane[0]
             if is_sign:
                 out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 

@@ -1,0 +1,164 @@
+"""Runtimes in turns: the machinery of benchmarks/x86_llm.py and benchmarks/x86_models.py.
+
+Each runtime is a process of its own in its own environment (benchmarks/peers/README.md); all of one number of threads
+are loaded together, and in each repetition each is measured in turn, so that a disturbance of the machine falls on all.
+When memory runs short, a process ends after its turn and is loaded again for its next one.  The first round of a
+process is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from x86_child import ROOT, Child, ChildError, Runtime, available_bytes, peak_int8
+
+SPARE_BYTES = 4 << 30  # left to the others
+SETTLE_S = 0.5  # threads of the runtime before wait for work, spinning
+
+
+@dataclass(frozen=True)
+class Track:
+    """What all runtimes of a race share.
+
+    Attributes:
+        model: the folder that drivers are given.
+        work: for what they make of it, and for logs.
+        peers: the folder of their environments.
+    """
+
+    model: Path
+    work: Path
+    peers: Path
+    threads: int
+
+
+class Race(ABC):
+    """All runtimes with one number of threads."""
+
+    reference: ClassVar[str]
+    """The runtime whose outputs the others' are compared with."""
+
+    def __init__(self, runtimes: list[Runtime], track: Track) -> None:
+        self.runtimes, self.track, self.children = runtimes, track, dict[str, Child]()
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.outputs: dict[str, NDArray[np.float64]] = {}
+        self.missing: dict[str, str] = {}
+        self.bandwidths: list[float] = []
+        self.peaks: list[dict[str, float]] = []
+
+    @abstractmethod
+    def check(self, child: Child) -> NDArray[np.float64]:
+        """Outputs that show whether the runtime computes what it should."""
+
+    @abstractmethod
+    def measure(self, child: Child) -> dict[str, float]:
+        """One turn; names of seconds end in ``_s``."""
+
+    @abstractmethod
+    def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
+        """What outputs are worth, given the reference's."""
+
+    def run(self, repeats: int) -> None:
+        """A round to warm up, then those that count."""
+        try:
+            for repeat in range(-1, repeats):
+                for runtime in self.runtimes:
+                    if runtime.name in self.missing:
+                        continue
+                    try:
+                        self._turn(runtime, counted=repeat >= 0)
+                    except ChildError as error:
+                        self.missing[runtime.name] = str(error)
+                        self._stop(runtime.name)
+                        print(f"{runtime.name}: {error}", file=sys.stderr, flush=True)
+                self.peaks.append(peak_int8(self.track.work, self.track.threads))
+        finally:
+            for name in list(self.children):
+                self._stop(name)
+
+    def _turn(self, runtime: Runtime, counted: bool) -> None:
+        child = self.children.get(runtime.name) or self._start(runtime)
+        time.sleep(SETTLE_S)
+        if counted:
+            row, found = self.rows[runtime.name], {**self.measure(child), **child.ask("memory")}
+            for name, value in found.items():
+                row.setdefault(name, []).append(value)
+            seconds = ", ".join(f"{name} {value:.4g}" for name, value in found.items() if name.endswith("_s"))
+            print(f"{self.track.threads} threads, {runtime.name}: {seconds}", file=sys.stderr, flush=True)
+            if runtime is self._meter():
+                self.bandwidths.append(child.ask("bandwidth")["bytes_per_s"])
+        if available_bytes() < SPARE_BYTES:
+            self._stop(runtime.name)
+
+    def _meter(self) -> Runtime | None:
+        """Whose process measures the read bandwidth: the first of ours."""
+        ours = (r for r in self.runtimes if not r.environment and r.name not in self.missing)
+        return next(ours, None)
+
+    def _start(self, runtime: Runtime) -> Child:
+        track = self.track
+        files = Path(runtime.files).absolute()
+        if runtime.environment:
+            files = track.work / f"{track.model.name}-{runtime.files}"
+        log = track.work / f"{runtime.driver}-{runtime.variant}.log"
+        arguments = (runtime, track.peers, track.model, files, track.threads, log)
+        if not files.exists():
+            print(f"{runtime.name}: converting", file=sys.stderr, flush=True)
+            preparing = Child(*arguments)  # a process of its own: its memory is not the model's
+            try:
+                preparing.ask("prepare")
+            finally:
+                preparing.stop()
+        child = self.children[runtime.name] = Child(*arguments)
+        loaded = child.ask("load")
+        row = self.rows.setdefault(runtime.name, {name: loaded[name] for name in loaded if name != "load_s"})
+        row.setdefault("load_s", []).append(loaded["load_s"])
+        begin = time.perf_counter()
+        if runtime.name not in self.outputs:
+            self.outputs[runtime.name] = self.check(child)
+        self.measure(child)
+        row.setdefault("warm_s", time.perf_counter() - begin)
+        return child
+
+    def _stop(self, name: str) -> None:
+        child = self.children.pop(name, None)
+        if child:
+            child.stop()
+
+    def result(self) -> dict[str, Any]:
+        """What was measured, ready for JSON."""
+        reference, rows = self.outputs.get(self.reference), {}
+        for name, row in self.rows.items():
+            if name not in self.missing:
+                rows[name] = {**row, **self.quality(self.outputs[name], reference)}
+        peaks = {kind: max(p.get(kind, 0.0) for p in self.peaks) * self.track.threads for kind in self.peaks[0]}
+        bandwidth = max(self.bandwidths, default=None)
+        return {"bandwidth_bytes_per_s": bandwidth, "peak_int8_ops_per_s": peaks, "runtimes": rows,
+                "missing": self.missing}  # fmt: skip
+
+
+def cosines(outputs: NDArray[np.float64], reference: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of vectors along the last axis."""
+    lengths = np.linalg.norm(outputs, axis=-1) * np.linalg.norm(reference, axis=-1)
+    return np.asarray((outputs * reference).sum(-1) / lengths)
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, and of what."""
+    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(("model name", "flags"))]
+    flags = next((x.split() for x in names if x.startswith("flags")), [])
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    return {
+        "cpu": next((x.split(":")[1].strip() for x in names if x.startswith("model name")), "unknown"),
+        "cpus": os.cpu_count(), "amx": "amx_int8" in flags, "avx512_vnni": "avx512_vnni" in flags,
+        "load_average_before": os.getloadavg()[0], "commit": commit.strip(),
+    }  # fmt: skip
