@@ -28,8 +28,7 @@ class ScheduleElementwise:
         """Schedule function after function; our own kernels have no blocks and stay as they are."""
         for gvar, func in list(mod.functions.items()):
             if isinstance(func, tirx.PrimFunc) and _has_blocks(func):
-                mod[gvar] = _guard(_schedule(func))
-        mod = tirx.transform.UnrollLoop()(mod)
+                mod[gvar] = _unrolled(_guard(_schedule(func)))
         return tirx.transform.ConvertSSA()(mod)  # the two branches define the same variables
 
 
@@ -69,6 +68,10 @@ def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
                         sch.unroll(head)  # the branches of a concatenation are decided for each vector
         sch.parallel(sch.fuse(*outer) if len(outer) > 1 else outer[0])
     return sch.mod["main"]
+
+
+def _unrolled(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    return tirx.transform.UnrollLoop()(tvm.IRModule({"main": func}))["main"]
 
 
 def _guard(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 from compressor.activations import Activations
 from compressor.activations_rounding import SMALLEST
-from compressor.codegen.kernels.vector import splat
+from compressor.codegen.kernels.vector import splat, splat_float, widen
 from compressor.elements import Element
 
 _EXPONENT = 0x7F800000  # float32's field
@@ -37,17 +37,17 @@ def inverse_scale(scale: Any) -> Any:
 def on_grid(x: Any, inverse: Any, fed: Activations, lanes: int) -> Any:
     """Activations times the inverse of their scale, rounded and saturated."""
     if fed.is_sign:
-        size = _spread(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
-        return T.Select(x < _const(0.0, lanes), _const(0.0, lanes) - size, size)
-    largest = _const(fed.largest, lanes)
-    scaled = T.max(T.min(x * _spread(inverse, lanes), largest), _const(-fed.largest, lanes))
+        size = widen(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
+        return T.Select(x < splat_float(0.0, lanes), splat_float(0.0, lanes) - size, size)
+    largest = splat_float(fed.largest, lanes)
+    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-fed.largest, lanes))
     return T.nearbyint(scaled) if fed.element is None else _to_element(scaled, fed.element, lanes)
 
 
 def _to_element(value: Any, element: Element, lanes: int) -> Any:
     """The nearest value of a float: an even number of its binade's steps where two are as near."""
-    binade = T.max(_binade(value, lanes), _const(2.0 ** (1 - element.bias), lanes))
-    step = binade * _const(2.0**-element.mantissa_bits, lanes)
+    binade = T.max(_binade(value, lanes), splat_float(2.0 ** (1 - element.bias), lanes))
+    step = binade * splat_float(2.0**-element.mantissa_bits, lanes)
     return T.nearbyint(value / step) * step
 
 
@@ -60,11 +60,3 @@ def _binade(value: Any, lanes: int) -> Any:
 
 def _typed(kind: str, lanes: int) -> str:
     return f"{kind}x{lanes}" if lanes > 1 else kind
-
-
-def _const(value: float, lanes: int) -> Any:
-    return _spread(T.float32(value), lanes)
-
-
-def _spread(value: Any, lanes: int) -> Any:
-    return T.broadcast(value, lanes) if lanes > 1 else value

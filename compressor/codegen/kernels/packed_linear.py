@@ -20,10 +20,12 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.activations import Activations
+from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
 from compressor.codegen.kernels.products import Products
-from compressor.codegen.kernels.tiles import SIDE, TOKENS, Buffers, TileProducts, takes_tiles
+from compressor.codegen.kernels.tiles import TOKENS, Buffers, TileProducts, takes_tiles
 from compressor.codegen.kernels.vector import Isa, emit_tree, emit_tree_sum, registers
 from compressor.formats import PARTS, TILE_ROWS, Format
 
@@ -280,14 +282,13 @@ def packed_linear(
             found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
-            fed_factor = T.meta_var(factor if by_group or is_final else None)
-            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, fed_factor, b, scale, found, out, y, bias))
-            by_tiles.configure()
+            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, factor, b, scale, found, out, y, bias))
+            amx.configure()
             for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
                 for n in T.unroll(n_tiles):
                     out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
             by_tiles.add_groups(at, first, m0, count)
-            by_tiles.release()
+            amx.release()
             for t in range(0 if is_final else count):
                 for n in T.unroll(n_tiles):
                     write(out, first + n, m0 + t, t, n)

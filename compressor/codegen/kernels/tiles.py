@@ -1,4 +1,4 @@
-"""Products of many tokens with AMX: eight registers of 16 rows of 64 bytes, and one instruction a product of two.
+"""Products of many tokens with AMX's registers of 16 rows of 64 bytes (:mod:`compressor.codegen.kernels.amx`).
 
 Of int8, a register takes 16 tokens by 64 columns of activations, another 64 columns by 16 rows of the weight, four
 columns a word: as the packed layout has them, but for their bits.  Codes are unpacked once for a block of tokens.  Sums
@@ -6,8 +6,7 @@ of a group are int32 in a register; they leave it to get their scales.
 
 Of floats, it takes 32 columns in bfloat16.  What codes stand for without their scale has few bits and is exact in it;
 activations become two numbers each, the higher bits and what they leave, so that 16 of float32's 24 bits take part (as
-in Henry et al. 2019, arXiv 1904.06376).  Registers and instructions: Intel, Architecture Instruction Set Extensions
-Programming Reference, chapter 3.
+in Henry et al. 2019, arXiv 1904.06376).
 """
 
 from __future__ import annotations
@@ -19,20 +18,16 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, prefetch, tile
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.vector import Isa, code_quad, code_values, scale_values, splat
 from compressor.formats import TILE_ROWS, Format
 
-SIDE = 16
-"""Rows of a register."""
-_ROW_BYTES = 64
 TOKENS = 128
 """Tokens for which codes are unpacked once: so many outputs of two tiles stay in the first-level cache."""
 _LANES = SIDE
-_REGISTERS = 8
 _MOST_PIECES = 8
 _MOST_UNROLLED = 4  # registers of a group whose products are written out; the sums of more are rarely scaled
-
 
 Pieces = Callable[[int, int], None]
 """``pieces(i, n)`` emits part i of n of some statements."""
@@ -53,7 +48,7 @@ class Buffers:
     zeros: Any
     scales: Any
     fed_sums: Any  # of a group's activations
-    factor: Any  # the scales of activations that have several; None where they have one a token
+    factor: Any  # of activations, float32 [slots, their groups]
     b: Any  # a group's weights as registers take them, int32 [steps, n_tiles, 16, 16]: four bytes or two bfloat16
     scale: Any  # a group's, float32 [n_tiles, 16]
     sums: Any  # of a group, for the tokens of this visit and of the one before: [2, sides, n_tiles, 16, 16]
@@ -72,30 +67,19 @@ class TileProducts:
     def __init__(self, body: Products, columns: int, n_tiles: int, *, is_final: bool) -> None:
         """``is_final``: what products and scales make of the only group are the outputs, but for the bias."""
         self.body, self.fmt, self.n_tiles, self.is_final = body, body.fmt, n_tiles, is_final
-        self.depth = _ROW_BYTES if body.integer else _ROW_BYTES // 2  # columns of a register
+        self.depth = ROW_BYTES if body.integer else ROW_BYTES // 2  # columns of a register
         # From one token's activations to the next: whole registers, and a cache line more, so that the rows of a
         # register do not meet in the same few sets of the cache.
         self.stride = -(-columns // self.depth) * self.depth + self.depth
         self.step_chunks = self.depth // self.fmt.chunk_columns  # of a register
         self.steps = -(-body.group_chunks // self.step_chunks)  # registers of a group
-        self.is_resident = body.integer and self.steps * n_tiles <= _REGISTERS // 2
+        self.is_resident = body.integer and self.steps * n_tiles <= REGISTERS // 2
         self.sides = 1 if self.is_resident else 2
         whole = columns % self.depth == 0 and body.group_columns % self.depth == 0
         self.is_direct = whole and body.integer and self.fmt.bits == 8  # what is stored is what the register takes
         # Otherwise the zero point is subtracted while unpacking; of bytes, where it is a number that all codes share.
         is_centred = body.integer and not self.is_direct and self.fmt.symmetric and not body.half
         self.centre = int(self.fmt.middle) if is_centred else 0
-
-    def configure(self) -> None:
-        """All eight registers are full: palette 1, 64 bytes in each of 16 rows."""
-        words = [1, *[0] * 3, *[_ROW_BYTES << 16 | _ROW_BYTES] * 4, *[0] * 4, *[SIDE * 0x01010101] * 2, 0, 0]
-        memory = T.alloc_buffer((16,), "int32")
-        T.buffer_store(memory, T.Shuffle([T.int32(word) for word in words], list(range(16))), [T.ramp(0, 1, 16)])
-        _tile("ldtilecfg", T.address_of(memory[0]))
-
-    def release(self) -> None:
-        """Give the registers back, so that nobody saves them."""
-        _tile("tilerelease")
 
     def split(self, halves: Any, a: Any, m: Any) -> None:
         """A token's activations, float32, as two numbers in bfloat16 each, uint16 [2, slots, stride]."""
@@ -233,25 +217,25 @@ class TileProducts:
                 with T.serial(T.int64(0), share) as line:
                     for n in range(self.n_tiles):
                         place = at.codes[first + n, (g + 1) * body.group_chunks, 0, 0]
-                        _prefetch(place, (i * share + line) * _ROW_BYTES)
+                        prefetch(place, (i * share + line) * ROW_BYTES)
             with T.Else(), T.serial(0, SIDE * sides) as r:
                 for n in range(self.n_tiles):
-                    _prefetch(at.y[m + r, (first + n) * SIDE], 0, writes=True)
+                    prefetch(at.y[m + r, (first + n) * SIDE], 0, writes=True)
 
     def _weight(self, k: Any, n: int) -> int:
         """The register of a weight."""
-        return _REGISTERS // 2 + k * self.n_tiles + n if self.is_resident else _REGISTERS - 2 + n
+        return REGISTERS // 2 + k * self.n_tiles + n if self.is_resident else REGISTERS - 2 + n
 
     def _load_weight(self, at: Buffers, first: Any, g: Any, k: Any, n: int) -> None:
         chunk = (g * self.steps + k) * self.step_chunks
-        _load(self._weight(k, n), at.codes[first + n, chunk, 0, 0] if self.is_direct else at.b[k, n, 0, 0], _ROW_BYTES)
+        load(self._weight(k, n), at.codes[first + n, chunk, 0, 0] if self.is_direct else at.b[k, n, 0, 0], ROW_BYTES)
 
     def _multiply(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, turn: Any, beside: Pieces) -> None:
         """Sums of a group for a visit's tokens from ``m``; other units execute ``beside`` meanwhile."""
         integer, parts = self.body.integer, 1 if self.body.integer else 2
         pairs = [(s, n) for s in range(sides) for n in range(self.n_tiles)]
         product = "tdpbf16ps" if not integer else "tdpbssd" if self.centre else "tdpbsud"
-        stride_bytes = self.stride * _ROW_BYTES // self.depth
+        stride_bytes = self.stride * ROW_BYTES // self.depth
 
         def products(k: Any, after: Callable[[], None]) -> None:
             column = g * self.body.group_columns + k * self.depth
@@ -261,13 +245,13 @@ class TileProducts:
                 held = [len(pairs) + (k % 2 if self.is_resident else s) for s in range(sides)]
                 for s, register in enumerate(held):
                     place = [m + SIDE * s, column] if integer else [part, m + SIDE * s, column]
-                    _load(register, at.a[tuple(place)], stride_bytes)
+                    load(register, at.a[tuple(place)], stride_bytes)
                 for i, (s, n) in enumerate(pairs):
-                    _tile(product, T.uint8(i), T.uint8(held[s]), T.uint8(self._weight(k, n)))
+                    tile(product, T.uint8(i), T.uint8(held[s]), T.uint8(self._weight(k, n)))
                     after()
 
         for i in range(len(pairs)):
-            _tile("tilezero", T.uint8(i))
+            tile("tilezero", T.uint8(i))
         if self.steps <= _MOST_UNROLLED:
             total = self.steps * parts * len(pairs)
             pieces = math.gcd(total, _MOST_PIECES)
@@ -285,7 +269,7 @@ class TileProducts:
                 products(k, lambda: None)
             beside(0, 1)
         for i, (s, n) in enumerate(pairs):
-            _tile("tilestored64", T.uint8(i), T.address_of(at.sums[turn, s, n, 0, 0]), T.int64(4 * SIDE))
+            tile("tilestored64", T.uint8(i), T.address_of(at.sums[turn, s, n, 0, 0]), T.int64(4 * SIDE))
 
     def _scale(
         self, at: Buffers, sides: int, first: Any, m0: Any, t: Any, count: Any, g: Any, turn: Any, part: int, parts: int
@@ -301,11 +285,11 @@ class TileProducts:
                 m, total = m0 + place + r, at.sums[turn, s, n, begin % SIDE + r, every]
                 if self.body.integer and not self.centre:
                     total = total + self.body.minus_zeros(at.fed_sums, at.zeros, first + n, m, g, every)
+                factor = at.factor if self.body.fed_groups > 1 else None  # one a token comes last
+                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, factor, m, g)
                 if not self.is_final:
-                    value = self.body.scaled(total, at.scale[n, every], at.fed_sums, at.factor, m, g)
                     T.buffer_store(at.out, at.out[place + r, n, every] + value, [place + r, n, every])
                     continue
-                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, None, m, g)
                 value = value * T.broadcast(at.factor[m, 0], _LANES)
                 across = T.ramp((first + n) * SIDE, 1, _LANES)
                 T.buffer_store(at.y, value if at.bias is None else value + at.bias[across], [m, across])
@@ -313,23 +297,6 @@ class TileProducts:
 
 def _no_table(_level: int) -> Any:
     raise AssertionError("codebooks are not for tiles")
-
-
-def _tile(name: str, *arguments: Any) -> None:
-    """Emit one of the instructions, which take register numbers as constants."""
-    number = T.llvm_lookup_intrinsic_id(f"llvm.x86.{name}")
-    T.evaluate(T.call_llvm_intrin(number, *arguments, dtype="void"))
-
-
-def _prefetch(element: Any, offset_bytes: Any, writes: bool = False) -> None:
-    """Ask for the cache line so far behind an element; an address that is not there does no harm."""
-    number = T.llvm_lookup_intrinsic_id("llvm.prefetch")
-    place = T.handle_add_byte_offset(T.address_of(element), offset_bytes)
-    T.evaluate(T.call_llvm_intrin(number, place, T.int32(writes), T.int32(3), T.int32(1), dtype="void"))
-
-
-def _load(register: int, first: Any, stride_bytes: int) -> None:
-    _tile("tileloadd64", T.uint8(register), T.address_of(first), T.int64(stride_bytes))
 
 
 assert TILE_ROWS == SIDE  # a register takes the rows of a tile

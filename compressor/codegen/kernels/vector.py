@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -219,9 +220,7 @@ def exp(x: Any, lanes: int) -> Any:
     scalar call to libm that LLVM emits instead costs about ten times as much.
     """
 
-    def const(value: float) -> Any:
-        return T.broadcast(T.float32(value), lanes) if lanes > 1 else T.float32(value)
-
+    const = partial(splat_float, lanes=lanes)
     x = T.min(T.max(x, const(-87.0)), const(88.0))
     n = T.floor(x * const(1.44269504088896341) + const(0.5))
     r = x - n * const(0.693359375) - n * const(-2.12194440e-4)
@@ -243,17 +242,19 @@ def erf(x: Any, lanes: int) -> Any:
     beyond, float32 rounds it to 1.  The call to libm for each element costs about twenty times as much.
     """
 
+    const = partial(splat_float, lanes=lanes)
+
     def polynomial(coefficients: Sequence[float]) -> Any:
-        value = splat_float(coefficients[-1], lanes)
+        value = const(coefficients[-1])
         for c in coefficients[-2::-1]:
-            value = value * square + splat_float(c, lanes)
+            value = value * square + const(c)
         return value
 
-    x = T.min(T.max(x, splat_float(-3.9, lanes)), splat_float(3.9, lanes))
+    x = T.min(T.max(x, const(-3.9)), const(3.9))
     square = x * x
     over = polynomial((1.12837915, 0.189669334, 0.0526683479, 0.00373843573, 0.000285061055, 2.06641186e-06))
     under = polynomial((1.0, 0.501422852, 0.113819935, 0.0149144588, 0.00115739206, 3.8269327e-05))
-    return T.min(T.max(x * over / under, splat_float(-1.0, lanes)), splat_float(1.0, lanes))
+    return T.min(T.max(x * over / under, const(-1.0)), const(1.0))
 
 
 def emit_tree_sum(buffer: Any, lanes: int, *prefix: Any) -> None:
