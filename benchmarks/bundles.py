@@ -22,8 +22,14 @@ def write_bundle(dense: Any, recipe: Recipe, samples: Samples, folder: Path, thr
     """
     begin, context = time.perf_counter(), Context(samples=samples)
     graph = Pipeline(recipe.passes).run(twin(dense), context)
-    seconds, target = time.perf_counter() - begin, recipe.target.build()
-    library = compile_graph(graph, target, tune="off", threads=threads)
+    seconds = time.perf_counter() - begin
     folder.mkdir(parents=True)
-    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))
+    lower(dense, graph, recipe, context, folder, threads)
     return graph, seconds
+
+
+def lower(dense: Any, graph: Any, recipe: Recipe, context: Context, folder: Path, threads: int | None = None) -> None:
+    """Generate kernels for what passes made of a model, and fill the bundle's empty folder."""
+    target = recipe.target.build()
+    library = compile_graph(graph, target, tune="off", threads=threads)
+    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))

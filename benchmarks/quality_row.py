@@ -13,17 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bundles import lower
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.bench_child import peak_rss_bytes
 from compressor.calibration import Samples, load_evaluation, load_samples
 from compressor.capture import capture
-from compressor.codegen.lower import compile_graph
-from compressor.graph import linear_sites, twin, weight_bytes
+from compressor.graph import linear_sites, twin
 from compressor.pipeline import Context, Pipeline, pass_class
 from compressor.recipe import Recipe, load_text_spec
-from compressor.run_assemble import assemble
 from compressor.tensor_files import map_safetensors
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128
@@ -94,9 +93,7 @@ def bundled(dense: GraphModule, graph: GraphModule, context: Context, recipe: Re
     weights = {site.name: site.in_features * site.out_features for site in linear_sites(dense)}
     for site in linear_sites(graph):
         del weights[site.name]  # left dense
-    target = recipe.target.build()
-    library = compile_graph(graph, target, tune="off")
-    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))
+    lower(dense, graph, recipe, context, folder)
     return {"bits": stored_bits(folder, weights), "weights": sum(weights.values())} if weights else {}
 
 

@@ -9,7 +9,6 @@ there, once, and writes benchmarks/results/x86_llm.json and .md.  How they take 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 from llama_852m import RECIPE, make_model
 from numpy.typing import NDArray
-from x86_child import ROOT, Child, Runtime
-from x86_race import Race, Track, cosines, machine
+from x86_child import Child, Runtime
+from x86_race import Race, Track, arguments, chosen, cosines, machine, parsed
 from x86_table import table
 
 PROMPTS, DECODE_PROMPT, STEPS = (128, 512), 128, 32
@@ -86,28 +85,15 @@ def smoke_bundle(model: Path, folder: Path) -> Runtime:
 
 def main() -> None:
     """Make, convert, take turns, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--ours", action="append", default=[], metavar="NAME=BUNDLE")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of the peers' environments")
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="parts of runtimes' names, by commas")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--smoke", action="store_true", help="once, on a small model; results stay in WORK_FOLDER")
-    options = parser.parse_args()
-    options.folder = options.folder.absolute()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options = parsed(arguments(__doc__.splitlines()[0], "1,2", ",", "once, on a small model"))
     model = options.folder / ("llama-smoke" if options.smoke else "llama-852m")
     if not (model / "config.json").exists():
         make_model(model, **({"hidden": 512, "layers": 2} if options.smoke else {}))
     named = [text.partition("=") for text in options.ours]
     ours = [Runtime(f"ours {name}", "", "x86_ours", "bundle", bundle) for name, _, bundle in named]
     if options.smoke:
-        options.repeats, options.out = 1, options.folder
         ours = ours or [smoke_bundle(model, options.folder)]
-    wanted = [part for part in options.only.split(",") if part]
-    runtimes = [r for r in (*ours, *PEERS) if not wanted or any(part.lower() in r.name.lower() for part in wanted)]
+    runtimes = chosen((*ours, *PEERS), options.only, ",")
     result: dict[str, Any] = {"model": model.name, "linear_weights": linear_weights(model), "machine": machine(),
                               "prompts": PROMPTS, "decode_after": DECODE_PROMPT, "steps": STEPS,
                               "repeats": options.repeats, "threads": {}}  # fmt: skip

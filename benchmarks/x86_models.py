@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from x86_child import ROOT, Child, Runtime
+from x86_child import Child, Runtime
 from x86_models_table import table
-from x86_race import Race, Track, machine
+from x86_race import Race, Track, arguments, chosen, machine, parsed
 from x86_tasks import MiniLM, ResNet56, Task
 
 from compressor.runtime import read_manifest
@@ -109,31 +109,17 @@ def bundles(task: Task, options: argparse.Namespace) -> list[Runtime]:
 
 def main() -> None:
     """Make, convert, take turns, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser = arguments(__doc__.splitlines()[0], "2", "/", "once")
     parser.add_argument("--minilm", nargs="+", default=[], metavar="MODEL TEXT")
     parser.add_argument("--resnet", nargs=2, default=[], metavar=("WEIGHTS", "IMAGES"))
-    parser.add_argument("--ours", action="append", default=[], metavar="NAME=BUNDLE", help="more bundles of ours")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of the peers' environments")
-    parser.add_argument("--threads", default="2", help="numbers of them, by commas")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="parts of runtimes' names, by slashes: int8 static/ours")
     parser.add_argument("--compress", action="store_true", help="our bundles anew")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--smoke", action="store_true", help="once; results stay in WORK_FOLDER")
-    options = parser.parse_args()
-    options.folder = options.folder.absolute()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    if options.smoke:
-        options.repeats, options.out = 1, options.folder
+    options = parsed(parser)
     kinds: dict[type[Task], list[str]] = {MiniLM: options.minilm, ResNet56: options.resnet}
     tasks = [kind(options.folder, Path(given[0]), given[1:]) for kind, given in kinds.items() if given]
-    wanted = [part.lower() for part in options.only.split("/") if part]
     written = options.out / "x86_models.json"
     result: dict[str, Any] = json.loads(written.read_text()) if written.exists() else {}
     for task in tasks:
-        everybody = (*bundles(task, options), *PEERS[task.kind])
-        runtimes = [r for r in everybody if not wanted or any(part in r.name.lower() for part in wanted)]
+        runtimes = chosen((*bundles(task, options), *PEERS[task.kind]), options.only, "/")
         races: dict[str, Any] = {}
         result[task.name] = {
             "title": task.title, "batches": list(task.runs), "operations": task.operations, "judged": task.judged,

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,10 +22,10 @@ import yaml
 from quality import HERE, IGNORE, ROOT, Evaluator
 from quality_row import bundled, compress, load_texts
 from x86_child import Child, Runtime
-from x86_table import rates
+from x86_race import machine
+from x86_table import lines_of, rates
 
 from compressor.capture import capture
-from compressor.cpu import cpu_name
 
 ROWS = (
     ("dense", None),
@@ -95,9 +94,8 @@ def table(results: dict[str, Any]) -> str:
     lines = [HEADING.format(**results)]
     for name in dict.fromkeys(row["model"] for row in results["rows"]):
         rows = {(row["method"], row["scheme"]): row for row in results["rows"] if row["model"] == name}
-        lines += [f"\n## {name}\n", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += [_line(row, results["prompt"]) for row in rows.values()]
-        lines.append("")
+        cells = [_cells(row, results["prompt"]) for row in rows.values()]
+        lines += [f"\n## {name}\n", *lines_of(COLUMNS, cells, {})]
         for method in ("gptq", "rtn"):
             found, base = (rows[method, scheme]["perplexity"] for scheme in ("W4A8_G128", "W4A16_G128"))
             verdict = "within" if found / base <= 1 + WORST else "NOT within"
@@ -105,13 +103,12 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(row: dict[str, Any], prompt: int) -> str:
-    cells = [
+def _cells(row: dict[str, Any], prompt: int) -> list[str]:
+    return [
         row["method"], row["scheme"], f"{row['bits']:.3f}" if "bits" in row else "32",
         f"{row['weight_bytes'] / 1e6:.2f}", f"{row['bytes_per_token'] / 1e6:.2f}", f"{row['perplexity']:.4f}",
         f"{row['perplexity_increase']:+.2%}", rates(prompt, row["prefill_s"]), rates(1, row["decode_s"]),
     ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -125,13 +122,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     options = parser.parse_args()
     os.chdir(ROOT)
-    rows = []
+    before, rows = machine(), []
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.models:
             rows += measure(name, entries[name], Path(scratch), options)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     given = {key: getattr(options, key) for key in ("threads", "repeats", "prompt", "steps")}
-    results = {"cpu": cpu_name(), "commit": commit, **given, "rows": rows}
+    results = {**before, **given, "rows": rows}
     store = HERE / "results" / "x86_quality.json"
     store.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     store.with_suffix(".md").write_text(table(results), encoding="utf-8")

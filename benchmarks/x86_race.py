@@ -8,11 +8,13 @@ process is not counted.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from x86_child import ROOT, Child, ChildError, Runtime, available_bytes, peak_int8
+
+from compressor.cpu import cpu_name, host_flags
 
 SPARE_BYTES = 4 << 30  # left to the others
 SETTLE_S = 0.5  # threads of the runtime before wait for work, spinning
@@ -152,13 +156,41 @@ def cosines(outputs: NDArray[np.float64], reference: NDArray[np.float64]) -> NDA
     return np.asarray((outputs * reference).sum(-1) / lengths)
 
 
+def arguments(description: str, threads: str, separator: str, smoke: str) -> argparse.ArgumentParser:
+    """The options that all races have; ``separator`` of the parts that ``--only`` takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=BUNDLE", help="a bundle of ours")
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder of the peers' environments")
+    parser.add_argument("--threads", default=threads, help="numbers of them, by commas")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help=f"parts of runtimes' names, joined by {separator!r}")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--smoke", action="store_true", help=f"{smoke}; results stay in WORK_FOLDER")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with the folder made, and what ``--smoke`` means."""
+    options = parser.parse_args()
+    options.folder = options.folder.absolute()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.smoke:
+        options.repeats, options.out = 1, options.folder
+    return options
+
+
+def chosen(runtimes: Sequence[Runtime], only: str, separator: str) -> list[Runtime]:
+    """Those whose names have one of the parts."""
+    parts = [part.lower() for part in only.split(separator) if part]
+    return [r for r in runtimes if not parts or any(part in r.name.lower() for part in parts)]
+
+
 def machine() -> dict[str, Any]:
     """What was measured on, and of what."""
-    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(("model name", "flags"))]
-    flags = next((x.split() for x in names if x.startswith("flags")), [])
+    flags = host_flags()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
-        "cpu": next((x.split(":")[1].strip() for x in names if x.startswith("model name")), "unknown"),
-        "cpus": os.cpu_count(), "amx": "amx_int8" in flags, "avx512_vnni": "avx512_vnni" in flags,
+        "cpu": cpu_name(), "cpus": os.cpu_count(), "amx": "amx_int8" in flags, "avx512_vnni": "avx512_vnni" in flags,
         "load_average_before": os.getloadavg()[0], "commit": commit.strip(),
     }  # fmt: skip

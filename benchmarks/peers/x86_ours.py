@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.peers.x86_bundle import BundleServer
 from benchmarks.peers.x86_serve import Runtime, serve
-
-sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
-from compressor_runtime import load  # noqa: E402
 
 _CAPACITY = 1024
 
 
-class Ours(Runtime):
-    """A bundle, without torch."""
-
-    packages = ("compressor", "apache-tvm-ffi")
-
-    def convert(self, out: Path) -> None:
-        """Bundles are given."""
-        raise SystemExit(f"{self.files}: no such bundle")
+class Ours(BundleServer, Runtime):
+    """A bundle of a decoder."""
 
     def load(self) -> None:
-        """With the comparison of all files with their sums, as everybody gets it."""
-        self.bundle = load(self.files, threads=self.threads)
-        cache = self.bundle.model["cache_format"]
-        self.settings = f"bundle {self.files.name}, cache {cache}"
+        """And say how keys and values are kept."""
+        super().load()
+        self.settings = f"bundle {self.files.name}, cache {self.bundle.model['cache_format']}"
 
     def reset(self) -> None:
         """A new session."""
@@ -49,19 +36,9 @@ class Ours(Runtime):
         """The bundle says itself what a token reads."""
         return self.weight_bytes() - self.bytes_per_token()
 
-    def weight_bytes(self) -> int:
-        """Of the weights' file."""
-        return (self.files / "weights.safetensors").stat().st_size
-
     def bytes_per_token(self) -> int:
         """As the manifest has it."""
         return int(self.bundle.model["weight_bytes_per_token"])
-
-    def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The read bandwidth of the machine, with this many threads."""
-        if request["do"] == "bandwidth":
-            return {"bytes_per_s": self.bundle.read_bandwidth()}
-        return super().more(request)
 
 
 if __name__ == "__main__":
