@@ -228,7 +228,7 @@ def test_from_images_to_a_bundle(net: nn.Module, tmp_path: Path, require_tool: C
     )
     assert manifest["formats"] == ["W8A8"] and manifest["calibration"]["samples"] == 12
     assert [site["site"] for site in manifest["sites"]] == ["first", "second", "linear"]
-    assert {"patches", "packed_linear"} <= {kernel["family"] for kernel in manifest["kernels"]}
+    assert {"convolution", "packed_linear"} <= {kernel["family"] for kernel in manifest["kernels"]}
     assert measured["dense_accuracy"] == 1 and measured["images"] == COUNT and measured["accuracy"] >= 0.95
     dense = {"alone.scale", "alone.shift", "grouped.weight", "grouped.bias", "first.bias", "second.bias", "linear.bias"}
     assert {name for name in manifest["parameters"] if not name.endswith((".codes", ".scales"))} == dense

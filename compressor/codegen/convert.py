@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,17 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_cache, packed_linear, patches
+from compressor.codegen.convolutions import fused_convolution, geometry_of
+from compressor.codegen.kernels import (
+    attention,
+    convolution,
+    dense_linear,
+    embedding,
+    norm,
+    packed_cache,
+    packed_linear,
+    patches,
+)
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats import TILE_ROWS, Format
@@ -54,6 +64,7 @@ class Converter:
             "dense_linear.default": self._dense_linear,
             "packed_linear.default": self._packed_linear,
             "patches.default": self._patches,
+            fused_convolution.__name__: self._convolution,
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,
             "cached_attention.default": self._cached_attention,
@@ -100,7 +111,7 @@ class Converter:
         x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
         fmt, has_bias = Format.parse(format_name), bias is not None
         tiles = -(-rows // TILE_ROWS)
-        self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
+        self._count_packed(rows * columns)
         name = packed_linear_name(rows, columns, fmt, has_bias)
 
         def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
@@ -125,6 +136,9 @@ class Converter:
 
         return self._rowwise(importer, name, make, x, [*parts, *([bias] if has_bias else [])], rows)
 
+    def _count_packed(self, elements: int) -> None:
+        self.smallest_packed = min(elements, self.smallest_packed or elements)
+
     def _patches(self, node: fx.Node, importer: Any) -> Any:
         x, *geometry = importer.retrieve_args(node)
         batch, *size, channels = x.ty.shape
@@ -134,6 +148,23 @@ class Converter:
         counts = [outputs(n, *each) for n, *each in zip(size, *geometry, strict=True)]
         out = relax.TensorType([batch, *counts, kernel[0] * kernel[1] * channels], "float32")
         return importer.block_builder.emit(relax.call_tir(self._kernel(importer, name, make), [x], out_ty=out))
+
+    def _convolution(self, node: fx.Node, importer: Any) -> Any:
+        x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following = importer.retrieve_args(node)
+        fmt, geometry = Format.parse(name), geometry_of(cast(fx.Node, node.args[0]), pairs)
+        assert geometry is not None
+        self._count_packed(rows * geometry.columns)
+        next_fed = Format.parse(following).activations if following else None
+        epilogue = convolution.Epilogue(residual is not None, is_relu, next_fed)
+        shape = (rows, geometry, fmt, bias is not None, str(x.ty.dtype) == "int8", epilogue)
+        out = relax.TensorType([x.ty.shape[0], *geometry.outputs, rows], "int8" if following else "float32")
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            return convolution.convolution(*shape, self.isa), {"family": "convolution", "format": fmt.name}
+
+        args = [x, *parts, *(part for part in (bias, residual, next_scale) if part is not None)]
+        kernel = self._kernel(importer, convolution.convolution_name(*shape), make)
+        return importer.block_builder.emit(relax.call_tir(kernel, args, out_ty=out))
 
     def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:
         return self.tuner.choose(kernel, space, build, operands, source)

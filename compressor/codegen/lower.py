@@ -20,6 +20,7 @@ from tvm_ffi import structural_walk
 
 from compressor.capture import reexport
 from compressor.codegen.convert import Converter
+from compressor.codegen.convolutions import fuse_convolutions
 from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
@@ -131,6 +132,7 @@ def compile_graph(
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     converter = Converter(isa, tuner)
     program = reexport(graph)
+    fuse_convolutions(program.graph)
     activations = _fixed_sizes(program)
     mod, parameters = _import(program, converter, decoder=graph.meta["model"].kind == "decoder")
     with tvm_target:

@@ -20,7 +20,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, prefetch, tile
 from compressor.codegen.kernels.products import Products
-from compressor.codegen.kernels.vector import Isa, code_quad, code_values, scale_values, splat
+from compressor.codegen.kernels.vector import Isa, centred, code_quad, code_values, scale_values, splat
 from compressor.formats import TILE_ROWS, Format
 
 TOKENS = 128
@@ -126,11 +126,7 @@ class TileProducts:
                             chunk(k, n, c, False)
 
     def _centred(self, codes: Any) -> Any:
-        if not self.centre:
-            return codes
-        octets = T.reinterpret(codes, dtype=f"int8x{4 * _LANES}")
-        centre = T.int8(self.centre - 256 * (self.centre > 127))  # of 8 bits, 128 and -128 are the same
-        return T.reinterpret(octets - T.broadcast(centre, 4 * _LANES), dtype=f"int32x{_LANES}")
+        return centred(codes, self.centre, _LANES) if self.centre else codes
 
     def _zero(self, zeros: Any, tile: Any, g: Any) -> Any:
         """Zero points of a group in float32; None where there are none."""

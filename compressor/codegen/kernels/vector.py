@@ -106,6 +106,13 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
     return result
 
 
+def centred(codes: Any, centre: int, lanes: int) -> Any:
+    """Codes, one a byte, minus their zero point: signed bytes."""
+    octets = T.reinterpret(codes, dtype=f"int8x{4 * lanes}")
+    byte = T.int8(centre - 256 * (centre > 127))  # of 8 bits, 128 and -128 are the same
+    return T.reinterpret(octets - T.broadcast(byte, 4 * lanes), dtype=f"int32x{lanes}")
+
+
 def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[[int], Any]) -> Any:
     """What the codes in one byte of each lane stand for, but for the constant factor that :func:`scale_values` has.
 

@@ -1,0 +1,197 @@
+"""A convolution of integers in one kernel: rounding, products, scales, and what comes right after it.
+
+The weight is stored as that of the linear over patches that it is.  Where it has one scale a row, and activations one a
+token or tensor, no patches are written: each thread rounds the rows of an image that it reads
+(:mod:`compressor.codegen.kernels.convolution_feeds`) and multiplies what lies there, 16 outputs at once with AMX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+
+from compressor.activations import Activations
+from compressor.codegen.kernels.activations import inverse_scale, on_grid
+from compressor.codegen.kernels.convolution_feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
+from compressor.codegen.kernels.convolution_products import Products, is_aligned
+from compressor.codegen.kernels.vector import Isa, ramp, registers, scale_values, widen
+from compressor.formats import TILE_ROWS, Format
+
+_MOST_GATHERED = 64
+"""Words of a tile's weights that may be put together byte by byte; each is a few statements."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What happens to outputs before they are written.
+
+    Attributes:
+        has_residual: another tensor of their shape is added.
+        is_relu: negative ones become zero, after that.
+        next_activations: they are written as the bytes that the next convolution makes of its input; else as float32.
+    """
+
+    has_residual: bool = False
+    is_relu: bool = False
+    next_activations: Activations | None = None
+
+
+def takes_convolution(fmt: Format, geometry: Geometry) -> bool:
+    """Whether :func:`convolution` has a kernel; patches and a packed linear serve the others."""
+    fed, (down, along) = fmt.activations, geometry.stride
+    is_plain = fmt.integer_products and fmt.symmetric and not fmt.sliced and fmt.coded == fmt
+    has_row_scales = fmt.strategy in ("channel", "tensor")
+    if fed is None or fed.group_size or fed.is_sign or not (is_plain and has_row_scales) or down != along:
+        return False
+    feed = _feed(fmt, geometry, is_rounded=False)
+    return is_aligned(fmt, feed) or feed.runs * -(-feed.run_bytes // 4) <= _MOST_GATHERED
+
+
+def convolution_name(
+    out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue
+) -> str:
+    """The kernel's name."""
+    pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
+    name = f"convolution_{out_features}x{geometry.channels}_" + "_".join("x".join(map(str, pair)) for pair in pairs)
+    marks = {
+        "_bias": has_bias,
+        "_bytes": is_rounded,
+        "_add": epilogue.has_residual,
+        "_relu": epilogue.is_relu,
+        "_round": epilogue.next_activations is not None,
+    }
+    size = "x".join(map(str, geometry.size))
+    return f"{name}_of_{size}_{fmt.name}" + "".join(mark for mark, is_there in marks.items() if is_there)
+
+
+def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool) -> Feed:
+    assert fmt.activations is not None
+    if fmt.activations.granularity == "tensor":
+        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded)
+    return PatchFeed(geometry, fmt.activations)
+
+
+def convolution(
+    out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue, isa: Isa
+) -> tvm.tirx.PrimFunc:
+    """TIR for a packed linear over patches.
+
+    Parameters of the result: x [n, height, width, channels], float32, or int8 where ``is_rounded``: as an
+    :class:`Epilogue` wrote it; the weight's parts; bias (where there is one); residual float32 [n, rows, columns, out]
+    and the next input's scale float32 [1] (where the epilogue has them); y float32 or int8 [n, rows, columns, out].
+    """
+    feed = _feed(fmt, geometry, is_rounded=is_rounded)
+    (high, wide), (out_high, out_wide) = geometry.size, geometry.outputs
+    rows, channels, tiles = out_features, geometry.channels, -(-out_features // TILE_ROWS)
+    parts = fmt.parts(out_features, geometry.columns)
+    is_calibrated, has_residual, fed = "input_scale" in parts, epilogue.has_residual, epilogue.next_activations
+    kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, fed is not None))
+    bands = -(-out_high // feed.band)
+    body = Products(feed, fmt, tiles, isa)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel(
+        x_: T.handle,
+        codes_: T.handle,
+        scales_: T.handle,
+        input_scale_: T.handle,
+        bias_: T.handle,
+        residual_: T.handle,
+        next_scale_: T.handle,
+        y_: T.handle,
+    ) -> None:
+        n = T.int64()
+        shape = T.meta_var((n, out_high, out_wide, rows))
+        flat = T.meta_var((n * out_high * out_wide, rows))
+        x4 = T.match_buffer(x_, (n, high, wide, channels), kind)
+        codes = T.match_buffer(codes_, parts["codes"][1], "int32")
+        scales = T.match_buffer(scales_, parts["scales"][1], "float16")
+        input_scale = T.meta_var(T.match_buffer(input_scale_, (1,), "float32") if is_calibrated else None)
+        bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
+        residual4 = T.meta_var(T.match_buffer(residual_, shape, "float32") if has_residual else None)
+        next_scale = T.meta_var(T.match_buffer(next_scale_, (1,), "float32") if fed is not None else None)
+        y4 = T.match_buffer(y_, shape, y_kind)
+        x = T.decl_buffer((n * high * wide * channels,), kind, data=x4.data)
+        y = T.decl_buffer(flat, y_kind, data=y4.data)
+        residual = T.meta_var(T.decl_buffer(flat, "float32", data=residual4.data) if has_residual else None)
+        weights = T.alloc_buffer((tiles, feed.runs * body.run_quads, TILE_ROWS), "int32")
+        start = T.alloc_buffer((tiles, TILE_ROWS), "int32")
+        body.load_weights(weights, start, codes)
+        for task in T.parallel(n * bands):
+            band = T.alloc_buffer((feed.size,), "int8")
+            factor = T.alloc_buffer((feed.factors,), "float32")
+            first_row = T.meta_var(task % bands * feed.band)
+            given = T.meta_var(input_scale[0] if is_calibrated else None)
+            feed.fill(band, factor, x, task // bands, first_row, given)
+            output = T.meta_var((task // bands * out_high + first_row) * out_wide)
+            left = T.meta_var(T.min(T.int64(feed.band), out_high - first_row))
+            end = T.meta_var(_End(epilogue, feed, fmt, scales, factor, bias, residual, next_scale, y, output, left))
+            body.multiply(band, weights, start, end)
+
+    x, codes, scales, *rest, y = kernel.params
+    given = (is_calibrated, has_bias, has_residual, fed is not None)
+    used = [x, codes, scales, *(param for param, is_there in zip(rest, given, strict=True) if is_there), y]
+    return tvm.tirx.PrimFunc(used, kernel.body, kernel.ret_type, kernel.attrs)
+
+
+@dataclass
+class _End:
+    """What becomes of sums: scales, the epilogue, and where they are written."""
+
+    epilogue: Epilogue
+    feed: Feed
+    fmt: Format
+    scales: Any
+    factor: Any
+    bias: Any
+    residual: Any
+    next_scale: Any
+    y: Any  # [outputs, rows]
+    output: Any  # the band's first
+    rows: Any  # of outputs that the band has
+
+    def start_tiles(self, first: Any, n_tiles: int, isa: Isa) -> None:
+        """Load what all outputs of these tiles share."""
+        self.isa = isa
+        (self.scale,) = registers(1, (n_tiles, TILE_ROWS))
+        for n in range(n_tiles):
+            for part in range(0, TILE_ROWS, isa.lanes):
+                at = T.ramp(part, 1, isa.lanes)
+                T.buffer_store(self.scale, scale_values(self.scales[first + n, 0, at], self.fmt, isa.lanes), [n, at])
+
+    def write(self, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
+        """Write output ``q`` of the band, of some tiles; ``total`` (tile, rows) has its sums."""
+        n_tiles, rows = self.scale.shape[0], int(self.y.shape[1])
+        row, column = q // self.feed.pitch, q % self.feed.pitch
+        wide = self.feed.geometry.outputs[1]
+        with T.If(T.And(column < wide, row < self.rows)), T.Then():
+            m = self.output + row * wide + column
+            factor = self.feed.of(self.factor, q)
+            for n in range(int(n_tiles)):
+                for part in range(0, TILE_ROWS, self.isa.lanes):
+                    at, begin = T.ramp(part, 1, self.isa.lanes), (first + n) * TILE_ROWS + part
+                    value = T.Cast(f"float32x{self.isa.lanes}", total(n, at))
+                    value = value * (self.scale[n, at] * T.broadcast(factor, self.isa.lanes))
+                    if rows % TILE_ROWS == 0:
+                        self._finish(value, m, begin, self.isa.lanes)
+                        continue
+                    (lane,) = registers(1, (self.isa.lanes,))
+                    T.buffer_store(lane, value, [T.ramp(0, 1, self.isa.lanes)])
+                    with T.serial(0, self.isa.lanes) as r, T.If(begin + r < rows), T.Then():
+                        self._finish(lane[r], m, begin + r, 1)
+
+    def _finish(self, value: Any, m: Any, begin: Any, lanes: int) -> None:
+        at, fed = ramp(begin, lanes), self.epilogue.next_activations
+        if self.bias is not None:
+            value = value + self.bias[at]
+        if self.residual is not None:
+            value = value + self.residual[m, at]
+        if self.epilogue.is_relu:
+            value = T.max(value, widen(T.float32(0), lanes))
+        if fed is not None:
+            value = to_byte(on_grid(value, inverse_scale(self.next_scale[0]), fed, lanes), lanes)
+        T.buffer_store(self.y, value, [m, at])

@@ -1,0 +1,263 @@
+"""What the products of a convolution read: bytes, and where those of each output lie.
+
+A task computes some rows of outputs of one image, its band.  First it rounds what these read into bytes, each a code +
+128: products of unsigned and signed bytes are what ``vpdpbusd`` has, and what the 128 add is known before.  Output
+``q`` of a band reads ``runs`` runs of ``run_bytes`` bytes, ``offset(run)`` behind ``q * step``.  Rows of outputs are
+``pitch`` apart; what lies between the last of a row and the next row is no output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.activations import Activations
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.vector import emit_tree, registers
+from compressor.ops import outputs
+
+SIDE = 16
+RUN_BYTES = 64
+"""Products take so many bytes at once; what lies between a run's end and a multiple of it meets weights of zero."""
+ZERO = -128
+"""The byte of a zero, as int8."""
+_BAND_BYTES = 16384
+_LANES = 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A 2-d convolution of images [height, width, channels]; pairs are of rows and columns."""
+
+    size: tuple[int, int]
+    channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """Rows and columns of outputs."""
+        each = zip(self.size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        high, wide = (outputs(*numbers) for numbers in each)
+        return high, wide
+
+    @property
+    def columns(self) -> int:
+        """Of the weight."""
+        return self.kernel[0] * self.kernel[1] * self.channels
+
+    def band(self, row_bytes: int) -> int:
+        """Rows of outputs a task: what they read stays in the first-level cache, and bands are as even as can be."""
+        bands = -(-self.outputs[0] // max(1, _BAND_BYTES // row_bytes))
+        return -(-self.outputs[0] // bands)
+
+    def read_rows(self, rows: int) -> int:
+        """Rows of the image that so many rows of outputs read, padding included."""
+        return (rows - 1) * self.stride[0] + (self.kernel[0] - 1) * self.dilation[0] + 1
+
+
+class ImageFeed:
+    """The image itself, where one scale that is known before serves all outputs: their patches overlap in it.
+
+    Channels are filled up to a multiple of four.  Between two rows lie as many zeros as pad one side: the right end of
+    one is the left end of the next.
+    """
+
+    def __init__(self, geometry: Geometry, fed: Activations, *, is_rounded: bool) -> None:
+        """``is_rounded``: images come as bytes already."""
+        self.geometry, self.fed, self.is_rounded = geometry, fed, is_rounded
+        (kh, kw), pw, (dh, dw) = geometry.kernel, geometry.padding[1], geometry.dilation
+        self.pixel = -(-geometry.channels // 4) * 4
+        self.pitch = max(geometry.size[1] + pw, geometry.outputs[1])
+        self.step = geometry.stride[1] * self.pixel
+        self._taps = kw if dw == 1 else 1  # in one run
+        self.runs, self.run_bytes = kh * kw // self._taps, self._taps * self.pixel
+        self._down, self._along = dh * self.pitch * self.pixel, dw * self.pixel
+        row_bytes = geometry.stride[0] * self.pitch * self.pixel
+        self.band, wide = geometry.band(row_bytes), geometry.outputs[1]
+        # Blocks of 16 outputs go on through what is no output, or begin anew with each row if these are fewer.
+        self._row_blocks = -(-wide // SIDE)
+        self._goes_on = -(-((self.band - 1) * self.pitch + wide) // SIDE) <= self.band * self._row_blocks
+        image = (geometry.read_rows(self.band) * self.pitch + pw) * self.pixel
+        last = self.first(self.blocks(self.band)) + SIDE  # one block more, since products take two
+        reach = last * self.step + (kh - 1) * self._down + (kw - 1) * self._along + 2 * RUN_BYTES
+        self.size = -(-max(image, reach) // RUN_BYTES) * RUN_BYTES
+        self.factors = 1
+
+    def column(self, run: int, byte: int) -> int | None:
+        """The column of the weight that a byte of a run meets; None where it is filled up."""
+        tap, channel = divmod(byte, self.pixel)
+        c = self.geometry.channels
+        return (run * self._taps + tap) * c + channel if channel < c and byte < self.run_bytes else None
+
+    def offset(self, run: Any) -> Any:
+        """Where a run begins."""
+        each = self.geometry.kernel[1] // self._taps
+        return run // each * self._down + run % each * self._along
+
+    def blocks(self, rows: int) -> int:
+        """Blocks of 16 outputs in so many rows."""
+        if self._goes_on:
+            return -(-((rows - 1) * self.pitch + self.geometry.outputs[1]) // SIDE)
+        return rows * self._row_blocks
+
+    def first(self, block: Any) -> Any:
+        """The first output of a block."""
+        if self._goes_on:
+            return block * SIDE
+        return block // self._row_blocks * self.pitch + block % self._row_blocks * SIDE
+
+    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
+        """Emit what writes the bytes of a band, and its scales.
+
+        Args:
+            feed: int8 [size].
+            factor: float32 [factors].
+            x: all images, float32 or int8 [n * height * width * channels].
+            first_row: of the outputs.
+            input_scale: where it is calibrated.
+        """
+        (high, wide), c = self.geometry.size, self.geometry.channels
+        _clear(feed, self.size)
+        T.buffer_store(factor, input_scale, [0])
+        (kept,) = registers(1, (1,))
+        T.buffer_store(kept, inverse_scale(input_scale), [0])
+        inverse = kept[0]
+        begin = first_row * self.geometry.stride[0] - self.geometry.padding[0]
+        with T.serial(0, self.geometry.read_rows(self.band)) as i:
+            inside = T.And(begin + i >= 0, begin + i < high)
+            with T.If(inside), T.Then():
+                to = (i * self.pitch + self.geometry.padding[1]) * self.pixel
+                read = (image * high + begin + i) * wide * c
+                if self.pixel == c:
+                    self._copy(feed, to, x, read, wide * c, inverse)
+                else:
+                    with T.serial(0, wide) as w:
+                        self._copy(feed, to + w * self.pixel, x, read + w * c, c, inverse)
+
+    def _copy(self, feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any) -> None:
+        if self.is_rounded:
+            _each(length, lambda k, lanes: T.buffer_store(feed, x[_at(read + k, lanes)], [_at(to + k, lanes)]), 4)
+        else:
+            _round(feed, to, x, read, length, inverse, self.fed)
+
+    def of(self, factor: Any, _q: Any) -> Any:
+        """The scale of an output's activations."""
+        return factor[0]
+
+
+class PatchFeed:
+    """What each output reads, one after the other, where each has a scale of its own."""
+
+    def __init__(self, geometry: Geometry, fed: Activations) -> None:
+        self.geometry, self.fed, self.is_rounded = geometry, fed, False
+        self.runs, self.run_bytes = 1, geometry.columns
+        # A cache line more than whole runs, so that the outputs of a block do not meet in the same sets of the cache.
+        self.step = (-(-geometry.columns // RUN_BYTES) + 1) * RUN_BYTES
+        self.pitch = geometry.outputs[1]
+        self.band = geometry.band(self.pitch * self.step)
+        self._pixels = (geometry.read_rows(self.band), geometry.size[1] + 2 * geometry.padding[1])
+        self.size = (self.blocks(self.band) + 1) * SIDE * self.step
+        self.factors = self.band * self.pitch
+
+    def column(self, run: int, byte: int) -> int | None:
+        """As :meth:`ImageFeed.column`."""
+        return byte if byte < self.run_bytes else None
+
+    def offset(self, run: Any) -> Any:
+        """As :meth:`ImageFeed.offset`."""
+        return 0
+
+    def blocks(self, rows: int) -> int:
+        """As :meth:`ImageFeed.blocks`."""
+        return -(-rows * self.pitch // SIDE)
+
+    def first(self, block: Any) -> Any:
+        """As :meth:`ImageFeed.first`."""
+        return block * SIDE
+
+    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
+        """As :meth:`ImageFeed.fill`; ``x`` is float32."""
+        geometry = self.geometry
+        (high, wide), c, (kh, kw) = geometry.size, geometry.channels, geometry.kernel
+        (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
+        peaks = T.alloc_buffer(self._pixels, "float32")  # of each pixel, zeros around the image
+        (lane,), (inverse,) = registers(1, (_LANES,)), registers(1, (1,))
+        begin = first_row * sh - ph
+        _clear(feed, self.size)
+        with T.serial(0, self._pixels[0]) as i, T.serial(0, self._pixels[1]) as j:
+            h, w = begin + i, j - pw
+            T.buffer_store(peaks, T.float32(0), [i, j])
+            with T.If(_inside(h, high, w, wide)), T.Then():
+                read = ((image * high + h) * wide + w) * c
+                every = T.ramp(0, 1, _LANES)
+                T.buffer_store(lane, T.broadcast(T.float32(0), _LANES), [every])
+
+                def largest(k: Any, lanes: int) -> None:
+                    at = _at(0, lanes)
+                    T.buffer_store(lane, T.max(lane[at], T.abs(x[_at(read + k, lanes)])), [at])
+
+                _each(c, largest, 1)
+                emit_tree(T.max, lane, _LANES)
+                T.buffer_store(peaks, lane[0], [i, j])
+        with T.serial(0, self.band) as r, T.serial(0, self.pitch) as q:
+            out = r * self.pitch + q
+            taps = [peaks[r * sh + i * dh, q * sw + j * dw] for i in range(kh) for j in range(kw)]
+            T.buffer_store(factor, span_scale(reduce(T.max, taps), self.fed, input_scale), [out])
+            T.buffer_store(inverse, inverse_scale(factor[out]), [0])
+            with T.serial(0, kh) as i, T.serial(0, kw) as j:
+                h, w = begin + r * sh + i * dh, q * sw + j * dw - pw
+                with T.If(_inside(h, high, w, wide)), T.Then():
+                    read = ((image * high + h) * wide + w) * c
+                    _round(feed, out * self.step + (i * kw + j) * c, x, read, c, inverse[0], self.fed)
+
+    def of(self, factor: Any, q: Any) -> Any:
+        """As :meth:`ImageFeed.of`."""
+        return factor[q]
+
+
+def to_byte(near: Any, lanes: int) -> Any:
+    """Whole numbers in float32, -128 to 127, as bytes: each plus 128, its sign bit turned over."""
+    kind = f"int8x{lanes}" if lanes > 1 else "int8"
+    zero = T.int8(ZERO)
+    return T.bitwise_xor(T.Cast(kind, near), T.broadcast(zero, lanes) if lanes > 1 else zero)
+
+
+def _at(first: Any, lanes: int) -> Any:
+    return T.ramp(first, 1, lanes) if lanes > 1 else first
+
+
+def _each(length: int, emit: Any, widen: int) -> None:
+    """Emit loops over ``length`` elements: by vectors of ``16 * widen``, of 16, and one by one."""
+    done = 0
+    for lanes in dict.fromkeys((_LANES * widen, _LANES, 1)):
+        count = (length - done) // lanes
+        if count:
+            with T.serial(0, count) as k:
+                emit(done + k * lanes, lanes)
+        done += count * lanes
+
+
+def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, fed: Activations) -> None:
+    def one(k: Any, lanes: int) -> None:
+        near = on_grid(x[_at(read + k, lanes)], inverse, fed, lanes)
+        T.buffer_store(feed, to_byte(near, lanes), [_at(to + k, lanes)])
+
+    _each(length, one, 1)
+
+
+def _clear(feed: Any, size: int) -> None:
+    with T.serial(0, size // RUN_BYTES) as k:
+        T.buffer_store(feed, T.broadcast(T.int8(ZERO), RUN_BYTES), [T.ramp(k * RUN_BYTES, 1, RUN_BYTES)])
+
+
+def _inside(h: Any, high: int, w: Any, wide: int) -> Any:
+    return T.And(T.And(h >= 0, h < high), T.And(w >= 0, w < wide))
+
+
+Feed = ImageFeed | PatchFeed

@@ -1,0 +1,166 @@
+"""Convolutions of integers against the eager reference: geometries, formats, and chains that stay in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from torch import Tensor, nn
+from torch.export import Dim
+
+from compressor.activations import Activations
+from compressor.capture import capture, reexport
+from compressor.codegen.convolutions import fuse_convolutions, fused_convolution
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.convolution import Epilogue, convolution, takes_convolution
+from compressor.codegen.kernels.convolution_feeds import Geometry
+from compressor.codegen.lower import compile_graph
+from compressor.codegen.targets.x86 import X86
+from compressor.formats import Format
+from compressor.passes.rtn import Rtn
+from compressor.pipeline import Context
+from compressor.samples import Samples
+from tests.codegen.test_kernels import build, random_packed, relative_error
+from tests.codegen.test_lower import Program
+
+OPS = torch.ops.compressor
+ISAS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]
+TOLERANCE = 2e-6  # of the largest output: both sides apply scales in float32
+
+# size, channels, out, kernel, stride, padding, dilation
+PLAIN = ((8, 8), 16, 16, (3, 3), (1, 1), (1, 1), (1, 1))
+CASES = {
+    "plain": PLAIN,
+    "rows of 32": ((32, 32), 16, 32, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "three channels": ((9, 7), 3, 20, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "every second": ((19, 33), 20, 37, (3, 3), (2, 2), (1, 1), (1, 1)),
+    "dilated": ((40, 21), 64, 64, (5, 3), (1, 1), (2, 1), (1, 2)),
+    "one by one": ((6, 5), 36, 16, (1, 1), (2, 2), (0, 0), (1, 1)),
+    "wide padding": ((5, 4), 8, 16, (3, 3), (1, 1), (2, 3), (1, 1)),
+    "bands": ((70, 48), 32, 48, (3, 3), (1, 1), (1, 1), (1, 1)),
+}
+
+
+def operands(case: Any, fmt: Format, n: int, seed: int = 0) -> tuple[Geometry, Tensor, list[Tensor], Tensor, Tensor]:
+    """Geometry, images, the weight's parts, bias and residual."""
+    size, channels, rows, *pairs = case
+    geometry, rng = Geometry(size, channels, *pairs), torch.Generator().manual_seed(seed)
+    packed = random_packed(fmt, rows, geometry.columns, rng)
+    x = torch.randn(n, *size, channels, generator=rng)
+    residual = torch.randn(n, *geometry.outputs, rows, generator=rng)
+    return geometry, x, list(packed.parts.values()), torch.randn(rows, generator=rng), residual
+
+
+def call(kernel: Any, *given: Tensor | None, out: tuple[int, ...], kind: Any = np.float32) -> Tensor:
+    result = tvm.runtime.tensor(np.full(out, np.nan if kind is np.float32 else 0, kind))
+    kernel(*(tvm.runtime.tensor(x.numpy()) for x in given if x is not None), result)
+    return torch.from_numpy(result.numpy())
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W4A8_C", "W4A6_C_STATIC"])
+def test_formats(scheme: str, isa: vector.Isa) -> None:
+    check(PLAIN, Format.parse(scheme), isa)
+
+
+@pytest.mark.parametrize("isa", [vector.AMX, vector.AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
+def test_geometries(name: str, isa: vector.Isa) -> None:
+    for scheme in ("W8A8_STATIC", "W8A8"):
+        check(CASES[name], Format.parse(scheme), isa)
+
+
+def check(case: Any, fmt: Format, isa: vector.Isa) -> None:
+    """A kernel with all that an epilogue has, against patches, packed linear, sum and relu."""
+    geometry, x, parts, bias, residual = operands(case, fmt, 3)
+    assert takes_convolution(fmt, geometry)
+    kernel = build(convolution(len(bias), geometry, fmt, True, False, Epilogue(True, True), isa), isa)
+    got = call(kernel, x, *parts, bias, residual, out=tuple(residual.shape))
+    expected = fused_convolution(x, parts, bias, residual, None, fmt.name, len(bias), pairs(geometry), True, None)
+    assert relative_error(got, expected) < TOLERANCE
+
+
+def pairs(geometry: Geometry) -> list[list[int]]:
+    return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]
+
+
+def test_what_has_no_kernel() -> None:
+    geometry = Geometry(*PLAIN[:2], *PLAIN[3:])
+    for name in ("W8A16_C", "W8A8_ASYM_C", "W4A8_G32", "W8A8_S0.45", "BIP4A4_C", "W8A1_C", "FP8_E4M3_AFP8_E4M3_STATIC"):
+        assert not takes_convolution(Format.parse(name), geometry), name
+    wide = Geometry((8, 8), 33, (3, 3), (1, 1), (1, 1), (1, 1))  # too many words to put together one by one
+    assert not takes_convolution(Format.parse("W8A8_STATIC"), wide)
+    assert takes_convolution(Format.parse("W8A8"), wide)
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("channels", [16, 6])
+def test_a_chain_in_bytes_is_the_same_to_the_bit(channels: int, isa: vector.Isa) -> None:
+    fmt = Format.parse("W8A8_STATIC")
+    first = operands(((9, 10), 4, channels, (3, 3), (1, 1), (1, 1), (1, 1)), fmt, 2)
+    second = operands(((9, 10), channels, 16, (3, 3), (2, 2), (1, 1), (1, 1)), fmt, 2, seed=1)
+    next_scale = second[2][-1].fill_(float(first[4].abs().max()) / 50)
+
+    def run(is_rounded: bool) -> tuple[Tensor, Tensor]:
+        epilogue = Epilogue(False, True, Activations(granularity="tensor") if is_rounded else None)
+        kernel = build(convolution(channels, first[0], fmt, True, False, epilogue, isa), isa)
+        given = (first[1], *first[2], first[3], next_scale if is_rounded else None)
+        middle = call(kernel, *given, out=(2, 9, 10, channels), kind=np.int8 if is_rounded else np.float32)
+        kernel = build(convolution(16, second[0], fmt, True, is_rounded, Epilogue(), isa), isa)
+        return middle, call(kernel, middle, *second[2], second[3], out=tuple(second[4].shape))
+
+    (floats, plain), (stored, chained) = run(False), run(True)
+    assert torch.equal(plain, chained)
+    codes = torch.round((floats * (1 / next_scale)).clamp(-127, 127)) + 128
+    assert torch.equal(stored.view(torch.uint8).float(), codes)
+    expected = fused_convolution(
+        first[1], first[2], first[3], None, next_scale, fmt.name, channels, pairs(first[0]), True, fmt.name
+    )
+    assert float((stored.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs().max()) <= 1
+
+
+class Residual(nn.Module):
+    """Two blocks with shortcuts; the second convolution of each has only the first in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.inner = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, 12, 12] -> [B, 5]."""
+        x = self.stem(x).relu()
+        for one, two in zip(self.inner[::2], self.inner[1::2], strict=True):
+            x = (two(one(x).relu()) + x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W8A16_C"])
+def test_graphs(scheme: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 12, 12)
+    dense = capture(Residual().eval(), (x,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    graph = Rtn(scheme, targets=("Conv2d", "Linear")).run(
+        dense, Context(samples=Samples(x, torch.empty(0), "", "by chance"))
+    )
+    nodes = reexport(graph).graph
+    fuse_convolutions(nodes)
+    left = [node for node in nodes.nodes if node.target is OPS.patches.default]
+    fused = [node for node in nodes.nodes if node.target is fused_convolution]
+    assert (len(fused), len(left)) == ((0, 5) if scheme == "W8A16_C" else (5, 0))
+    if fused:
+        assert [bool(node.args[3]) for node in fused] == [False, False, True, False, True]
+        assert all(node.args[8] for node in fused) and not any("relu" in str(node.target) for node in nodes.nodes)
+        in_bytes = [node.args[9] is not None for node in fused]
+        assert in_bytes == [False, scheme == "W8A8_STATIC", False, scheme == "W8A8_STATIC", False]
+    library = compile_graph(graph, X86(), tune="off")
+    families = {kernel["family"] for kernel in library.kernels}
+    assert families == ({"patches"} if left else {"convolution"}) | {"packed_linear"}
+    for batch in (1, 3):
+        got, expected = Program(graph, library)(x[:batch]), graph(x[:batch])
+        # Activations that lie between two codes may get the other one, and all that follows with them.
+        assert relative_error(torch.from_numpy(got), expected) < (1e-5 if left else 5e-4)
