@@ -8,6 +8,7 @@ from typing import Any
 
 from compressor.codegen.lower import compile_graph
 from compressor.graph import twin, weight_bytes
+from compressor.independence import check_independence
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import Recipe
 from compressor.run_assemble import assemble
@@ -32,4 +33,5 @@ def lower(dense: Any, graph: Any, recipe: Recipe, context: Context, folder: Path
     """Generate kernels for what passes made of a model, and fill the bundle's empty folder."""
     target = recipe.target.build()
     library = compile_graph(graph, target, tune="off", threads=threads)
-    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense))
+    independent = check_independence(graph).independent
+    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense), independent=independent)

@@ -205,7 +205,17 @@ def run_recipe(
     lock.check()
     with publishing(destination) as partial:
         with clock.stage("write"):
-            assemble(partial, graph, libraries, target, recipe, context, weight_bytes(dense), lock.text())
+            assemble(
+                partial,
+                graph,
+                libraries,
+                target,
+                recipe,
+                context,
+                weight_bytes(dense),
+                lock.text(),
+                independent=independence.independent,
+            )
         manifest = read_manifest(partial)
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
         metrics |= _cache_sizes(info, manifest["model"])

@@ -34,11 +34,14 @@ def assemble(
     context: Context,
     dense_weight_bytes: int,
     lock: str | None = None,
+    *,
+    independent: bool,
 ) -> None:
     """Link the libraries and write all files of a bundle, with the text of its lock, into the empty ``folder``.
 
     Args:
         libraries: the one that all CPUs run which the bundle is for, and faster ones, best first.
+        independent: no batch entry depends on another, so that the run-time may divide a batch.
     Raises:
         CompressorError: there is no room, in the temporary folder or in ``folder``.
     """
@@ -56,7 +59,7 @@ def assemble(
             parameters=library.parameters,
             library=shared,
             vectors=make_vectors(graph),
-            model=model_facts(graph),
+            model=model_facts(graph) | ({"entry_bytes": library.entry_bytes} if independent else {}),
             recipe=recipe.resolved(),
             sites=[dataclasses.asdict(record) for record in context.records],
             kernels=[kernel for one in libraries for kernel in one.kernels],

@@ -66,6 +66,7 @@ class ModelEntry(_Entry):
     head_dim: Count
     cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
     cache_bytes_per_token: Count | None = None
+    entry_bytes: Count = 0  # bundles from before batches were divided say nothing
     max_positions: Count
     eos_ids: list[Count]
     bos_id: Count | None

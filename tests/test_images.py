@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compressor_runtime
 import numpy as np
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_mixed_precision_serves_convolutions(net: nn.Module) -> None:
         assert float((graph(x) - net(x)).norm() / net(x).norm()) < 0.1
 
 
+def check_parts(bundle: compressor.Bundle, x: NDArray[np.float32]) -> None:
+    """Batches are divided by the largest value that an image makes, and the result is the same to the bit."""
+    assert bundle.model["entry_bytes"] == 16 * x.shape[2] * x.shape[3] * 4
+    whole, call = bundle.run(x), bundle.call
+    sizes: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressor_runtime, "_PART_BYTES", 3 * bundle.model["entry_bytes"])
+        patch.setattr(bundle, "threads", 1)
+        patch.setattr(bundle, "call", lambda part: sizes.append(int(part.shape[0])) or call(part))
+        parts = bundle.run(x[:8])
+    assert sizes == [2, 3, 3] and np.array_equal(parts, whole[:8])
+
+
 def test_from_images_to_a_bundle(net: nn.Module, tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
     require_tool("g++")
     scaled = {"mean": [0.5, 0.4, 0.3], "std": 0.25}
@@ -223,6 +237,7 @@ def test_from_images_to_a_bundle(net: nn.Module, tmp_path: Path, require_tool: C
         x = unlabelled.inputs(slice(count))
         expected = net(x).numpy()
         assert np.linalg.norm(bundle.run(x.numpy()) - expected) < 0.03 * np.linalg.norm(expected)
+    check_parts(bundle, unlabelled.inputs().numpy())
     manifest, measured = (
         json.loads((tmp_path / "bundle" / f"{n}.json").read_text()) for n in ("manifest", "measurements")
     )

@@ -25,6 +25,7 @@ from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
+from compressor.codegen.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import Tuner
 from compressor.cpu import cpu_name
@@ -49,6 +50,8 @@ class Library:
         schedules: kernel and number of tokens -> fields of the chosen schedule, for the lock.
         tried: what the tuner timed, see :class:`compressor.codegen.tune.Tuner`.
         notes: what the user should know.
+        entry_bytes: of the largest value that one batch entry makes, of an encoder one token of it; 0 where inputs or
+            outputs do not all begin with the batch, and of decoders.
     """
 
     executable: Any
@@ -58,6 +61,7 @@ class Library:
     schedules: dict[str, dict[str, Any]]
     tried: list[dict[str, Any]]
     notes: list[str]
+    entry_bytes: int
 
     def save(self, path: Path, target: Target) -> None:
         """Link the shared library ``path``; raises ToolchainError."""
@@ -133,8 +137,8 @@ def compile_graph(
     converter = Converter(isa, tuner)
     program = reexport(graph)
     fuse_convolutions(program.graph)
-    activations = _fixed_sizes(program)
-    mod, parameters = _import(program, converter, decoder=graph.meta["model"].kind == "decoder")
+    activations, kind = fixed_sizes(program), graph.meta["model"].kind
+    mod, parameters = _import(program, converter, decoder=kind == "decoder")
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)
         for name, phase in phases():
@@ -147,7 +151,8 @@ def compile_graph(
             executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
-    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes)
+    part = 0 if kind == "decoder" else entry_bytes(program, tokens=kind == "encoder")
+    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
 
 
 @contextmanager
@@ -262,12 +267,3 @@ def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None, act
         raise VerificationError(
             f"lowering, phase {phase}: a dense weight is computed at run time: {', '.join(materialised)}"
         )
-
-
-def _fixed_sizes(program: ExportedProgram) -> frozenset[int]:
-    """Numbers of elements of all inputs and values of the captured graph whose shape is fixed."""
-    inputs = program.graph_signature.user_inputs
-    nodes = [node for node in program.graph.nodes if node.op == "call_function" or node.name in inputs]
-    values = [node.meta.get("val") for node in nodes]
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    return frozenset(prod(shape) for shape in shapes if all(isinstance(n, int) for n in shape))

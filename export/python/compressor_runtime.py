@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ import numpy as np
 import tvm_ffi
 from numpy.typing import ArrayLike, NDArray
 
+_PART_BYTES = 1 << 19
+"""Of the largest value in a part of a batch, a thread: about three such values are in use at once."""
 SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
@@ -314,8 +316,27 @@ class Bundle:
         return tokenizer
 
     def run(self, *inputs: ArrayLike) -> Any:
-        """Run a bundle made of a plain module: arrays in, as at its capture; an array out, or a list of them."""
-        return self.call(*(_to_tvm(np.asarray(x)) for x in inputs))
+        """Run a bundle made of a plain module: arrays in, as at its capture; an array out, or a list of them.
+
+        A batch whose entries do not depend on one another is computed in parts that fit the second-level caches.
+        """
+        arrays = [np.asarray(x) for x in inputs]
+        count = self._parts(arrays)
+        if count <= 1:
+            return self.call(*map(_to_tvm, arrays))
+        bounds = [len(arrays[0]) * i // count for i in range(count + 1)]
+        parts = [self.call(*(_to_tvm(x[i:j]) for x in arrays)) for i, j in pairwise(bounds)]
+        if isinstance(parts[0], list):
+            return [np.concatenate(of_one) for of_one in zip(*parts, strict=True)]
+        return np.concatenate(parts)
+
+    def _parts(self, arrays: list[NDArray[Any]]) -> int:
+        """Parts of a batch; 1 also where the inputs are none that fit together, which the kernels complain about."""
+        entry_bytes: int = self.model.get("entry_bytes", 0)
+        if len({x.shape[:1] for x in arrays}) != 1 or not arrays[0].ndim or not entry_bytes:
+            return 1
+        each = entry_bytes * (int(arrays[0].shape[1]) if self.kind == "encoder" else 1)
+        return -(-len(arrays[0]) // max(1, self.threads * _PART_BYTES // max(1, each)))
 
     def encode(self, ids: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float32]:
         """Last hidden state [B, S, H] of an encoder for ids [B, S]; mask [B, S] is 1 for tokens, 0 for padding."""
@@ -599,6 +620,7 @@ def _checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = _field(manifest, "model", dict)
     sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
     _field(model, "max_positions", int)
+    _field({"entry_bytes": 0, **model}, "entry_bytes", int)
     wrong = [] if manifest["kind"] in sizes else ["kind"]
     wrong += [name for name in sizes.get(manifest["kind"], ()) if _field(model, name, int) == 0]
     if manifest["kind"] == "decoder":

@@ -120,8 +120,10 @@ def convolution(
         residual = T.meta_var(T.decl_buffer(flat, "float32", data=residual4.data) if has_residual else None)
         weights = T.alloc_buffer((tiles, feed.runs * body.run_quads, TILE_ROWS), "int32")
         start = T.alloc_buffer((tiles, TILE_ROWS), "int32")
-        body.load_weights(weights, start, codes)
-        for task in T.parallel(n * bands):
+
+        @T.inline
+        def compute(task):
+            # A band of an image.
             band = T.alloc_buffer((feed.size,), "int8")
             factor = T.alloc_buffer((feed.factors,), "float32")
             first_row = T.meta_var(task % bands * feed.band)
@@ -131,6 +133,13 @@ def convolution(
             left = T.meta_var(T.min(T.int64(feed.band), out_high - first_row))
             end = T.meta_var(_End(epilogue, feed, fmt, scales, factor, bias, residual, next_scale, y, output, left))
             body.multiply(band, weights, start, end)
+
+        body.load_weights(weights, start, codes)
+        if n * bands == 1:  # waking threads would take longer
+            compute(T.int64(0))
+        else:
+            for task in T.parallel(n * bands):
+                compute(task)
 
     x, codes, scales, *rest, y = kernel.params
     given = (is_calibrated, has_bias, has_residual, fed is not None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels import amx
-from compressor.codegen.kernels.amx import ROW_BYTES, SIDE
+from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE
 from compressor.codegen.kernels.convolution_feeds import RUN_BYTES, Feed, PatchFeed
 from compressor.codegen.kernels.vector import Isa, centred, code_quad, dot4, registers, splat
 from compressor.formats import TILE_ROWS, Format
@@ -17,7 +17,6 @@ from compressor.formats import TILE_ROWS, Format
 _QUADS = RUN_BYTES // 4
 _TOKENS = 4  # outputs that share a loaded weight, without AMX
 _MOST_TILES = 4
-_A, _B = 4, 6  # the first of AMX's registers that hold activations, and weights
 
 
 class End(Protocol):
@@ -46,6 +45,10 @@ class Products:
         most = 2 if isa.tiles else _MOST_TILES * isa.lanes // TILE_ROWS
         self.n_tiles = next(n for n in range(min(most, tiles), 0, -1) if tiles % n == 0)
         self.sides = min(2, feed.blocks(feed.band))
+        self.steps = feed.runs * self.run_quads // _QUADS
+        self.is_resident = tiles == 1 and self.steps <= REGISTERS // 2  # all weights stay in registers
+        # Of AMX, after those that hold sums: the first registers of activations, and of weights.
+        self._fed, self._held = 2 * self.n_tiles, 2 * self.n_tiles + 2
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
 
     def load_weights(self, weights: Any, start: Any, codes: Any) -> None:
@@ -96,36 +99,53 @@ class Products:
 
     def multiply(self, band: Any, weights: Any, start: Any, end: End) -> None:
         """Outputs of a band, from its bytes."""
-        blocks = self.feed.blocks(self.feed.band)
-        multiply = self._by_registers if self.isa.tiles else self._by_dots
-        sums = T.alloc_buffer((self.sides, self.n_tiles, SIDE, TILE_ROWS), "int32") if self.isa.tiles else None
-        if self.isa.tiles:
-            amx.configure()
-        with T.serial(0, -(-blocks // self.sides)) as i, T.serial(0, self.tiles // self.n_tiles) as g:
+        blocks = -(-self.feed.blocks(self.feed.band) // self.sides)
+        if not self.isa.tiles:
+            with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:
+                end.start_tiles(g * self.n_tiles, self.n_tiles, self.isa)
+                self._by_dots(band, weights, start, i * self.sides, g * self.n_tiles, end)
+            return
+        sums = T.alloc_buffer((self.sides, self.n_tiles, SIDE, TILE_ROWS), "int32")
+        amx.configure()
+        for step in range(self.steps if self.is_resident else 0):
+            amx.load(self._held + step, weights[0, step * _QUADS, 0], ROW_BYTES)
+        with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:
             end.start_tiles(g * self.n_tiles, self.n_tiles, self.isa)
-            multiply(band, weights, start, sums, i * self.sides, g * self.n_tiles, end)
-        if self.isa.tiles:
-            amx.release()
+            self._by_registers(band, weights, start, sums, i * self.sides, g * self.n_tiles, end)
+        amx.release()
 
     def _by_registers(self, band: Any, weights: Any, start: Any, sums: Any, block: Any, first: Any, end: End) -> None:
         pairs = [(s, n) for s in range(self.sides) for n in range(self.n_tiles)]
-        for i, (_, n) in enumerate(pairs):
-            amx.load(i, start[first + n, 0], 0)  # the same in each row
-        with T.serial(0, self.feed.runs) as run, T.serial(0, self.run_quads // _QUADS) as k:
-            for n in range(self.n_tiles):
-                amx.load(_B + n, weights[first + n, run * self.run_quads + k * _QUADS, 0], ROW_BYTES)
+        each = self.run_quads // _QUADS
+
+        def step(run: Any, k: Any, held: Sequence[int]) -> None:
             for s in range(self.sides):
                 place = self.feed.first(block + s) * self.feed.step + self.feed.offset(run) + k * RUN_BYTES
-                amx.load(_A + s, band[place], self.feed.step)
+                amx.load(self._fed + s, band[place], self.feed.step)
                 for n in range(self.n_tiles):
-                    amx.tile("tdpbusd", T.uint8(s * self.n_tiles + n), T.uint8(_A + s), T.uint8(_B + n))
+                    amx.tile("tdpbusd", T.uint8(s * self.n_tiles + n), T.uint8(self._fed + s), T.uint8(held[n]))
+
+        for i in range(len(pairs)):
+            amx.tile("tilezero", T.uint8(i))
+        if self.is_resident:
+            for i in range(self.steps):
+                step(i // each, i % each, [self._held + i])
+        else:
+            with T.serial(0, self.feed.runs) as run, T.serial(0, each) as k:
+                for n in range(self.n_tiles):
+                    amx.load(self._held + n, weights[first + n, run * self.run_quads + k * _QUADS, 0], ROW_BYTES)
+                step(run, k, range(self._held, self._held + self.n_tiles))
         for i, (s, n) in enumerate(pairs):
             amx.tile("tilestored64", T.uint8(i), T.address_of(sums[s, n, 0, 0]), T.int64(4 * TILE_ROWS))
+        (beginning,) = registers(1, (self.n_tiles, TILE_ROWS), "int32")
+        for n in range(self.n_tiles):
+            for at in self._parts:
+                T.buffer_store(beginning, start[first + n, at], [n, at])
         for s in range(self.sides):
             with T.serial(0, SIDE) as r:
-                end.write(self.feed.first(block + s) + r, first, partial(_of_block, sums, s, r))
+                end.write(self.feed.first(block + s) + r, first, partial(_of_block, sums, beginning, s, r))
 
-    def _by_dots(self, band: Any, weights: Any, start: Any, _sums: Any, block: Any, first: Any, end: End) -> None:
+    def _by_dots(self, band: Any, weights: Any, start: Any, block: Any, first: Any, end: End) -> None:
         lanes = self.isa.lanes
         with T.serial(0, self.sides * SIDE // _TOKENS) as group:
             q = self.feed.first(block + group // (SIDE // _TOKENS)) + group % (SIDE // _TOKENS) * _TOKENS
@@ -146,8 +166,8 @@ class Products:
                 end.write(q + t, first, partial(_of_output, acc[t]))
 
 
-def _of_block(sums: Any, side: int, output: Any, n: int, at: Any) -> Any:
-    return sums[side, n, output, at]
+def _of_block(sums: Any, beginning: Any, side: int, output: Any, n: int, at: Any) -> Any:
+    return sums[side, n, output, at] + beginning[n, at]
 
 
 def _of_output(acc: Any, n: int, at: Any) -> Any:
