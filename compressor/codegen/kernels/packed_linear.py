@@ -11,7 +11,6 @@ single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,12 +20,12 @@ from tvm.script import tirx as T
 
 from compressor.activations import Activations
 from compressor.codegen.kernels import amx
-from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
+from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits
+from compressor.codegen.kernels.preparation import Prepared, preparation
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.tiles import TOKENS, Buffers, TileProducts, takes_tiles
-from compressor.codegen.kernels.vector import Isa, emit_tree, emit_tree_sum, registers
+from compressor.codegen.kernels.vector import Isa, registers
 from compressor.formats import PARTS, TILE_ROWS, Format
 
 
@@ -73,23 +72,18 @@ def packed_linear(
     is_sliced = counts_bits(fmt, isa)
     body = (PlaneProducts if is_sliced else Products)(out_features, in_features, fmt, isa)
     integer, ragged = body.integer, out_features % TILE_ROWS != 0
-    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
+    fed = cast(Activations, fmt.activations)
     parts = fmt.parts(out_features, in_features)
-    has_unit, is_calibrated = "tensor_scale" in parts, "input_scale" in parts
     has_outliers, has_columns = "outlier_starts" in parts, "float_columns" in parts
     tiles, chunks, groups = body.tiles, body.chunks, body.groups
-    rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
-    vectors, tail = columns // 16, columns % 16
-    group_columns = body.group_columns
+    rows, columns = out_features, in_features
     is_tiled = takes_tiles(fmt, isa)
     is_final = groups == 1 and not (ragged or has_outliers or has_columns)
     by_tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
     # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-    width = by_tiles.stride if is_tiled else padded
-    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
+    width = by_tiles.stride if is_tiled else chunks * fmt.chunk_columns
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
-    is_sign = is_rounded and fed.is_sign
-    combine = operator.add if is_sign else T.max
+    prepare = preparation(body, columns, width, is_sliced, by_tiles.split if is_tiled and not integer else None)
     round_to = by_tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
     step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
 
@@ -140,88 +134,8 @@ def packed_linear(
         factor = T.alloc_buffer((slots, fed_groups), "float32")
         rest = T.meta_var(T.alloc_buffer((slots, columns), "float32") if has_columns else x)  # what is rounded
 
-        @T.inline
-        def peak(m, out, begin, n_vectors, n_tail):
-            # The largest size; of signs, the mean.
-            lane = T.alloc_buffer((16,), "float32")
-            lane[every] = T.broadcast(T.float32(0), 16)
-            for k in range(n_vectors):
-                lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
-            for k in range(n_tail):
-                lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
-            emit_tree(combine, lane, 16)
-            out[0] = lane[0]
-            if is_sign:
-                out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
-
-        @T.inline
-        def round_span(m, g, begin, n_vectors, n_tail):
-            # Columns that share a scale: int8 codes and their factor, or floats on their grid.
-            scale = T.alloc_buffer((1,), "float32")
-            if fed.granularity != "tensor":
-                peak(m, scale, begin, n_vectors, n_tail)
-            scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
-            inverse = T.alloc_buffer((1,), "float32")
-            inverse[0] = inverse_scale(scale[0])
-            for k in range(n_vectors):
-                at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
-                near = T.meta_var(on_grid(rest[m, at], inverse[0], fed, 16))
-                a[m, at] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
-            for k in range(n_tail):
-                one = T.meta_var(begin + n_vectors * 16 + k)
-                near = T.meta_var(on_grid(rest[m, one], inverse[0], fed, 1))
-                a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
-            if integer:
-                factor[m, g] = scale[0]
-
-        @T.inline
-        def round_token(m):
-            if has_columns:
-                for k in range(columns):
-                    rest[m, k] = x[m, k]
-                for k in range(fmt.float_columns):
-                    rest[m, float_columns[k]] = T.float32(0)
-            for g in range(columns // fed_columns):
-                round_span(m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
-            if columns % fed_columns > 0:
-                begin = T.meta_var(columns // fed_columns * fed_columns)
-                round_span(m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
-
-        @T.inline
-        def copy_token(m):
-            for k in range(vectors):
-                a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
-            for k in range(tail):
-                a[m, vectors * 16 + k] = x[m, vectors * 16 + k]
-
-        @T.inline
-        def prepare(m):
-            if is_rounded:
-                round_token(m)
-            else:
-                copy_token(m)
-            for k in range(width - columns):
-                a[m, columns + k] = T.int8(0) if integer else T.float32(0)
-            if not integer:
-                factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
-            for g in range(groups if body.has_zeros else 0):
-                lane = T.alloc_buffer((16,), "int32" if integer else "float32")
-                lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
-                length = T.meta_var(T.min(group_columns, padded - g * group_columns))
-                for k in range(length // 16):
-                    chunk = T.meta_var(a[m, T.ramp(g * group_columns + k * 16, 1, 16)])
-                    lane[every] = lane[every] + (T.Cast("int32x16", chunk) if integer else chunk)
-                for k in range(length % 16):
-                    single = T.meta_var(a[m, g * group_columns + length // 16 * 16 + k])
-                    lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
-                emit_tree_sum(lane, 16)
-                sums[m, g] = lane[0]
-            if is_tiled and not integer:
-                by_tiles.split(halves, a, m)
-            if is_sliced:
-                for c in range(chunks):
-                    quads = T.alloc_buffer((8,), "int32")
-                    slice_chunk(operands, quads, a, m, c, fed)
+        read = T.meta_var((unit, input_scale, float_columns))
+        prepared = T.meta_var(Prepared(x, rest, a, operands, halves, sums, factor, *read))
 
         @T.inline
         def add_floats(out, tile, token, t, n):
@@ -294,12 +208,12 @@ def packed_linear(
                     write(out, first + n, m0 + t, t, n)
 
         if tokens == 1:
-            prepare(T.int64(0))
+            prepare(prepared, T.int64(0))
             for i in T.parallel(tiles // schedule.gemv_tiles):
                 block(i * schedule.gemv_tiles, schedule.gemv_tiles, T.int64(0), 1)
         else:
             for m in T.parallel(tokens):
-                prepare(m)
+                prepare(prepared, m)
             blocks, steps = T.meta_var(((tokens + (step - 1)) // step, tiles // schedule.gemm_tiles))
             if is_tiled:
                 # A thread goes through the weight with one block of tokens, which stays in its second-level cache.
