@@ -102,7 +102,7 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
         if node.target is torch.ops.compressor.packed_linear.default:
             _, _, bias, format_name, columns, rows = args
             fmt = Format.parse(format_name)
-            name = packed_linear_name(rows, columns, fmt, bias is not None)
+            name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
             found[name] = Kernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
         elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
             weight = graph.get_parameter(args[1].target)

@@ -21,6 +21,7 @@ from tvm_ffi import structural_walk
 from compressor.capture import reexport
 from compressor.codegen.convert import Converter
 from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.fusion import fuse
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
@@ -132,6 +133,7 @@ def compile_graph(
     converter = Converter(isa, tuner)
     program = reexport(graph)
     activations = _fixed_sizes(program)
+    fuse(program.graph)
     mod, parameters = _import(program, converter, decoder=graph.meta["model"].kind == "decoder")
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)

@@ -7,7 +7,7 @@ the zero points, and laid out as the products take them: in bit planes, or in bf
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.bit_planes import slice_chunk
 from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum
 
 
@@ -24,86 +25,98 @@ from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum
 class Prepared:
     """What is read and written; ``slots`` are tokens, filled up to whole blocks."""
 
-    x: Any  # float32 [tokens, columns]
-    rest: Any  # what is rounded: float32 [slots, columns], or x
+    inputs: Sequence[Any]  # float32 [tokens, columns]: the activations, or what they are computed from
+    vectors: Sequence[Any]  # float32 [columns], of a norm
     a: Any  # activations, columns filled up: int8 or float32 [slots, width]
     planes: Any  # their bit planes, int32 [slots, chunks * bits], or ``a``
     halves: Any  # them as two numbers in bfloat16: uint16 [2, slots, width], or ``a``
     sums: Any  # of each group's activations, int32 or float32 [slots, groups]
     factor: Any  # what an output, or a group's part of it, is multiplied by, float32 [slots, groups of activations]
-    unit: Any  # float32 [1], or None: the tensor's scale
-    input_scale: Any  # float32 [1], or None
-    float_columns: Any  # int32 [number], or None
+    parts: Mapping[str, Any]  # of the weight: its ``tensor_scale``, ``input_scale``, ``float_columns``
 
 
-def preparation(body: Products, columns: int, width: int, is_sliced: bool, split: Callable[..., None] | None) -> Any:
+def preparation(
+    body: Products,
+    columns: int,
+    width: int,
+    is_sliced: bool,
+    split: Callable[..., None] | None,
+    prologue: Prologue | None = None,
+) -> Any:
     """A macro ``prepare(at, m)`` that prepares token ``m``; ``at`` is a :class:`Prepared`.
 
     Args:
         width: elements from one token's activations to the next.
         split: writes ``at.halves``, where products take those.
+        prologue: what activations are of the inputs, where they are not the input.
     """
     fmt, integer = body.fmt, body.integer
     is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
     has_columns, padded = fmt.float_columns > 0, body.chunks * fmt.chunk_columns
-    vectors, tail, every = columns // 16, columns % 16, T.ramp(0, 1, 16)
+    every = T.ramp(0, 1, 16)
     fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
     is_sign = is_rounded and fed.is_sign
     combine = operator.add if is_sign else T.max
+    compute = None if prologue is None else prologue.row(columns)
+    in_row = has_columns or compute is not None  # what is rounded has to be computed first
 
     @T.inline
-    def peak(at, m, out, begin, n_vectors, n_tail):
+    def peak(rest, m, out, begin, n_vectors, n_tail):
         # The largest size; of signs, the mean.
         lane = T.alloc_buffer((16,), "float32")
         lane[every] = T.broadcast(T.float32(0), 16)
         for k in range(n_vectors):
-            lane[every] = combine(lane[every], T.abs(at.rest[m, T.ramp(begin + k * 16, 1, 16)]))
+            lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
         for k in range(n_tail):
-            lane[0] = combine(lane[0], T.abs(at.rest[m, begin + n_vectors * 16 + k]))
+            lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
         emit_tree(combine, lane, 16)
         out[0] = lane[0]
         if is_sign:
             out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 
     @T.inline
-    def round_span(at, m, g, begin, n_vectors, n_tail):
+    def round_span(at, rest, r, m, g, begin, n_vectors, n_tail):
         # Columns that share a scale: int8 codes and their factor, or floats on their grid.
         scale = T.alloc_buffer((1,), "float32")
         if fed.granularity != "tensor":
-            peak(at, m, scale, begin, n_vectors, n_tail)
-        scale[0] = span_scale(scale[0], fed, at.input_scale[0] if fed.calibrated else None)
+            peak(rest, r, scale, begin, n_vectors, n_tail)
+        scale[0] = span_scale(scale[0], fed, at.parts["input_scale"][0] if fed.calibrated else None)
         inverse = T.alloc_buffer((1,), "float32")
         inverse[0] = inverse_scale(scale[0])
         for k in range(n_vectors):
             there = T.meta_var(T.ramp(begin + k * 16, 1, 16))
-            near = T.meta_var(on_grid(at.rest[m, there], inverse[0], fed, 16))
+            near = T.meta_var(on_grid(rest[r, there], inverse[0], fed, 16))
             at.a[m, there] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
         for k in range(n_tail):
             one = T.meta_var(begin + n_vectors * 16 + k)
-            near = T.meta_var(on_grid(at.rest[m, one], inverse[0], fed, 1))
+            near = T.meta_var(on_grid(rest[r, one], inverse[0], fed, 1))
             at.a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
         if integer:
             at.factor[m, g] = scale[0]
 
     @T.inline
-    def round_token(at, m):
-        if has_columns:
-            for k in range(columns):
-                at.rest[m, k] = at.x[m, k]
-            for k in range(fmt.float_columns):
-                at.rest[m, at.float_columns[k]] = T.float32(0)
-        for g in range(columns // fed_columns):
-            round_span(at, m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
-        if columns % fed_columns > 0:
-            begin = T.meta_var(columns // fed_columns * fed_columns)
-            round_span(at, m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
+    def copy_token(at, m, to, r):
+        for k in range(columns // 16):
+            to[r, T.ramp(k * 16, 1, 16)] = at.inputs[0][m, T.ramp(k * 16, 1, 16)]
+        for k in range(columns % 16):
+            to[r, columns // 16 * 16 + k] = at.inputs[0][m, columns // 16 * 16 + k]
 
     @T.inline
-    def copy_token(at, m):
-        for k in range(vectors):
-            at.a[m, T.ramp(k * 16, 1, 16)] = at.x[m, T.ramp(k * 16, 1, 16)]
-        for k in range(tail):
-            at.a[m, vectors * 16 + k] = at.x[m, vectors * 16 + k]
+    def round_token(at, m):
+        rest = T.meta_var(T.alloc_buffer((1, columns), "float32") if in_row else at.inputs[0])
+        r = T.meta_var(0 if in_row else m)
+        if compute is not None:
+            compute(at.inputs, at.vectors, m, rest, r)
+        elif in_row:
+            copy_token(at, m, rest, r)
+        if has_columns:
+            for k in range(fmt.float_columns):
+                rest[r, at.parts["float_columns"][k]] = T.float32(0)
+        for g in range(columns // fed_columns):
+            round_span(at, rest, r, m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
+        if columns % fed_columns > 0:
+            begin = T.meta_var(columns // fed_columns * fed_columns)
+            round_span(at, rest, r, m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
 
     @T.inline
     def add_up(at, m):
@@ -124,12 +137,14 @@ def preparation(body: Products, columns: int, width: int, is_sliced: bool, split
     def prepare(at, m):
         if is_rounded:
             round_token(at, m)
+        elif compute is not None:
+            compute(at.inputs, at.vectors, m, at.a, m)
         else:
-            copy_token(at, m)
+            copy_token(at, m, at.a, m)
         for k in range(width - columns):
             at.a[m, columns + k] = T.int8(0) if integer else T.float32(0)
         if not integer:
-            at.factor[m, 0] = T.float32(1) if at.unit is None else at.unit[0]
+            at.factor[m, 0] = at.parts["tensor_scale"][0] if "tensor_scale" in at.parts else T.float32(1)
         add_up(at, m)
         if split is not None:
             split(at.halves, at.a, m)
