@@ -53,7 +53,7 @@ def fused_linear(
 
 def fuse(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place."""
-    for linears in list(_groups(graph)):
+    for linears in list(groups(graph)):
         x, format_name, columns = linears[0].args[0], linears[0].args[3], linears[0].args[4]
         assert isinstance(x, fx.Node)
         inputs, vectors, prologue, covered = _prologue(x, linears, Format.parse(str(format_name)))
@@ -77,8 +77,8 @@ def _item(graph: fx.Graph, call: fx.Node, index: int) -> fx.Node:
     return graph.call_function(operator.getitem, (call, index))
 
 
-def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Packed linears in the graph's order, those together that may share a kernel."""
+def groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Packed linears in the graph's order, those together that share a kernel."""
     found: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is not _LINEAR:
