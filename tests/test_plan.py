@@ -345,9 +345,11 @@ def test_tuned_schedules_cost_no_time_again(
 
     kernels = linear_kernels(plan_module._attempt(shape_graph, wanted, MACHINE)[2])
     assert {kernel.name for kernel in kernels} == {
-        "packed_linear_256x256_W4A16_G128", "packed_linear_512x256_W4A16_G128", "packed_linear_256x512_W4A16_G128",
+        "packed_linear_256x256_W4A16_G128",
+        "packed_linear_512x256_W4A16_G128",
+        "packed_linear_256x512_W4A16_G128",
         "dense_linear_2048x256_float16",
-    }  # fmt: skip  (keys and values, 128x256, share the kernel of the queries)
+    }  # keys and values, 128x256, share the kernel of the queries
     entries = {f"{kernel.name}:{tokens}|isa|cpu|2 threads|0": {} for kernel in kernels for tokens in (1, 64)}
     (tmp_path / "tuning.json").write_text(json.dumps(entries))
     warm = plan_graph(shape_graph, wanted).stages["compile"].value
