@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -93,18 +93,19 @@ class Kernel:
 
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
-    """The kernels of a graph's linears, equal ones once."""
+    """The linears' kernels that schedules are chosen for, equal ones once; of several weights, the first one's."""
     from compressor.codegen.convert import dense_linear_name, packed_linear_name
+    from compressor.codegen.fusion import groups
 
     found: dict[str, Kernel] = {}
+    for first, *_ in groups(graph.graph):
+        _, _, bias, format_name, columns, rows = cast(Any, first.args)
+        fmt = Format.parse(format_name)
+        name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
+        found[name] = Kernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
     for node in graph.graph.nodes:
         args: Any = node.args
-        if node.target is torch.ops.compressor.packed_linear.default:
-            _, _, bias, format_name, columns, rows = args
-            fmt = Format.parse(format_name)
-            name = packed_linear_name(rows, columns, fmt, bias is not None)
-            found[name] = Kernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
-        elif node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
+        if node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
             weight = graph.get_parameter(args[1].target)
             rows, columns = weight.shape
             storage = "uint16" if weight.dtype is torch.bfloat16 else str(weight.dtype).removeprefix("torch.")

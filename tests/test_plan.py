@@ -345,14 +345,16 @@ def test_tuned_schedules_cost_no_time_again(
 
     kernels = linear_kernels(plan_module._attempt(shape_graph, wanted, MACHINE)[2])
     assert {kernel.name for kernel in kernels} == {
-        "packed_linear_256x256_W4A16_G128", "packed_linear_128x256_W4A16_G128", "packed_linear_512x256_W4A16_G128",
-        "packed_linear_256x512_W4A16_G128", "dense_linear_2048x256_float16",
-    }  # fmt: skip
+        "packed_linear_256x256_W4A16_G128",
+        "packed_linear_512x256_W4A16_G128",
+        "packed_linear_256x512_W4A16_G128",
+        "dense_linear_2048x256_float16",
+    }  # keys and values, 128x256, share the kernel of the queries
     entries = {f"{kernel.name}:{tokens}|isa|cpu|2 threads|0": {} for kernel in kernels for tokens in (1, 64)}
     (tmp_path / "tuning.json").write_text(json.dumps(entries))
     warm = plan_graph(shape_graph, wanted).stages["compile"].value
     off = plan_graph(shape_graph, wanted.model_copy(update={"tune": "off"})).stages["compile"].value
-    assert cold > warm + 30 * 0.2 and warm == off  # five kernels, two spaces, three candidates
+    assert cold > warm + 24 * 0.2 and warm == off  # four kernels, two spaces, three candidates
 
 
 def test_the_roofline_binds_on_what_takes_longer(shape_graph: GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:

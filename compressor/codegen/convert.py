@@ -24,6 +24,7 @@ from compressor.codegen.kernels import (
     packed_linear,
     patches,
 )
+from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats import TILE_ROWS, Format
@@ -39,9 +40,9 @@ def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> 
     return f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
 
 
-def packed_linear_name(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
-    """As :func:`dense_linear_name`."""
-    return f"packed_linear_{rows}x{columns}_{fmt.name.replace('.', 'p')}{'_bias' if has_bias else ''}"
+def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
+    """As :func:`dense_linear_name`; ``shape`` is rows x columns, of several weights the rows of each x columns."""
+    return f"packed_linear_{shape}_{fmt.name.replace('.', 'p')}{'_bias' if has_bias else ''}"
 
 
 class Converter:
@@ -63,6 +64,7 @@ class Converter:
         return {
             "dense_linear.default": self._dense_linear,
             "packed_linear.default": self._packed_linear,
+            "fused_linear": self._fused_linear,
             "patches.default": self._patches,
             fused_convolution.__name__: self._convolution,
             "rms_norm.default": self._rms_norm,
@@ -109,10 +111,49 @@ class Converter:
 
     def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
         x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
-        fmt, has_bias = Format.parse(format_name), bias is not None
-        tiles = -(-rows // TILE_ROWS)
-        self._count_packed(rows * columns)
-        name = packed_linear_name(rows, columns, fmt, has_bias)
+        return self._linears(importer, [x], [], [(parts, bias, rows)], None, None, format_name, columns)
+
+    def _fused_linear(self, node: fx.Node, importer: Any) -> Any:
+        return self._linears(importer, *importer.retrieve_args(node))
+
+    def _linears(
+        self,
+        importer: Any,
+        inputs: list[Any],
+        vectors: list[Any],
+        weights: list[tuple[list[Any], Any, int]],
+        residual: Any,
+        prologue: Prologue | None,
+        format_name: str,
+        columns: int,
+    ) -> Any:
+        """One call of a kernel, see :func:`compressor.codegen.fusion.fused_linear`; of several weights, a tuple."""
+        fmt, rows = Format.parse(format_name), [n for _, _, n in weights]
+        has_bias = weights[0][1] is not None
+        self._count_packed(min(rows) * columns)
+        shape = f"{'_'.join(map(str, rows))}x{columns}"
+        name = packed_linear_name(shape, fmt, has_bias)
+        name += "" if prologue is None else f"_of_{prologue.name}"
+        name += "" if residual is None else "_plus"
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            schedule = packed_linear.common_schedule(
+                self._schedule(rows[0], columns, fmt, has_bias), rows, fmt, self.isa
+            )
+            func = packed_linear.fused_linear(
+                rows, columns, fmt, has_bias, self.isa, schedule, prologue=prologue, has_residual=residual is not None
+            )
+            details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
+            return func, details
+
+        stored = [part for parts, bias, _ in weights for part in (*parts, *([bias] if has_bias else []))]
+        added = [] if residual is None else [_folded(importer, residual)]
+        operands = [*(_folded(importer, x) for x in inputs), *vectors, *stored, *added]
+        return _call_by_row(importer, self._kernel(importer, name, make), operands, list(inputs[0].ty.shape)[:-1], rows)
+
+    def _schedule(self, rows: int, columns: int, fmt: Format, has_bias: bool) -> packed_linear.Schedule:
+        """What the tuner chooses for a weight alone."""
+        tiles, name = -(-rows // TILE_ROWS), packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
 
         def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
             return packed_linear.packed_linear(rows, columns, fmt, has_bias, self.isa, schedule)
@@ -125,16 +166,12 @@ class Converter:
                     arrays[-1] = np.linspace(0, fmt.outliers(rows, columns), shape[0]).astype(kind)
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
-        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            source = packed_linear.__file__
-            first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
-            space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt, self.isa)
-            many = f"{name}:{TUNED_TOKENS}"
-            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
-            details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
-            return build(schedule), details
-
-        return self._rowwise(importer, name, make, x, [*parts, *([bias] if has_bias else [])], rows)
+        source = packed_linear.__file__
+        first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
+        space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt, self.isa)
+        many = f"{name}:{TUNED_TOKENS}"
+        schedule: packed_linear.Schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
+        return schedule
 
     def _count_packed(self, elements: int) -> None:
         self.smallest_packed = min(elements, self.smallest_packed or elements)
@@ -186,15 +223,9 @@ class Converter:
         return self._rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _rowwise(self, importer: Any, name: str, make: Any, x: Any, weights: list[Any], width: int) -> Any:
-        """Call a kernel over the last dimension; all others are folded into two."""
-        kernel, bb = self._kernel(importer, name, make), importer.block_builder
-        leading = list(x.ty.shape)[:-1]
-        folded = [prod(leading[:-1], start=tvm.tirx.IntImm("int64", 1)), leading[-1]] if leading else [1, 1]
-        if len(leading) != 2:
-            x = bb.emit(relax.op.reshape(x, [*folded, x.ty.shape[-1]]))
-        out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
-        y = bb.emit(relax.call_tir(kernel, [x, *weights], out_ty=out))
-        return y if len(leading) == 2 else bb.emit(relax.op.reshape(y, [*leading, width]))
+        """Call a kernel over the last dimension."""
+        kernel, leading = self._kernel(importer, name, make), list(x.ty.shape)[:-1]
+        return _call_by_row(importer, kernel, [_folded(importer, x), *weights], leading, [width])
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
@@ -291,6 +322,26 @@ class Converter:
             return importer._index_tensor(node)
         ((axis, index),) = given
         return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
+
+
+def _folded(importer: Any, x: Any) -> Any:
+    """``x`` with all dimensions but the last folded into two."""
+    leading = list(x.ty.shape)[:-1]
+    if len(leading) == 2:
+        return x
+    folded = [prod(leading[:-1], start=tvm.tirx.IntImm("int64", 1)), leading[-1]] if leading else [1, 1]
+    return importer.block_builder.emit(relax.op.reshape(x, [*folded, x.ty.shape[-1]]))
+
+
+def _call_by_row(importer: Any, kernel: Any, operands: list[Any], leading: list[Any], widths: list[int]) -> Any:
+    """Call a kernel whose first operand is folded; outputs [*leading, width], a tuple of them if there are several."""
+    bb, folded = importer.block_builder, list(operands[0].ty.shape)[:-1]
+    types = [relax.TensorType([*folded, width], "float32") for width in widths]
+    found = bb.emit(relax.call_tir(kernel, operands, out_ty=types[0] if len(types) == 1 else types))
+    outputs = [found] if len(types) == 1 else [bb.emit(relax.TupleGetItem(found, i)) for i in range(len(types))]
+    if len(leading) != 2:
+        outputs = [bb.emit(relax.op.reshape(y, [*leading, n])) for y, n in zip(outputs, widths, strict=True)]
+    return outputs[0] if len(outputs) == 1 else relax.Tuple(outputs)
 
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:

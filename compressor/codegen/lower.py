@@ -22,6 +22,7 @@ from compressor.capture import reexport
 from compressor.codegen.convert import Converter
 from compressor.codegen.convolutions import fuse_convolutions
 from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.fusion import fuse
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
@@ -138,6 +139,7 @@ def compile_graph(
     program = reexport(graph)
     fuse_convolutions(program.graph)
     activations, kind = fixed_sizes(program), graph.meta["model"].kind
+    fuse(program.graph)
     mod, parameters = _import(program, converter, decoder=kind == "decoder")
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)

@@ -55,6 +55,16 @@ DECODERS: dict[str, Callable[[], Any]] = {
         **GROUPED, sliding_window=4, attn_logit_softcapping=0.5, final_logit_softcapping=3.0
     ),
 }
+FUSED = {  # codegen/fusion.py
+    "llama": {
+        "packed_linear_64_32_32x64_W4A16_G32_of_rms_norm_1em06",
+        "packed_linear_64x64_W4A16_G32_plus",
+        "packed_linear_64_64x64_W4A16_G32_of_rms_norm_1em06",
+        "packed_linear_64x64_W4A16_G32_of_silu_mul_plus",
+    },
+    "gemma2": {"packed_linear_64x64_W4A16_G32_of_gelu_tanh_mul"},
+    "opt": {"packed_linear_64x64_W4A16_G32_bias_of_relu_plus"},
+}
 PACKED_HEAD = "qwen3"  # elsewhere it stays dense, and in some is tied to the embedding
 TOLERANCE = 1e-5  # relative, root mean square: rounding of float32 sums in different orders
 # AMX takes 16 of the 24 bits of float activations, in each of a model's linears.
@@ -130,6 +140,7 @@ def test_decoder(name: str, tmp_path: Path) -> None:
     assert decoding_error(graph, library) < NATIVE_TOLERANCE
     families = {kernel["family"] for kernel in library.kernels}
     assert {"packed_linear", "cached_attention", "embedding"} < families
+    assert FUSED.get(name, set()) <= {kernel["name"] for kernel in library.kernels}
     assert {kernel["evidence"] for kernel in library.kernels} == {"executed"}
     assert sorted(library.parameters) == sorted(dict(graph.named_parameters()))
 
@@ -178,6 +189,8 @@ def test_encoder_with_padding(tmp_path: Path) -> None:
         got, expected = program(ids, mask), graph_hidden(graph)(ids, mask).numpy()
         assert relative_error(got[kept], expected[kept]) < TOLERANCE
     assert "masked_attention" in {kernel["family"] for kernel in library.kernels}
+    shapes = ("64_64_64x64_W4A16_G32_bias", "64x64_W4A16_G32_bias_plus", "64x64_W4A16_G32_bias_of_gelu_plus")
+    assert {f"packed_linear_{shape}" for shape in shapes} < {kernel["name"] for kernel in library.kernels}
 
 
 class Perceptron(nn.Module):

@@ -11,23 +11,25 @@ single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens t
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from math import gcd
+from typing import cast
 
 import tvm
 from tvm.script import tirx as T
 
 from compressor.activations import Activations
 from compressor.codegen.kernels import amx
-from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits, slice_chunk
+from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits
+from compressor.codegen.kernels.preparation import Prepared, preparation
 from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.tiles import TOKENS, Buffers, TileProducts, takes_tiles
-from compressor.codegen.kernels.vector import Isa, emit_tree, emit_tree_sum, registers
-from compressor.formats import PARTS, TILE_ROWS, Format
+from compressor.codegen.kernels.vector import Isa, registers
+from compressor.codegen.kernels.weights import Weights, by_token, parameter
+from compressor.formats import TILE_ROWS, Format
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,20 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     return [Schedule(gemv_tiles, n, m) for n, m in space]
 
 
+def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: Isa) -> Schedule:
+    """The schedule of several weights in one kernel, from that of the first: as it is where its tiles divide them all.
+
+    Otherwise the largest of the space that do.
+    """
+    tiles = gcd(*(-(-n // TILE_ROWS) for n in rows))
+    gemv, gemm = schedule.gemv_tiles, (schedule.gemm_tiles, schedule.gemm_tokens)
+    if tiles % gemv:
+        gemv = max(one.gemv_tiles for one in gemv_space(tiles))
+    if tiles % schedule.gemm_tiles:
+        gemm = max((one.gemm_tiles, one.gemm_tokens) for one in gemm_space(tiles, gemv, fmt, isa))
+    return Schedule(gemv, *gemm)
+
+
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
@@ -70,66 +86,56 @@ def packed_linear(
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
     (where there is one), y float32 [d0, d1, out].
     """
+    return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
+
+
+def fused_linear(
+    rows: Sequence[int],
+    columns: int,
+    fmt: Format,
+    has_bias: bool,
+    isa: Isa,
+    schedule: Schedule,
+    *,
+    prologue: Prologue | None = None,
+    has_residual: bool = False,
+) -> tvm.tirx.PrimFunc:
+    """TIR for packed linears of the same activations, which are prepared once.
+
+    Parameters of the result: x float32 [d0, d1, columns], or what the prologue reads in its place, and the vectors
+    float32 [columns] that it reads; for each of ``rows`` the parts that the format has
+    (:mod:`compressor.formats`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is added to
+    the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
+    """
     is_sliced = counts_bits(fmt, isa)
-    body = (PlaneProducts if is_sliced else Products)(out_features, in_features, fmt, isa)
-    integer, ragged = body.integer, out_features % TILE_ROWS != 0
-    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
-    parts = fmt.parts(out_features, in_features)
-    has_unit, is_calibrated = "tensor_scale" in parts, "input_scale" in parts
-    has_outliers, has_columns = "outlier_starts" in parts, "float_columns" in parts
-    tiles, chunks, groups = body.tiles, body.chunks, body.groups
-    rows, columns, padded = out_features, in_features, body.chunks * fmt.chunk_columns
-    vectors, tail = columns // 16, columns % 16
-    group_columns = body.group_columns
+    body = (PlaneProducts if is_sliced else Products)(rows[0], columns, fmt, isa)
+    integer, fed = body.integer, cast(Activations, fmt.activations)
+    weights = Weights(rows, columns, fmt, has_bias, has_residual)
+    has_outliers, has_columns = "outlier_starts" in weights.stored[0], fmt.float_columns > 0
+    chunks, groups = body.chunks, body.groups
     is_tiled = takes_tiles(fmt, isa)
-    is_final = groups == 1 and not (ragged or has_outliers or has_columns)
+    is_final = groups == 1 and not (weights.is_ragged or has_outliers or has_columns)
     by_tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
     # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-    width = by_tiles.stride if is_tiled else padded
-    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
+    width = by_tiles.stride if is_tiled else chunks * fmt.chunk_columns
     fed_groups, by_group = body.fed_groups, body.fed_groups > 1
-    is_sign = is_rounded and fed.is_sign
-    combine = operator.add if is_sign else T.max
+    assert prologue is None or not (has_outliers or has_columns)  # which read the activations again
+    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
+    split = by_tiles.split if is_tiled and not integer else None
+    prepare = preparation(body, columns, width, is_sliced, split, prologue)
     round_to = by_tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
     step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        x_: T.handle,
-        codes_: T.handle,
-        scales_: T.handle,
-        zeros_: T.handle,
-        unit_: T.handle,
-        codebook_: T.handle,
-        input_scale_: T.handle,
-        starts_: T.handle,
-        places_: T.handle,
-        outliers_: T.handle,
-        columns_: T.handle,
-        floats_: T.handle,
-        bias_: T.handle,
-        y_: T.handle,
-    ) -> None:
+    def kernel() -> None:
         d0 = T.int64()
         d1 = T.int64()
-        x3 = T.match_buffer(x_, (d0, d1, columns), "float32")
-        codes = T.meta_var(_part(parts, "codes", codes_))
-        scales = T.meta_var(_part(parts, "scales", scales_))
-        zeros = T.meta_var(_part(parts, "zeros", zeros_))
-        unit = T.meta_var(_part(parts, "tensor_scale", unit_))
-        codebook = T.meta_var(_part(parts, "codebook", codebook_))
-        input_scale = T.meta_var(_part(parts, "input_scale", input_scale_))
-        starts = T.meta_var(_part(parts, "outlier_starts", starts_))
-        places = T.meta_var(_part(parts, "outlier_columns", places_))
-        outliers = T.meta_var(_part(parts, "outlier_values", outliers_))
-        float_columns = T.meta_var(_part(parts, "float_columns", columns_))
-        floats = T.meta_var(_part(parts, "float_values", floats_))
-        bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
-        y3 = T.match_buffer(y_, (d0, d1, rows), "float32")
+        given = T.meta_var([parameter((d0, d1, columns), "float32") for _ in range(inputs)])
+        of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
+        weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
         slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (round_to - 1)) // round_to * round_to))
-        x = T.decl_buffer((tokens, columns), "float32", data=x3.data)
-        y = T.decl_buffer((tokens, rows), "float32", data=y3.data)
+        read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
         operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
@@ -138,123 +144,44 @@ def packed_linear(
         sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, fed_groups), "float32")
-        rest = T.meta_var(T.alloc_buffer((slots, columns), "float32") if has_columns else x)  # what is rounded
+        prepared = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
 
         @T.inline
-        def peak(m, out, begin, n_vectors, n_tail):
-            # The largest size; of signs, the mean.
-            lane = T.alloc_buffer((16,), "float32")
-            lane[every] = T.broadcast(T.float32(0), 16)
-            for k in range(n_vectors):
-                lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
-            for k in range(n_tail):
-                lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
-            emit_tree(combine, lane, 16)
-            out[0] = lane[0]
-            if is_sign:
-                out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
-
-        @T.inline
-        def round_span(m, g, begin, n_vectors, n_tail):
-            # Columns that share a scale: int8 codes and their factor, or floats on their grid.
-            scale = T.alloc_buffer((1,), "float32")
-            if fed.granularity != "tensor":
-                peak(m, scale, begin, n_vectors, n_tail)
-            scale[0] = span_scale(scale[0], fed, input_scale[0] if is_calibrated else None)
-            inverse = T.alloc_buffer((1,), "float32")
-            inverse[0] = inverse_scale(scale[0])
-            for k in range(n_vectors):
-                at = T.meta_var(T.ramp(begin + k * 16, 1, 16))
-                near = T.meta_var(on_grid(rest[m, at], inverse[0], fed, 16))
-                a[m, at] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
-            for k in range(n_tail):
-                one = T.meta_var(begin + n_vectors * 16 + k)
-                near = T.meta_var(on_grid(rest[m, one], inverse[0], fed, 1))
-                a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
-            if integer:
-                factor[m, g] = scale[0]
-
-        @T.inline
-        def round_token(m):
-            if has_columns:
-                for k in range(columns):
-                    rest[m, k] = x[m, k]
-                for k in range(fmt.float_columns):
-                    rest[m, float_columns[k]] = T.float32(0)
-            for g in range(columns // fed_columns):
-                round_span(m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
-            if columns % fed_columns > 0:
-                begin = T.meta_var(columns // fed_columns * fed_columns)
-                round_span(m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
-
-        @T.inline
-        def copy_token(m):
-            for k in range(vectors):
-                a[m, T.ramp(k * 16, 1, 16)] = x[m, T.ramp(k * 16, 1, 16)]
-            for k in range(tail):
-                a[m, vectors * 16 + k] = x[m, vectors * 16 + k]
-
-        @T.inline
-        def prepare(m):
-            if is_rounded:
-                round_token(m)
-            else:
-                copy_token(m)
-            for k in range(width - columns):
-                a[m, columns + k] = T.int8(0) if integer else T.float32(0)
-            if not integer:
-                factor[m, 0] = unit[0] if has_unit else T.float32(1)  # ... or the tensor's
-            for g in range(groups if body.has_zeros else 0):
-                lane = T.alloc_buffer((16,), "int32" if integer else "float32")
-                lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
-                length = T.meta_var(T.min(group_columns, padded - g * group_columns))
-                for k in range(length // 16):
-                    chunk = T.meta_var(a[m, T.ramp(g * group_columns + k * 16, 1, 16)])
-                    lane[every] = lane[every] + (T.Cast("int32x16", chunk) if integer else chunk)
-                for k in range(length % 16):
-                    single = T.meta_var(a[m, g * group_columns + length // 16 * 16 + k])
-                    lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
-                emit_tree_sum(lane, 16)
-                sums[m, g] = lane[0]
-            if is_tiled and not integer:
-                by_tiles.split(halves, a, m)
-            if is_sliced:
-                for c in range(chunks):
-                    quads = T.alloc_buffer((8,), "int32")
-                    slice_chunk(operands, quads, a, m, c, fed)
-
-        @T.inline
-        def add_floats(out, tile, token, t, n):
+        def add_floats(weight, out, tile, token, t, n):
             if not by_group:
                 out[t, n, every] = out[t, n, every] * T.broadcast(factor[token, 0], TILE_ROWS)
             if has_columns:
                 for k in range(fmt.float_columns):
-                    single = T.meta_var(T.broadcast(x[token, float_columns[k]], TILE_ROWS))
-                    out[t, n, every] = out[t, n, every] + T.Cast("float32x16", floats[tile, k, every]) * single
+                    single = T.meta_var(T.broadcast(read[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
+                    value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
+                    out[t, n, every] = out[t, n, every] + value * single
             if has_outliers:
+                starts = T.meta_var(weight.parts["outlier_starts"])
                 for r in range(TILE_ROWS):
                     begin = T.meta_var(starts[tile * TILE_ROWS + r])
                     for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
-                        single = T.meta_var(x[token, T.Cast("int32", places[begin + k])])
-                        out[t, n, r] = out[t, n, r] + T.Cast("float32", outliers[begin + k]) * single
+                        single = T.meta_var(read[0][token, T.Cast("int32", weight.parts["outlier_columns"][begin + k])])
+                        value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
+                        out[t, n, r] = out[t, n, r] + value * single
 
         @T.inline
-        def write(out, tile, token, t, n):
+        def write(weight, out, tile, token, t, n):
             # What a token's outputs of a tile still lack, and then where they belong.
-            add_floats(out, tile, token, t, n)
-            if ragged:
+            add_floats(weight, out, tile, token, t, n)
+            if weights.is_ragged:
                 for r in range(TILE_ROWS):
                     row = T.meta_var(tile * TILE_ROWS + r)
-                    if row < rows:
-                        value = T.meta_var(out[t, n, r])
-                        y[token, row] = value + bias[row] if has_bias else value
+                    if row < weight.rows:
+                        weight.y[token, row] = weight.finish(out[t, n, r], token, row)
             else:
                 at = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
-                wide = T.meta_var(out[t, n, every])
-                y[token, at] = wide + bias[at] if has_bias else wide
+                weight.y[token, at] = weight.finish(out[t, n, every], token, at)
 
         @T.inline
-        def block(first, n_tiles, m0, n_tokens):
+        def block(weight, first, n_tiles, m0, n_tokens):
+            codes, scales, zeros, codebook = T.meta_var(
+                [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
+            )
             shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
             partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
             acc = T.meta_var(registers(n_tokens, partial, "int32" if integer else "float32"))
@@ -272,17 +199,17 @@ def packed_linear(
             for t in T.unroll(n_tokens):
                 if m0 + t < tokens:
                     for n in T.unroll(n_tiles):
-                        write(out, first + n, m0 + t, t, n)
+                        write(weight, out, first + n, m0 + t, t, n)
 
         @T.inline
-        def tile_block(first, m0):
+        def tile_block(weight, first, m0):
             n_tiles = T.meta_var(by_tiles.n_tiles)
             out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
             b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
             found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
             scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
             count = T.meta_var(T.min(tokens - m0, T.int64(step)))
-            at = T.meta_var(Buffers(halves, codes, zeros, scales, sums, factor, b, scale, found, out, y, bias))
+            at = T.meta_var(Buffers(halves, weight, sums, factor, b, scale, found, out))
             amx.configure()
             for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
                 for n in T.unroll(n_tiles):
@@ -291,30 +218,26 @@ def packed_linear(
             amx.release()
             for t in range(0 if is_final else count):
                 for n in T.unroll(n_tiles):
-                    write(out, first + n, m0 + t, t, n)
+                    write(weight, out, first + n, m0 + t, t, n)
 
         if tokens == 1:
-            prepare(T.int64(0))
-            for i in T.parallel(tiles // schedule.gemv_tiles):
-                block(i * schedule.gemv_tiles, schedule.gemv_tiles, T.int64(0), 1)
+            prepare(prepared, T.int64(0))
+            for i in T.parallel(weights.steps(schedule.gemv_tiles)):
+                weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
+                block(weight, first, schedule.gemv_tiles, T.int64(0), 1)
         else:
             for m in T.parallel(tokens):
-                prepare(m)
-            blocks, steps = T.meta_var(((tokens + (step - 1)) // step, tiles // schedule.gemm_tiles))
+                prepare(prepared, m)
+            blocks, steps = T.meta_var(((tokens + (step - 1)) // step, weights.steps(schedule.gemm_tiles)))
             if is_tiled:
-                # A thread goes through the weight with one block of tokens, which stays in its second-level cache.
+                # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
                 for task in T.parallel(blocks * steps):
-                    tile_block(task % steps * schedule.gemm_tiles, task // steps * step)
+                    weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
+                    tile_block(weight, first, task // steps * step)
             else:
                 for i in T.parallel(steps):
+                    weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
                     for j in range(blocks):
-                        block(i * schedule.gemm_tiles, schedule.gemm_tiles, j * step, step)
+                        block(weight, first, schedule.gemm_tiles, j * step, step)
 
-    x, *stored, bias, y = kernel.params
-    used = [param for name, param in zip(PARTS, stored, strict=True) if name in parts]
-    return tvm.tirx.PrimFunc([x, *used, *([bias] if has_bias else []), y], kernel.body, kernel.ret_type, kernel.attrs)
-
-
-def _part(parts: Mapping[str, tuple[str, tuple[int, ...]]], name: str, handle: Any) -> Any:
-    """The buffer of a stored part; None where the format lacks it."""
-    return T.match_buffer(handle, parts[name][1], parts[name][0]) if name in parts else None
+    return kernel

@@ -21,6 +21,7 @@ from tvm.script import tirx as T
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, prefetch, tile
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.vector import Isa, centred, code_quad, code_values, scale_values, splat
+from compressor.codegen.kernels.weights import Weight
 from compressor.formats import TILE_ROWS, Format
 
 TOKENS = 128
@@ -44,17 +45,23 @@ class Buffers:
     """What a thread's products read and write; shapes in rows and columns of registers where they say nothing else."""
 
     a: Any  # activations: int8 [slots, stride], or what :meth:`TileProducts.split` made
-    codes: Any
-    zeros: Any
-    scales: Any
+    weight: Weight
     fed_sums: Any  # of a group's activations
     factor: Any  # of activations, float32 [slots, their groups]
     b: Any  # a group's weights as registers take them, int32 [steps, n_tiles, 16, 16]: four bytes or two bfloat16
     scale: Any  # a group's, float32 [n_tiles, 16]
     sums: Any  # of a group, for the tokens of this visit and of the one before: [2, sides, n_tiles, 16, 16]
     out: Any  # float32 [tokens, n_tiles, 16], of several groups
-    y: Any  # where outputs go in the end, [tokens, rows]
-    bias: Any  # [rows], or None
+
+    @property
+    def codes(self) -> Any:
+        """The weight's."""
+        return self.weight.parts["codes"]
+
+    @property
+    def zeros(self) -> Any:
+        """Zero points, or None where all codes share one."""
+        return self.weight.parts.get("zeros")
 
 
 class TileProducts:
@@ -196,7 +203,7 @@ class TileProducts:
     def _load_scales(self, at: Buffers, first: Any, g: Any) -> None:
         every = T.ramp(0, 1, _LANES)
         for n in range(self.n_tiles):
-            stored = self.body.of_rows(at.scales, first + n, g, every)
+            stored = self.body.of_rows(at.weight.parts["scales"], first + n, g, every)
             T.buffer_store(at.scale, scale_values(stored, self.fmt, _LANES), [n, every])
 
     def _ask(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, i: Any, visits: Any) -> None:
@@ -216,7 +223,10 @@ class TileProducts:
                         prefetch(place, (i * share + line) * ROW_BYTES)
             with T.Else(), T.serial(0, SIDE * sides) as r:
                 for n in range(self.n_tiles):
-                    prefetch(at.y[m + r, (first + n) * SIDE], 0, writes=True)
+                    place = (m + r, (first + n) * SIDE)
+                    prefetch(at.weight.y[place], 0, writes=True)
+                    if at.weight.residual is not None:
+                        prefetch(at.weight.residual[place], 0)
 
     def _weight(self, k: Any, n: int) -> int:
         """The register of a weight."""
@@ -288,7 +298,7 @@ class TileProducts:
                     continue
                 value = value * T.broadcast(at.factor[m, 0], _LANES)
                 across = T.ramp((first + n) * SIDE, 1, _LANES)
-                T.buffer_store(at.y, value if at.bias is None else value + at.bias[across], [m, across])
+                T.buffer_store(at.weight.y, at.weight.finish(value, m, across), [m, across])
 
 
 def _no_table(_level: int) -> Any:

@@ -1,0 +1,156 @@
+"""What the packed linear does to a token's activations before it multiplies them.
+
+They are rounded (:mod:`compressor.codegen.kernels.activations`) or copied, filled up with zeros, summed by groups for
+the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tvm.script import tirx as T
+
+from compressor.activations import Activations
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.bit_planes import slice_chunk
+from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.prologue import Prologue
+from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is read and written; ``slots`` are tokens, filled up to whole blocks."""
+
+    inputs: Sequence[Any]  # float32 [tokens, columns]: the activations, or what they are computed from
+    vectors: Sequence[Any]  # float32 [columns], of a norm
+    a: Any  # activations, columns filled up: int8 or float32 [slots, width]
+    planes: Any  # their bit planes, int32 [slots, chunks * bits], or ``a``
+    halves: Any  # them as two numbers in bfloat16: uint16 [2, slots, width], or ``a``
+    sums: Any  # of each group's activations, int32 or float32 [slots, groups]
+    factor: Any  # what an output, or a group's part of it, is multiplied by, float32 [slots, groups of activations]
+    parts: Mapping[str, Any]  # of the weight: its ``tensor_scale``, ``input_scale``, ``float_columns``
+
+
+def preparation(
+    body: Products,
+    columns: int,
+    width: int,
+    is_sliced: bool,
+    split: Callable[..., None] | None,
+    prologue: Prologue | None = None,
+) -> Any:
+    """A macro ``prepare(at, m)`` that prepares token ``m``; ``at`` is a :class:`Prepared`.
+
+    Args:
+        width: elements from one token's activations to the next.
+        split: writes ``at.halves``, where products take those.
+        prologue: what activations are of the inputs, where they are not the input.
+    """
+    fmt, integer = body.fmt, body.integer
+    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
+    has_columns, padded = fmt.float_columns > 0, body.chunks * fmt.chunk_columns
+    every = T.ramp(0, 1, 16)
+    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
+    is_sign = is_rounded and fed.is_sign
+    combine = operator.add if is_sign else T.max
+    compute = None if prologue is None else prologue.row(columns)
+    in_row = has_columns or compute is not None  # what is rounded has to be computed first
+
+    @T.inline
+    def peak(rest, m, out, begin, n_vectors, n_tail):
+        # The largest size; of signs, the mean.
+        lane = T.alloc_buffer((16,), "float32")
+        lane[every] = T.broadcast(T.float32(0), 16)
+        for k in range(n_vectors):
+            lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
+        for k in range(n_tail):
+            lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
+        emit_tree(combine, lane, 16)
+        out[0] = lane[0]
+        if is_sign:
+            out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
+
+    @T.inline
+    def round_span(at, rest, r, m, g, begin, n_vectors, n_tail):
+        # Columns that share a scale: int8 codes and their factor, or floats on their grid.
+        scale = T.alloc_buffer((1,), "float32")
+        if fed.granularity != "tensor":
+            peak(rest, r, scale, begin, n_vectors, n_tail)
+        scale[0] = span_scale(scale[0], fed, at.parts["input_scale"][0] if fed.calibrated else None)
+        inverse = T.alloc_buffer((1,), "float32")
+        inverse[0] = inverse_scale(scale[0])
+        for k in range(n_vectors):
+            there = T.meta_var(T.ramp(begin + k * 16, 1, 16))
+            near = T.meta_var(on_grid(rest[r, there], inverse[0], fed, 16))
+            at.a[m, there] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
+        for k in range(n_tail):
+            one = T.meta_var(begin + n_vectors * 16 + k)
+            near = T.meta_var(on_grid(rest[r, one], inverse[0], fed, 1))
+            at.a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
+        if integer:
+            at.factor[m, g] = scale[0]
+
+    @T.inline
+    def copy_token(at, m, to, r):
+        for k in range(columns // 16):
+            to[r, T.ramp(k * 16, 1, 16)] = at.inputs[0][m, T.ramp(k * 16, 1, 16)]
+        for k in range(columns % 16):
+            to[r, columns // 16 * 16 + k] = at.inputs[0][m, columns // 16 * 16 + k]
+
+    @T.inline
+    def round_token(at, m):
+        rest = T.meta_var(T.alloc_buffer((1, columns), "float32") if in_row else at.inputs[0])
+        r = T.meta_var(0 if in_row else m)
+        if compute is not None:
+            compute(at.inputs, at.vectors, m, rest, r)
+        elif in_row:
+            copy_token(at, m, rest, r)
+        if has_columns:
+            for k in range(fmt.float_columns):
+                rest[r, at.parts["float_columns"][k]] = T.float32(0)
+        for g in range(columns // fed_columns):
+            round_span(at, rest, r, m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
+        if columns % fed_columns > 0:
+            begin = T.meta_var(columns // fed_columns * fed_columns)
+            round_span(at, rest, r, m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
+
+    @T.inline
+    def add_up(at, m):
+        for g in range(body.groups if body.has_zeros else 0):
+            lane = T.alloc_buffer((16,), "int32" if integer else "float32")
+            lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
+            length = T.meta_var(T.min(body.group_columns, padded - g * body.group_columns))
+            for k in range(length // 16):
+                chunk = T.meta_var(at.a[m, T.ramp(g * body.group_columns + k * 16, 1, 16)])
+                lane[every] = lane[every] + (T.Cast("int32x16", chunk) if integer else chunk)
+            for k in range(length % 16):
+                single = T.meta_var(at.a[m, g * body.group_columns + length // 16 * 16 + k])
+                lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
+            emit_tree_sum(lane, 16)
+            at.sums[m, g] = lane[0]
+
+    @T.inline
+    def prepare(at, m):
+        if is_rounded:
+            round_token(at, m)
+        elif compute is not None:
+            compute(at.inputs, at.vectors, m, at.a, m)
+        else:
+            copy_token(at, m, at.a, m)
+        for k in range(width - columns):
+            at.a[m, columns + k] = T.int8(0) if integer else T.float32(0)
+        if not integer:
+            at.factor[m, 0] = at.parts["tensor_scale"][0] if "tensor_scale" in at.parts else T.float32(1)
+        add_up(at, m)
+        if split is not None:
+            split(at.halves, at.a, m)
+        if is_sliced:
+            for c in range(body.chunks):
+                quads = T.alloc_buffer((8,), "int32")
+                slice_chunk(at.planes, quads, at.a, m, c, fed)
+
+    return prepare

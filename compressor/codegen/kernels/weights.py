@@ -1,0 +1,117 @@
+"""The weights of a packed linear's kernel: their stored parts and where their outputs go.
+
+Several weights that read the same activations share one kernel.  Each keeps its own tensors; a task of the parallel
+loop belongs to one of them and finds its addresses in a table, so that there is one copy of the products' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+
+from compressor.formats import TILE_ROWS, Format
+
+_DATA = 1  # the field of a DLTensor that holds its address
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight's buffers; None where there is no such part."""
+
+    rows: Any
+    parts: Mapping[str, Any]
+    bias: Any  # float32 [rows]
+    residual: Any  # float32 [tokens, rows], added to the outputs
+    y: Any  # float32 [tokens, rows]
+
+    def finish(self, value: Any, token: Any, at: Any) -> Any:
+        """Outputs of rows ``at``, with the bias and the residual."""
+        if self.bias is not None:
+            value = value + self.bias[at]
+        return value if self.residual is None else value + self.residual[token, at]
+
+
+class Weights:
+    """All weights of a kernel: [rows, columns] each, of one format."""
+
+    def __init__(self, rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool) -> None:
+        assert len(rows) == 1 or not has_residual
+        self.rows, self.has_bias, self.has_residual = tuple(rows), has_bias, has_residual
+        self.stored = [fmt.parts(n, columns) for n in rows]
+        self.tiles = [-(-n // TILE_ROWS) for n in rows]
+        self.is_ragged = any(n % TILE_ROWS for n in rows)
+        self._all: list[Weight] = []
+        self._table: Any = None
+
+    def declare(self, d0: Any, d1: Any) -> None:
+        """The kernel's parameters: of each weight its parts and bias, then the residual, and each weight's outputs."""
+
+        found = []
+        for n, stored in zip(self.rows, self.stored, strict=True):
+            parts = {name: parameter(shape, kind) for name, (kind, shape) in stored.items()}
+            found.append((n, parts, parameter((n,), "float32") if self.has_bias else None))
+        added = parameter((d0, d1, self.rows[0]), "float32") if self.has_residual else None
+        outputs = [parameter((d0, d1, n), "float32") for n in self.rows]  # parameters come before other statements
+        residual = None if added is None else by_token(added)
+        for (n, parts, bias), y in zip(found, outputs, strict=True):
+            self._all.append(Weight(n, parts, bias, residual, by_token(y)))
+        if len(self._all) > 1:
+            rows = [self._buffers(weight) for weight in self._all]
+            self._table = T.bind(T.tvm_stack_alloca("array", len(rows) * len(rows[0])))
+            for place, buffer in enumerate(buffer for row in rows for buffer in row):
+                T.evaluate(T.tvm_struct_set(self._table, place, _DATA, buffer.data))
+
+    @property
+    def shared(self) -> Mapping[str, Any]:
+        """Parts that activations are prepared with: the first weight's, which is alone where there are any."""
+        return self._all[0].parts
+
+    @staticmethod
+    def _buffers(weight: Weight) -> list[Any]:
+        return [*weight.parts.values(), *([] if weight.bias is None else [weight.bias]), weight.y]
+
+    def steps(self, n_tiles: int) -> int:
+        """Tasks of ``n_tiles`` tiles each, of all weights."""
+        return sum(self.tiles) // n_tiles
+
+    def of_task(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
+        """The weight that task ``i`` belongs to, and the first of its tiles in it."""
+        first = self._all[0]
+        if len(self._all) == 1:
+            return first, i * n_tiles
+        ends = [end // n_tiles for end in accumulate(self.tiles)]
+        which = T.bind(sum((T.Cast("int32", i >= end) for end in ends[:-1]), T.int32(0)))
+        place = iter(range(len(self._buffers(first))))
+
+        def pick(buffer: Any, shape: Any) -> Any:
+            at = which * len(self._buffers(first)) + next(place)
+            data = T.bind(tvm.tirx.op.tvm_struct_get(self._table, at, _DATA, buffer.data.ty))
+            return T.decl_buffer(shape, buffer.dtype, data=data)
+
+        def of_this(values: Sequence[int]) -> Any:
+            chosen = T.int64(values[-1])
+            for end, value in zip(ends[-2::-1], values[-2::-1], strict=True):
+                chosen = T.if_then_else(i < end, T.int64(value), chosen)
+            return T.bind(chosen)
+
+        rows = of_this(self.rows)
+        parts = {name: pick(buffer, buffer.shape) for name, buffer in first.parts.items()}
+        bias = pick(first.bias, first.bias.shape) if self.has_bias else None
+        y = pick(first.y, (first.y.shape[0], rows))
+        return Weight(rows, parts, bias, None, y), (i - of_this([0, *ends[:-1]])) * n_tiles
+
+
+def parameter(shape: Sequence[Any], dtype: str) -> Any:
+    """One more parameter of the kernel that is being built."""
+    return T.match_buffer(T.arg("tensor", T.handle()), shape, dtype)
+
+
+def by_token(buffer: Any) -> Any:
+    """A buffer [d0, d1, n] as [d0 * d1, n]."""
+    d0, d1, n = buffer.shape
+    return T.decl_buffer((d0 * d1, n), buffer.dtype, data=buffer.data)
