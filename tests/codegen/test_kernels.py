@@ -392,18 +392,30 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
             assert torch.equal(torch.from_numpy(got.numpy()), cache)  # written where it must be and nowhere else
 
 
-@pytest.mark.parametrize(("length", "width", "kv_heads"), [(9, 32, 4), (70, 12, 2)])
-def test_masked_attention_ignores_padding(length: int, width: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "tokens_first"),
+    [
+        (32, 4, (False, False, False)),
+        (32, 4, (True, True, True)),
+        (12, 2, (False, True, False)),
+        (5, 1, (True, False, True)),
+    ],
+)
+def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_first: tuple[bool, ...]) -> None:
     """Padding at the end of one text and, more than a block of keys, at the beginning of another."""
-    rng = torch.Generator().manual_seed(length)
-    q = torch.randn(3, 4, length, width, generator=rng)
-    k, v = (torch.randn(3, kv_heads, length, width, generator=rng) for _ in range(2))
-    mask = torch.ones(3, length)
-    mask[1, length // 2 :] = 0
-    mask[2, : length // 2] = 0
-    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2), vector.AVX2)
-    got = run(kernel, q, k, v, mask, out=(3, length, 4, width))
-    assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
+    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2, tokens_first), vector.AVX2)
+    rng = torch.Generator().manual_seed(width)
+    for length in (1, 9, 33, 70, 150):
+        q = torch.randn(3, 4, length, width, generator=rng)
+        k, v = (torch.randn(3, kv_heads, length, width, generator=rng) for _ in range(2))
+        mask = torch.ones(3, length)
+        mask[1, (length + 1) // 2 :] = 0
+        mask[2, : length // 2] = 0
+        given = [
+            x.transpose(1, 2).contiguous() if first else x for x, first in zip((q, k, v), tokens_first, strict=True)
+        ]
+        got = run(kernel, *given, mask, out=(3, length, 4, width))
+        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
 
 
 def test_embedding() -> None:

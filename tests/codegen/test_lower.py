@@ -169,7 +169,8 @@ def test_encoder_with_padding(tmp_path: Path) -> None:
     config = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 2})
     build(config, transformers.AutoModel).half().save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32")
-    library = compile_graph(graph, X86(), tune="off")
+    dumped: dict[str, str] = {}
+    library = compile_graph(graph, X86(), tune="off", dump=dumped.__setitem__)
     program, rng = Program(graph, library), np.random.default_rng(2)
     for batch, length in ((1, 1), (2, 9), (3, 64)):
         ids, mask = rng.integers(0, 97, (batch, length)), np.ones((batch, length), np.float32)
@@ -178,6 +179,28 @@ def test_encoder_with_padding(tmp_path: Path) -> None:
         got, expected = program(ids, mask), graph_hidden(graph)(ids, mask).numpy()
         assert relative_error(got[kept], expected[kept]) < TOLERANCE
     assert "masked_attention" in {kernel["family"] for kernel in library.kernels}
+    # The attention reads what the linears wrote.
+    assert "transpose" in dumped["legalize"] and "transpose" not in dumped["drop_dead_code"]
+
+
+class Attention(nn.Module):
+    """Queries and keys as linears leave them, turned in two spellings; values that only look so."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        turned = q.transpose(-2, 1), k.permute(0, 2, 1, -1), v.transpose(2, 3)
+        out: Tensor = torch.ops.compressor.masked_attention(*turned, mask, 0.3)
+        return out
+
+
+def test_attention_looks_through_the_transposes_that_it_can() -> None:
+    q, k = (torch.randn(2, 7, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    v, mask = torch.randn(2, 3, 8, 7, generator=torch.Generator().manual_seed(2)), torch.ones(2, 7)
+    mask[1, 4:] = 0
+    graph = capture(Attention(), (q, k, v, mask))
+    library = compile_graph(graph, X86(), tune="off")
+    got = Program(graph, library)(q.numpy(), k.numpy(), v.numpy(), mask.numpy())
+    assert relative_error(got, Attention()(q, k, v, mask)) < TOLERANCE
+    assert [kernel["name"] for kernel in library.kernels] == ["masked_attention_3_3_8_0p3_q_k"]
 
 
 class Perceptron(nn.Module):
