@@ -18,6 +18,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.vector import exp, ramp, registers, splat_float, widen
 
 _LANES = 16
@@ -27,6 +28,7 @@ ROWS = _LANES * _VECTORS
 KEYS = 64
 """Keys of a block."""
 _TILE = 8  # keys whose scores are in registers at once
+_LINE = 16  # floats of a cache line
 _LOWEST = -3.0e38
 
 
@@ -40,6 +42,11 @@ class Heads:
     def at(self, b: Any, head: Any, token: Any, channels: Any) -> Any:
         """Some channels of a row."""
         return self.buffer[(b, token, head, channels) if self.tokens_first else (b, head, token, channels)]
+
+    def ask(self, b: Any, head: Any, token: Any) -> None:
+        """Ask for a row's cache lines where rows lie apart, so that the processor does not see them coming."""
+        for channel in range(0, int(self.buffer.shape[3]), _LINE) if self.tokens_first else ():
+            prefetch(self.at(b, head, token, channel), 0)
 
 
 class PromptBlocks:
@@ -114,7 +121,7 @@ class PromptBlocks:
         with T.serial(0, (end - begin + (KEYS - 1)) // KEYS) as i:
             first = begin + i * KEYS
             count = T.min(KEYS, end - first)
-            self._score(weights, queries, partial(keys.at, b, kv), first, count, end)
+            self._score(weights, queries, keys, values, b, kv, first, count, end)
             for lanes in _vectors():
                 self._weigh(weights, lanes, top, total, factor, partial(visible, tokens[lanes]), first, count)
             with T.serial(0, ROWS // self.weighed) as part:
@@ -124,18 +131,32 @@ class PromptBlocks:
             for at in places:
                 T.buffer_store(out, sums[r, at] * widen(T.float32(1) / total[r], self.lanes), [b, token, head, at])
 
-    def _score(self, weights: Any, queries: Any, key: Any, first: Any, count: Any, end: Any) -> None:
+    def _score(
+        self,
+        weights: Any,
+        queries: Any,
+        keys: Heads,
+        values: Heads,
+        b: Any,
+        kv: Any,
+        first: Any,
+        count: Any,
+        end: Any,
+    ) -> None:
         """Scores of a block.  The last tile begins early, where it would reach over the end of all keys."""
 
         def tile(at: Any, size: int) -> None:
             acc = registers(size, (ROWS,))
+            for j in range(size):
+                keys.ask(b, kv, at + (j + size))
+                values.ask(b, kv, at + j)
             for j in range(size):
                 for lanes in _vectors():
                     T.buffer_store(acc[j], splat_float(0, _LANES), [lanes])
             with T.serial(0, self.head_dim) as d:
                 for j in range(size):
                     for lanes in _vectors():
-                        product = queries[d, lanes] * T.broadcast(key(at + j, d), _LANES)
+                        product = queries[d, lanes] * T.broadcast(keys.at(b, kv, at + j, d), _LANES)
                         T.buffer_store(acc[j], acc[j][lanes] + product, [lanes])
             for j in range(size):
                 for lanes in _vectors():
