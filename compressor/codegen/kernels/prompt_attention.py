@@ -103,6 +103,10 @@ class PromptBlocks:
         sums = T.alloc_buffer((ROWS, width), "float32")
         tokens = T.alloc_buffer((ROWS,), "int32")
         top, total, factor = (T.alloc_buffer((ROWS,), "float32") for _ in range(3))
+        bounds = T.alloc_buffer((5,), "int64")  # TVM would say the expressions again wherever they are used
+        for i, bound in enumerate((block, begin, end)):
+            T.buffer_store(bounds, T.Cast("int64", bound), [i])
+        block, begin, end, first, count = (bounds[i] for i in range(5))
 
         def row(r: Any) -> tuple[Any, Any]:
             """Head and token of a row; rows over the end repeat the last."""
@@ -119,8 +123,8 @@ class PromptBlocks:
             T.buffer_store(top, T.float32(_LOWEST) if sink is None else sink(head), [r])
             T.buffer_store(total, T.float32(0 if sink is None else 1), [r])
         with T.serial(0, (end - begin + (KEYS - 1)) // KEYS) as i:
-            first = begin + i * KEYS
-            count = T.min(KEYS, end - first)
+            T.buffer_store(bounds, begin + i * KEYS, [3])
+            T.buffer_store(bounds, T.min(T.int64(KEYS), end - first), [4])
             self._score(weights, queries, keys, values, b, kv, first, count, end)
             for lanes in _vectors():
                 self._weigh(weights, lanes, top, total, factor, partial(visible, tokens[lanes]), first, count)
