@@ -31,6 +31,8 @@ from compressor.formats import TILE_ROWS, Format
 from compressor.formats_cache import CacheFormat
 from compressor.ops import outputs
 
+_ATEN = torch.ops.aten
+
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""
 
@@ -274,11 +276,15 @@ class Converter:
         q, k, v, mask, scale = importer.retrieve_args(node)
         batch, heads, length, width = q.ty.shape
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
+        given = [x if row is None else importer.env[row] for x, row in zip((q, k, v), rows, strict=True)]
+        first = [row is not None for row in rows]
         name = f"masked_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
-        make = lambda: (attention.masked_attention(*shape), {"family": "masked_attention"})  # noqa: E731
+        name += "".join(f"_{letter}" for letter, is_first in zip("qkv", first, strict=True) if is_first)
+        make = lambda: (attention.masked_attention(*shape, first), {"family": "masked_attention"})  # noqa: E731
         out = relax.TensorType([batch, length, heads, width], "float32")
         kernel = self._kernel(importer, name, make)
-        return importer.block_builder.emit(relax.call_tir(kernel, [q, k, v, mask], out_ty=out))
+        return importer.block_builder.emit(relax.call_tir(kernel, [*given, mask], out_ty=out))
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -354,6 +360,14 @@ def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
 
 def _zeros(wanted: bool, size: int) -> list[Any]:
     return [np.zeros((size,), "float32")] if wanted else []
+
+
+def _tokens_first(arg: Any) -> fx.Node | None:
+    """The node [B, S, H, D] whose transpose [B, H, S, D] an operand is; None where it is something else."""
+    if not isinstance(arg, fx.Node) or arg.target not in (_ATEN.transpose.int, _ATEN.permute.default):
+        return None
+    source: Any = arg.args[0]
+    return source if arg.target(torch.empty(1, 2, 3, 4, device="meta"), *arg.args[1:]).shape == (1, 3, 2, 4) else None
 
 
 def _same_symbol(one: object, other: object) -> bool:

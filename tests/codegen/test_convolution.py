@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+from codegen.kernel_helpers import Program, build, random_packed, relative_error
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -23,8 +24,6 @@ from compressor.formats import Format
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 from compressor.samples import Samples
-from tests.codegen.test_kernels import build, random_packed, relative_error
-from tests.codegen.test_lower import Program
 
 OPS = torch.ops.compressor
 ISAS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]

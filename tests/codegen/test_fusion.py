@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import tvm
+from codegen.kernel_helpers import OPS, build, random_packed, relative_error, tolerance
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -15,37 +16,12 @@ from compressor.codegen.fusion import fuse, fused_linear
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.packed_linear import Schedule, common_schedule
 from compressor.codegen.kernels.prologue import Prologue
-from compressor.codegen.kernels.tiles import takes_tiles
-from compressor.codegen.targets.x86 import X86
 from compressor.formats import Format
 from compressor.packing import PackedWeight
-from compressor.passes.rtn import Rtn, rtn_quantize
+from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 
-OPS = torch.ops.compressor
 TOKENS = (1, 5, 40, 130)
-
-
-def build(func: tvm.tirx.PrimFunc, isa: vector.Isa) -> Any:
-    if not X86().executes(isa):
-        pytest.skip(f"this machine has no {isa.name}")
-    module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    return tvm.compile(module, target=X86().tvm_target(isa))["kernel"]
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
-
-
-def tolerance(fmt: Format, isa: vector.Isa) -> float:
-    """float32 sums in different orders; AMX takes 16 of the 24 bits of float activations."""
-    return 2e-5 if takes_tiles(fmt, isa) and not fmt.integer_products else 3e-6
-
-
-def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
-    packed = rtn_quantize(torch.randn(rows, columns, generator=rng), fmt)
-    is_calibrated = fmt.activations is not None and fmt.activations.calibrated
-    return packed.fed_with(torch.tensor([0.02])) if is_calibrated else packed
 
 
 def run(kernel: Any, operands: list[Tensor | None], shapes: list[tuple[int, ...]]) -> list[Tensor]:

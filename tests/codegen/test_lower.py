@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+from codegen.kernel_helpers import Program
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -23,7 +24,6 @@ from compressor.codegen.lower import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
-from compressor.graph_cache import empty_caches
 from compressor.passes.kv_cache import KvCache
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
@@ -85,29 +85,6 @@ def quantized(
     graph: GraphModule, scheme: str, targets: str | tuple[str, ...] = "re:.*", ignore: tuple[str, ...] = ()
 ) -> GraphModule:
     return Rtn(scheme, targets=targets, ignore=ignore).run(graph, Context())
-
-
-class Program:
-    """A library run in this process, without being linked."""
-
-    def __init__(self, graph: GraphModule, library: Library) -> None:
-        self.vm = relax.VirtualMachine(library.executable, tvm.cpu())
-        self.info = graph.meta["model"]
-        self.parameters = [self._tensor(graph.get_parameter(name).detach()) for name in library.parameters]
-
-    @staticmethod
-    def _tensor(x: Tensor) -> Any:
-        x = x.contiguous()
-        return tvm.runtime.tensor((x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy())
-
-    def __call__(self, *inputs: Any) -> np.ndarray:
-        given = [x if isinstance(x, tvm.runtime.Tensor) else tvm.runtime.tensor(np.asarray(x)) for x in inputs]
-        return self.vm["main"](*given, self.parameters).numpy()
-
-    def caches(self, batch: int, capacity: int) -> list[Any]:
-        """NaN, also of packed scales, shows where a kernel reads what nothing has written."""
-        empty = [cache.numpy() for cache in empty_caches(self.info, batch, capacity)]
-        return [tvm.runtime.tensor(np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype)) for x in empty]
 
 
 def relative_error(got: np.ndarray, expected: Any) -> float:
@@ -180,7 +157,8 @@ def test_encoder_with_padding(tmp_path: Path) -> None:
     config = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 2})
     build(config, transformers.AutoModel).half().save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32")
-    library = compile_graph(graph, X86(), tune="off")
+    dumped: dict[str, str] = {}
+    library = compile_graph(graph, X86(), tune="off", dump=dumped.__setitem__)
     program, rng = Program(graph, library), np.random.default_rng(2)
     for batch, length in ((1, 1), (2, 9), (3, 64)):
         ids, mask = rng.integers(0, 97, (batch, length)), np.ones((batch, length), np.float32)
@@ -191,6 +169,28 @@ def test_encoder_with_padding(tmp_path: Path) -> None:
     assert "masked_attention" in {kernel["family"] for kernel in library.kernels}
     shapes = ("64_64_64x64_W4A16_G32_bias", "64x64_W4A16_G32_bias_plus", "64x64_W4A16_G32_bias_of_gelu_plus")
     assert {f"packed_linear_{shape}" for shape in shapes} < {kernel["name"] for kernel in library.kernels}
+    # The attention reads what the linears wrote.
+    assert "transpose" in dumped["legalize"] and "transpose" not in dumped["drop_dead_code"]
+
+
+class Attention(nn.Module):
+    """Queries and keys as linears leave them, turned in two spellings; values that only look so."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        turned = q.transpose(-2, 1), k.permute(0, 2, 1, -1), v.transpose(2, 3)
+        out: Tensor = torch.ops.compressor.masked_attention(*turned, mask, 0.3)
+        return out
+
+
+def test_attention_looks_through_the_transposes_that_it_can() -> None:
+    q, k = (torch.randn(2, 7, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    v, mask = torch.randn(2, 3, 8, 7, generator=torch.Generator().manual_seed(2)), torch.ones(2, 7)
+    mask[1, 4:] = 0
+    graph = capture(Attention(), (q, k, v, mask))
+    library = compile_graph(graph, X86(), tune="off")
+    got = Program(graph, library)(q.numpy(), k.numpy(), v.numpy(), mask.numpy())
+    assert relative_error(got, Attention()(q, k, v, mask)) < TOLERANCE
+    assert [kernel["name"] for kernel in library.kernels] == ["masked_attention_3_3_8_0p3_q_k"]
 
 
 class Perceptron(nn.Module):

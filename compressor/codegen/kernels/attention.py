@@ -6,6 +6,7 @@ Of a single token the scores of each head are kept whole (two passes); several t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import gcd
 from typing import Any, Protocol
@@ -13,8 +14,8 @@ from typing import Any, Protocol
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.prompt_attention import KEYS, PromptBlocks, at_most, keys_from
-from compressor.codegen.kernels.vector import emit_tree_sum, exp, ramp, splat_float, widen
+from compressor.codegen.kernels.prompt_attention import Heads, PromptBlocks, at_most
+from compressor.codegen.kernels.vector import emit_tree_sum, exp, ramp, splat, splat_float, widen
 
 VECTOR = 16
 
@@ -76,11 +77,8 @@ def cached_attention(
                 query, result = T.meta_var((Place(q, b, h, T.int64(0)), Place(out, b, T.int64(0), h)))
                 row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first)
         else:
-            span = T.meta_var((capacity + (KEYS - 1)) // KEYS * KEYS)
-            turned = T.alloc_buffer((batch, kv_heads, head_dim, span), "float32")
-            for task in T.parallel(batch * kv_heads):
-                store(task // kv_heads, task % kv_heads)
-                prompt.turn(turned, k_cache, task // kv_heads, task % kv_heads, end)
+            for b, h in T.grid(batch, kv_heads):
+                store(b, h)
             count = T.meta_var(prompt.blocks(new))
             for task in T.parallel(batch * kv_heads * count):
                 block = T.meta_var(prompt.place(task % count, count))
@@ -90,16 +88,21 @@ def cached_attention(
                 begin = T.meta_var(T.max(position[0] + early + 1 - window, T.int64(0)) if windowed else T.int64(0))
                 seen = T.meta_var(partial(_causal, position, window))
                 sink = T.meta_var((lambda head: sinks[head]) if has_sinks else None)
-                prompt.attend(q, turned, v_cache, out, b, kv, block, new, begin, position[0] + late + 1, seen, sink)
+                rows, end = T.meta_var(([Heads(q), Heads(k_cache), Heads(v_cache)], position[0] + late + 1))
+                prompt.attend(rows, out, b, kv, block, new, begin, end, seen, sink)
 
     *params, sinks, out = kernel.params
     params += [sinks, out] if has_sinks else [out]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
-def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> tvm.tirx.PrimFunc:
+def masked_attention(
+    heads: int, kv_heads: int, head_dim: int, scale: float, tokens_first: Sequence[bool]
+) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.masked_attention`.
 
+    Args:
+        tokens_first: of q, k and v: whether it is given as [B, S, H, D], as linears leave it.
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], out [B, S, H, D], all float32.
     """
     prompt = PromptBlocks(head_dim, heads // kv_heads, scale, 0.0)
@@ -108,39 +111,33 @@ def masked_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> 
     def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, out_: T.handle) -> None:
         batch = T.int64()
         length = T.int64()
-        q = T.match_buffer(q_, (batch, heads, length, head_dim), "float32")
-        k = T.match_buffer(k_, (batch, kv_heads, length, head_dim), "float32")
-        v = T.match_buffer(v_, (batch, kv_heads, length, head_dim), "float32")
+        dims = T.meta_var(lambda n, first: (batch, length, n, head_dim) if first else (batch, n, length, head_dim))
+        q = T.match_buffer(q_, dims(heads, tokens_first[0]), "float32")
+        k = T.match_buffer(k_, dims(kv_heads, tokens_first[1]), "float32")
+        v = T.match_buffer(v_, dims(kv_heads, tokens_first[2]), "float32")
         mask = T.match_buffer(mask_, (batch, length), "float32")
         out = T.match_buffer(out_, (batch, length, heads, head_dim), "float32")
-        span = T.meta_var((length + (KEYS - 1)) // KEYS * KEYS)
-        turned = T.alloc_buffer((batch, kv_heads, head_dim, span), "float32")
-        kept = T.alloc_buffer((batch, span), "float32")  # the mask, and zeros where a block goes on
-        for b in range(batch):
-            for t in range(span):
-                kept[b, t] = T.if_then_else(t < length, mask[b, T.min(t, length - 1)], T.float32(0))
-        for task in T.parallel(batch * kv_heads):
-            prompt.turn(turned, k, task // kv_heads, task % kv_heads, length)
         count = T.meta_var(prompt.blocks(length))
         for task in T.parallel(batch * kv_heads * count):
             kv = T.meta_var(task // count % kv_heads)
             b = T.meta_var(task // count // kv_heads)
-            seen = T.meta_var(partial(_kept, kept, b))
-            prompt.attend(q, turned, v, out, b, kv, task % count, length, T.int64(0), length, seen, None)
+            seen = T.meta_var(partial(_kept, mask, b))
+            rows = T.meta_var([Heads(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
+            prompt.attend(rows, out, b, kv, task % count, length, T.int64(0), length, seen, None)
 
     return kernel
 
 
-def _causal(position: Any, window: int, token: Any, first: Any) -> Any:
-    """Which of 16 keys from ``first`` on a new token sees."""
-    keys, last = keys_from(first), position[0] + token
-    seen = at_most(keys, last)
-    return T.And(seen, T.Not(at_most(keys, last - window))) if window else seen
+def _causal(position: Any, window: int, tokens: Any, key: Any) -> Any:
+    """Which of 16 new tokens see a key."""
+    last = T.broadcast(T.Cast("int32", position[0]), VECTOR) + tokens
+    seen = at_most(key, last)
+    return T.And(seen, T.Not(at_most(key, last - splat(window, VECTOR)))) if window else seen
 
 
-def _kept(mask: Any, b: Any, _token: Any, first: Any) -> Any:
-    """Which of 16 keys from ``first`` on are no padding."""
-    return mask[b, T.ramp(first, 1, VECTOR)] != T.broadcast(T.float32(0), VECTOR)
+def _kept(mask: Any, b: Any, _tokens: Any, key: Any) -> Any:
+    """Whether a key is no padding, for 16 tokens."""
+    return T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
 
 
 class Place:

@@ -2,29 +2,51 @@
 
 A block holds rows that share a head of keys, of all its query heads and several tokens.  Scores of a block of keys
 become weights at once; when a larger score comes, what was summed so far is scaled down (online softmax: Milakov and
-Gimelshein 2018, arXiv 1805.02867, algorithm 3; over blocks: Dao et al. 2022, FlashAttention, arXiv 2205.14135).  Keys
-are turned first, so that a vector holds one channel of neighbouring keys and scores need no sums across a vector.
+Gimelshein 2018, arXiv 1805.02867, algorithm 3; over blocks: Dao et al. 2022, FlashAttention, arXiv 2205.14135).
+
+A vector holds what one key or channel has with each query of the block.  So keys are read where they are, and largest
+scores and sums of weights need no steps across a vector.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree, exp, ramp, registers, widen
+from compressor.codegen.kernels.amx import prefetch
+from compressor.codegen.kernels.vector import exp, ramp, registers, splat_float, widen
 
-ROWS = 16
-"""Queries of a block."""
-KEYS = 32
-"""Keys of a block."""
 _LANES = 16
-_SCORED = 8  # rows of scores in registers at once
+_VECTORS = 2
+ROWS = _LANES * _VECTORS
+"""Queries of a block, one in each lane."""
+KEYS = 64
+"""Keys of a block."""
+_TILE = 8  # keys whose scores are in registers at once
+_LINE = 16  # floats of a cache line
 _LOWEST = -3.0e38
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Rows of heads in a buffer float32 [B, H, S, D], or [B, S, H, D] where ``tokens_first``."""
+
+    buffer: Any
+    tokens_first: bool = False
+
+    def at(self, b: Any, head: Any, token: Any, channels: Any) -> Any:
+        """Some channels of a row."""
+        return self.buffer[(b, token, head, channels) if self.tokens_first else (b, head, token, channels)]
+
+    def ask(self, b: Any, head: Any, token: Any) -> None:
+        """Ask for a row's cache lines where rows lie apart, so that the processor does not see them coming."""
+        for channel in range(0, int(self.buffer.shape[3]), _LINE) if self.tokens_first else ():
+            prefetch(self.at(b, head, token, channel), 0)
 
 
 class PromptBlocks:
@@ -53,17 +75,9 @@ class PromptBlocks:
         last = T.min((block + 1) * ROWS, new * self.repeat) - 1
         return block * ROWS // self.repeat, last // self.repeat
 
-    def turn(self, turned: Any, keys: Any, b: Any, kv: Any, count: Any) -> None:
-        """``turned[b, kv, d, t] = keys[b, kv, t, d]`` of the first ``count`` keys."""
-        with T.serial(0, count) as t:
-            for d in range(self.head_dim):
-                T.buffer_store(turned, keys[b, kv, t, d], [b, kv, d, t])
-
     def attend(
         self,
-        q: Any,
-        turned: Any,
-        values: Any,
+        rows: Sequence[Heads],
         out: Any,
         b: Any,
         kv: Any,
@@ -77,16 +91,22 @@ class PromptBlocks:
         """Attend with one block of queries to keys ``begin`` to ``end``.
 
         Args:
-            q: [B, H, S, D];  turned: [B, Hkv, D, keys filled up to whole blocks];  values: [B, Hkv, T, D].
+            rows: queries, keys and values.
             out: [B, S, H, D].
-            visible: (token, first of 16 keys) -> which of them the token sees; a vector of bool.
+            visible: (16 tokens, int32x16, key) -> which of the tokens see the key; a vector of bool.
             sink: head -> one more logit, which takes part in the softmax only.
         """
-        lanes, width, repeat = self.lanes, self.head_dim, self.repeat
-        queries = T.alloc_buffer((ROWS, width), "float32")
-        weights = T.alloc_buffer((ROWS, KEYS), "float32")
+        (q, keys, values), width, repeat = rows, self.head_dim, self.repeat
+        places = [ramp(d, self.lanes) for d in range(0, width, self.lanes)]
+        queries = T.alloc_buffer((width, ROWS), "float32")  # turned
+        weights = T.alloc_buffer((_TILE + KEYS, ROWS), "float32")  # the first tile is scratch, see _score
         sums = T.alloc_buffer((ROWS, width), "float32")
-        stat = T.alloc_buffer((2, ROWS), "float32")  # largest score, sum of weights
+        tokens = T.alloc_buffer((ROWS,), "int32")
+        top, total, factor = (T.alloc_buffer((ROWS,), "float32") for _ in range(3))
+        bounds = T.alloc_buffer((5,), "int64")  # TVM would say the expressions again wherever they are used
+        for i, bound in enumerate((block, begin, end)):
+            T.buffer_store(bounds, T.Cast("int64", bound), [i])
+        block, begin, end, first, count = (bounds[i] for i in range(5))
 
         def row(r: Any) -> tuple[Any, Any]:
             """Head and token of a row; rows over the end repeat the last."""
@@ -95,102 +115,125 @@ class PromptBlocks:
 
         with T.serial(0, ROWS) as r:
             head, token = row(r)
-            for d in range(0, width, lanes):
-                loaded = q[b, head, token, ramp(d, lanes)] * widen(T.float32(self.scale), lanes)
-                T.buffer_store(queries, loaded, [r, ramp(d, lanes)])
-                T.buffer_store(sums, widen(T.float32(0), lanes), [r, ramp(d, lanes)])
-            T.buffer_store(stat, T.float32(_LOWEST) if sink is None else sink(head), [0, r])
-            T.buffer_store(stat, T.float32(0 if sink is None else 1), [1, r])
-        with T.serial(0, (end - begin // KEYS * KEYS + (KEYS - 1)) // KEYS) as i:
-            first = (begin // KEYS + i) * KEYS
-            with T.serial(0, ROWS // _SCORED) as part:
-                self._score(weights, queries, turned, b, kv, first, part * _SCORED)
-            with T.serial(0, ROWS) as r:
-                self._weigh(weights, sums, stat, r, partial(visible, row(r)[1]), first)
+            with T.serial(0, width) as d:
+                T.buffer_store(queries, q.at(b, head, token, d) * T.float32(self.scale), [d, r])
+            for at in places:
+                T.buffer_store(sums, splat_float(0, self.lanes), [r, at])
+            T.buffer_store(tokens, T.Cast("int32", token), [r])
+            T.buffer_store(top, T.float32(_LOWEST) if sink is None else sink(head), [r])
+            T.buffer_store(total, T.float32(0 if sink is None else 1), [r])
+        with T.serial(0, (end - begin + (KEYS - 1)) // KEYS) as i:
+            T.buffer_store(bounds, begin + i * KEYS, [3])
+            T.buffer_store(bounds, T.min(T.int64(KEYS), end - first), [4])
+            self._score(weights, queries, keys, values, b, kv, first, count, end)
+            for lanes in _vectors():
+                self._weigh(weights, lanes, top, total, factor, partial(visible, tokens[lanes]), first, count)
             with T.serial(0, ROWS // self.weighed) as part:
-                self._sum(sums, weights, values, b, kv, first, end, part * self.weighed)
+                self._sum(sums, factor, weights, partial(values.at, b, kv), first, count, part * self.weighed)
         with T.serial(0, ROWS) as r, T.If(block * ROWS + r < new * repeat), T.Then():
             head, token = row(r)
-            for d in range(0, width, lanes):
-                value = sums[r, ramp(d, lanes)] * widen(T.float32(1) / stat[1, r], lanes)
-                T.buffer_store(out, value, [b, token, head, ramp(d, lanes)])
+            for at in places:
+                T.buffer_store(out, sums[r, at] * widen(T.float32(1) / total[r], self.lanes), [b, token, head, at])
 
-    def _score(self, weights: Any, queries: Any, turned: Any, b: Any, kv: Any, first: Any, r0: Any) -> None:
-        """Scores of some rows."""
-        vectors = range(KEYS // _LANES)
-        acc = registers(_SCORED, (KEYS,))
-        for r in range(_SCORED):
-            for v in vectors:
-                T.buffer_store(acc[r], T.broadcast(T.float32(0), _LANES), [T.ramp(v * _LANES, 1, _LANES)])
-        with T.serial(0, self.head_dim) as d:
-            for r in range(_SCORED):
-                for v in vectors:
-                    at = T.ramp(v * _LANES, 1, _LANES)
-                    keys = turned[b, kv, d, T.ramp(first + v * _LANES, 1, _LANES)]
-                    T.buffer_store(acc[r], acc[r][at] + keys * T.broadcast(queries[r0 + r, d], _LANES), [at])
-        for r in range(_SCORED):
-            for v in vectors:
-                at = T.ramp(v * _LANES, 1, _LANES)
-                T.buffer_store(weights, acc[r][at], [r0 + r, at])
+    def _score(
+        self,
+        weights: Any,
+        queries: Any,
+        keys: Heads,
+        values: Heads,
+        b: Any,
+        kv: Any,
+        first: Any,
+        count: Any,
+        end: Any,
+    ) -> None:
+        """Scores of a block.  The last tile begins early, where it would reach over the end of all keys."""
 
-    def _weigh(self, weights: Any, sums: Any, stat: Any, r: Any, visible: Callable[[Any], Any], first: Any) -> None:
-        """Scores of one row become weights; what was summed before is scaled to the new largest score."""
-        top = T.alloc_buffer((_LANES,), "float32")
-        every, factor = T.ramp(0, 1, _LANES), T.alloc_buffer((1,), "float32")
-        T.buffer_store(top, T.broadcast(stat[0, r], _LANES), [every])
-        for v in range(0, KEYS, _LANES):
-            at, score = T.ramp(v, 1, _LANES), weights[r, T.ramp(v, 1, _LANES)]
+        def tile(at: Any, size: int) -> None:
+            acc = registers(size, (ROWS,))
+            for j in range(size):
+                keys.ask(b, kv, at + (j + size))
+                values.ask(b, kv, at + j)
+            for j in range(size):
+                for lanes in _vectors():
+                    T.buffer_store(acc[j], splat_float(0, _LANES), [lanes])
+            with T.serial(0, self.head_dim) as d:
+                for j in range(size):
+                    for lanes in _vectors():
+                        product = queries[d, lanes] * T.broadcast(keys.at(b, kv, at + j, d), _LANES)
+                        T.buffer_store(acc[j], acc[j][lanes] + product, [lanes])
+            for j in range(size):
+                for lanes in _vectors():
+                    T.buffer_store(weights, acc[j][lanes], [at - first + (_TILE + j), lanes])
+
+        with T.If(end >= _TILE):
+            with T.Then(), T.serial(0, (count + (_TILE - 1)) // _TILE) as i:
+                tile(T.min(first + i * _TILE, end - _TILE), _TILE)
+            with T.Else(), T.serial(0, count) as i:
+                tile(first + i, 1)
+
+    def _weigh(
+        self,
+        weights: Any,
+        lanes: Any,
+        top: Any,
+        total: Any,
+        factor: Any,
+        visible: Callable[[Any], Any],
+        first: Any,
+        count: Any,
+    ) -> None:
+        """Scores of some rows become weights; ``factor`` is what was summed before is to be scaled by.
+
+        Args:
+            top, total: largest score and sum of weights of each row.
+        """
+        every, lowest = T.ramp(0, 1, _LANES), splat_float(_LOWEST, _LANES)
+        largest, sum_ = registers(2, (_LANES,))
+        T.buffer_store(largest, top[lanes], [every])
+        with T.serial(0, count) as i:
+            score = weights[_TILE + i, lanes]
             if self.softcap:
-                capped = T.tanh(score * T.broadcast(T.float32(1 / self.softcap), _LANES))
-                score = capped * T.broadcast(T.float32(self.softcap), _LANES)
-            hidden = T.Select(visible(first + v), score, T.broadcast(T.float32(_LOWEST), _LANES))
-            T.buffer_store(weights, hidden, [r, at])
-            T.buffer_store(top, T.max(top[every], weights[r, at]), [every])
-        emit_tree(T.max, top, _LANES)
-        # What is far below counts as nothing: as there, the exponential ends at -87.
-        T.buffer_store(factor, _power(stat[0, r] - top[0], 1), [0])
-        T.buffer_store(stat, top[0], [0, r])
-        total = T.alloc_buffer((_LANES,), "float32")
-        T.buffer_store(total, T.broadcast(T.float32(0), _LANES), [every])
-        for v in range(0, KEYS, _LANES):
-            at = T.ramp(v, 1, _LANES)
-            T.buffer_store(weights, _power(weights[r, at] - T.broadcast(stat[0, r], _LANES), _LANES), [r, at])
-            T.buffer_store(total, total[every] + weights[r, at], [every])
-        emit_tree(operator.add, total, _LANES)
-        T.buffer_store(stat, stat[1, r] * factor[0] + total[0], [1, r])
-        for d in range(0, self.head_dim, self.lanes):
-            at = ramp(d, self.lanes)
-            T.buffer_store(sums, sums[r, at] * widen(factor[0], self.lanes), [r, at])
+                score = splat_float(self.softcap, _LANES) * T.tanh(score * splat_float(1 / self.softcap, _LANES))
+            T.buffer_store(weights, T.Select(visible(first + i), score, lowest), [_TILE + i, lanes])
+            T.buffer_store(largest, T.max(largest[every], weights[_TILE + i, lanes]), [every])
+        T.buffer_store(factor, _power(top[lanes] - largest[every]), [lanes])
+        T.buffer_store(top, largest[every], [lanes])
+        T.buffer_store(sum_, total[lanes] * factor[lanes], [every])
+        with T.serial(0, count) as i:
+            T.buffer_store(weights, _power(weights[_TILE + i, lanes] - largest[every]), [_TILE + i, lanes])
+            T.buffer_store(sum_, sum_[every] + weights[_TILE + i, lanes], [every])
+        T.buffer_store(total, sum_[every], [lanes])
 
-    def _sum(self, sums: Any, weights: Any, values: Any, b: Any, kv: Any, first: Any, end: Any, r0: Any) -> None:
-        """Add the block's values, weighed, to the sums of some rows."""
-        lanes, rows = self.lanes, range(self.weighed)
-        acc = registers(self.weighed, (self.head_dim,))
-        places = [ramp(d, lanes) for d in range(0, self.head_dim, lanes)]
+    def _sum(
+        self, sums: Any, factor: Any, weights: Any, value: Callable[[Any, Any], Any], first: Any, count: Any, r0: Any
+    ) -> None:
+        """Scale the sums of some rows, and add the block's values, weighed."""
+        rows, acc = range(self.weighed), registers(self.weighed, (self.head_dim,))
+        places = [ramp(d, self.lanes) for d in range(0, self.head_dim, self.lanes)]
         for r in rows:
             for at in places:
-                T.buffer_store(acc[r], sums[r0 + r, at], [at])
-        with T.serial(0, T.min(KEYS, end - first)) as t:
+                T.buffer_store(acc[r], sums[r0 + r, at] * widen(factor[r0 + r], self.lanes), [at])
+        with T.serial(0, count) as t:
             for at in places:
                 for r in rows:
-                    product = values[b, kv, first + t, at] * widen(weights[r0 + r, t], lanes)
+                    product = value(first + t, at) * widen(weights[_TILE + t, r0 + r], self.lanes)
                     T.buffer_store(acc[r], acc[r][at] + product, [at])
         for r in rows:
             for at in places:
                 T.buffer_store(sums, acc[r][at], [r0 + r, at])
 
 
-def keys_from(first: Any) -> Any:
-    """Indices of 16 keys."""
-    return T.broadcast(T.Cast("int32", first), _LANES) + T.ramp(T.int32(0), 1, _LANES)
+def at_most(key: Any, last: Any) -> Any:
+    """For which of 16 tokens a key is no later than their last, int32x16."""
+    return T.broadcast(T.Cast("int32", key), _LANES) <= last
 
 
-def at_most(keys: Any, last: Any) -> Any:
-    """Which keys are no later than ``last``."""
-    return keys <= T.broadcast(T.Cast("int32", last), _LANES)
+def _vectors() -> list[Any]:
+    """Indices of a block's rows, a vector at a time."""
+    return [T.ramp(v * _LANES, 1, _LANES) for v in range(_VECTORS)]
 
 
-def _power(x: Any, lanes: int) -> Any:
-    """``e ** x`` for x up to 0, and 0 below -80."""
-    near = x > widen(T.float32(-80), lanes)
-    return T.Select(near, exp(x, lanes), widen(T.float32(0), lanes))
+def _power(x: Any) -> Any:
+    """``e ** x`` for x up to 0, and 0 below -80, where :func:`exp` goes on to -87."""
+    return T.Select(x > splat_float(-80, _LANES), exp(x, _LANES), splat_float(0, _LANES))

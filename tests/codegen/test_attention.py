@@ -1,0 +1,65 @@
+"""Attention kernels against the eager operators: several tokens and one, ragged shapes, every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tvm
+from codegen.kernel_helpers import OPS, TOLERANCE, build, relative_error, run
+
+from compressor.codegen.kernels import attention, vector
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "window", "softcap", "has_sinks"),
+    [(8, 4, 8, 0, 0.0, False), (4, 2, 64, 3, 0.0, False), (4, 4, 32, 0, 2.0, False), (6, 1, 12, 5, 0.0, True)],
+)
+def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, softcap: float, has_sinks: bool) -> None:
+    rng = torch.Generator().manual_seed(width)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    kernel = build(
+        attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, has_sinks), vector.AVX512_VNNI
+    )
+    sinks = normal(heads) if has_sinks else None
+    for past, new in [(0, 1), (0, 5), (5, 1), (7, 20), (37, 3), (0, 90), (50, 43)]:
+        k_cache, v_cache = normal(2, kv_heads, 100, width), normal(2, kv_heads, 100, width)
+        q, k, v = normal(2, heads, new, width) * 4, normal(2, kv_heads, new, width), normal(2, kv_heads, new, width)
+        position = torch.arange(past, past + new)
+        caches = [tvm.runtime.tensor(t.numpy()) for t in (k_cache, v_cache)]
+        out = tvm.runtime.tensor(torch.full((2, new, heads, width), float("nan")).numpy())
+        rest = [tvm.runtime.tensor(t.numpy()) for t in (position, sinks) if t is not None]
+        kernel(*(tvm.runtime.tensor(t.numpy()) for t in (q, k, v)), *caches, *rest, out)
+        expected = OPS.cached_attention(q, k, v, k_cache, v_cache, position, 0.3, window, softcap, sinks)
+        assert relative_error(torch.from_numpy(out.numpy()), expected) < TOLERANCE
+        for cache, got, fresh in zip((k_cache, v_cache), caches, (k, v), strict=True):
+            cache[:, :, past : past + new] = fresh
+            assert torch.equal(torch.from_numpy(got.numpy()), cache)  # written where it must be and nowhere else
+
+
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "tokens_first"),
+    [
+        (32, 4, (False, False, False)),
+        (32, 4, (True, True, True)),
+        (12, 2, (False, True, False)),
+        (5, 1, (True, False, True)),
+    ],
+)
+def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_first: tuple[bool, ...]) -> None:
+    """Padding at the end of one text and, more than a block of keys, at the beginning of another."""
+    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2, tokens_first), vector.AVX2)
+    rng = torch.Generator().manual_seed(width)
+    for length in (1, 9, 33, 70, 150):
+        q = torch.randn(3, 4, length, width, generator=rng)
+        k, v = (torch.randn(3, kv_heads, length, width, generator=rng) for _ in range(2))
+        mask = torch.ones(3, length)
+        mask[1, (length + 1) // 2 :] = 0
+        mask[2, : length // 2] = 0
+        given = [
+            x.transpose(1, 2).contiguous() if first else x for x, first in zip((q, k, v), tokens_first, strict=True)
+        ]
+        got = run(kernel, *given, mask, out=(3, length, 4, width))
+        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
