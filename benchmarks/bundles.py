@@ -1,11 +1,19 @@
-"""Bundles as benchmarks make them: the phases of `compress run`, for models that are in memory already."""
+"""Bundles as benchmarks make them: the phases of `compress run` without its checks and measurements.
+
+    python benchmarks/bundles.py MODEL SCHEME FOLDER [--threads 2]
+
+Compresses every linear of a Hugging Face folder with RTN and chooses schedules quickly: the bundles that
+benchmarks/x86_llm.py times are made so.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from typing import Any
 
+from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
 from compressor.graph import twin, weight_bytes
 from compressor.independence import check_independence
@@ -15,8 +23,10 @@ from compressor.run_assemble import assemble
 from compressor.samples import Samples
 
 
-def write_bundle(dense: Any, recipe: Recipe, samples: Samples, folder: Path, threads: int | None = None) -> Any:
-    """Write a bundle of a captured model into an empty folder, which is made; schedules are not tuned.
+def write_bundle(
+    dense: Any, recipe: Recipe, samples: Samples | None, folder: Path, threads: int | None = None, tune: str = "off"
+) -> Any:
+    """Write a bundle of a captured model into an empty folder, which is made.
 
     Returns:
         the compressed graph, and the seconds that its passes took.
@@ -25,13 +35,38 @@ def write_bundle(dense: Any, recipe: Recipe, samples: Samples, folder: Path, thr
     graph = Pipeline(recipe.passes).run(twin(dense), context)
     seconds = time.perf_counter() - begin
     folder.mkdir(parents=True)
-    lower(dense, graph, recipe, context, folder, threads)
+    lower(dense, graph, recipe, context, folder, threads, tune)
     return graph, seconds
 
 
-def lower(dense: Any, graph: Any, recipe: Recipe, context: Context, folder: Path, threads: int | None = None) -> None:
+def lower(
+    dense: Any,
+    graph: Any,
+    recipe: Recipe,
+    context: Context,
+    folder: Path,
+    threads: int | None = None,
+    tune: str = "off",
+) -> None:
     """Generate kernels for what passes made of a model, and fill the bundle's empty folder."""
     target = recipe.target.build()
-    library = compile_graph(graph, target, tune="off", threads=threads)
+    library = compile_graph(graph, target, tune=tune, threads=threads)
     independent = check_independence(graph).independent
     assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense), independent=independent)
+
+
+def main() -> None:
+    """Make one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("scheme")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    passes = [{"rtn": {"scheme": options.scheme, "targets": "Linear"}}]
+    recipe = Recipe.from_dict({"model": options.model, "passes": passes, "target": "x86"})
+    write_bundle(capture(options.model), recipe, None, options.folder, options.threads, recipe.tune)
+
+
+if __name__ == "__main__":
+    main()

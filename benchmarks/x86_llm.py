@@ -3,6 +3,7 @@
     python benchmarks/x86_llm.py WORK_FOLDER --ours W4A8_G128=BUNDLE [--ours ...] --peers FOLDER [--threads 1,2]
     python benchmarks/x86_llm.py WORK_FOLDER --peers FOLDER --smoke
 
+`python benchmarks/bundles.py WORK_FOLDER/llama-852m W4A8_G128 BUNDLE` makes a bundle.
 Makes the checkpoint (benchmarks/llama_852m.py) in WORK_FOLDER if it is not there, has each peer convert and quantise it
 there, once, and writes benchmarks/results/x86_llm.json and .md.  How they take turns is said in benchmarks/x86_race.py.
 """
