@@ -94,7 +94,7 @@ class Kernel:
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
     """The linears' kernels that schedules are chosen for, equal ones once; of several weights, the first one's."""
-    from compressor.codegen.convert import dense_linear_name, packed_linear_name
+    from compressor.codegen.convert_linears import dense_linear_name, packed_linear_name
     from compressor.codegen.fusion import groups
 
     found: dict[str, Kernel] = {}
@@ -131,7 +131,7 @@ def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -
         tune: ``off``, ``quick`` or ``full``.
         isa: instruction set of the kernels.
     """
-    from compressor.codegen.convert import TUNED_TOKENS
+    from compressor.codegen.convert_linears import TUNED_TOKENS
     from compressor.codegen.tune import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
