@@ -155,7 +155,7 @@ class PatchFeed:
     """What each output reads, one after the other, where each has a scale of its own."""
 
     def __init__(self, geometry: Geometry, fed: Activations) -> None:
-        self.geometry, self.fed, self.is_rounded = geometry, fed, False
+        self.geometry, self.fed = geometry, fed
         self.runs, self.run_bytes = 1, geometry.columns
         # A cache line more than whole runs, so that the outputs of a block do not meet in the same sets of the cache.
         self.step = (-(-geometry.columns // RUN_BYTES) + 1) * RUN_BYTES
