@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from compressor.activations_rounding import SMALLEST
+from compressor.codegen.fusion import addition_behind
 from compressor.codegen.kernels.convolution import takes_convolution
 from compressor.codegen.kernels.convolution_feeds import Geometry
 from compressor.formats import Format
@@ -43,7 +44,7 @@ def fused_convolution(
         float32 [N, H', W', out], with ``next_format`` int8: the codes plus 128, as unsigned bytes.
     """
     if x.dtype == torch.int8:
-        x = _values(x) * parts[-1]
+        x = (x.view(torch.uint8).float() - 128) * parts[-1]
     rows = _OPS.patches(x, *geometry)
     y: Tensor = _OPS.packed_linear(rows, parts, bias, format, rows.shape[-1], out_features)
     y = y if residual is None else y + residual
@@ -55,10 +56,6 @@ def fused_convolution(
     inverse = torch.where(next_scale > SMALLEST, 1.0 / next_scale, 0.0)
     codes = torch.round((y * inverse).clamp(-fed.largest, fed.largest))
     return (codes + 128).to(torch.uint8).view(torch.int8)
-
-
-def _values(stored: Tensor) -> Tensor:
-    return stored.view(torch.uint8).float() - 128
 
 
 def fuse_convolutions(graph: fx.Graph) -> None:
@@ -87,12 +84,9 @@ def _fuse(graph: fx.Graph, linear: fx.Node) -> fx.Node | None:
     sizes = geometry_of(x, geometry)
     if sizes is None or not takes_convolution(Format.parse(name), sizes):
         return None
-    last, residual = linear, None
+    addition, residual = addition_behind(linear)
+    last = addition or linear
     user = _only_user(last)
-    if user is not None and user.target is _ATEN.add.Tensor and not user.kwargs:
-        residual = _other(user, last)
-        last = user if residual is not None else last
-        user = _only_user(last)
     is_relu = user is not None and user.target is _ATEN.relu.default
     last = user if is_relu and user is not None else last
     with graph.inserting_before(last):
@@ -105,15 +99,6 @@ def _fuse(graph: fx.Graph, linear: fx.Node) -> fx.Node | None:
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _other(add: fx.Node, one: fx.Node) -> fx.Node | None:
-    """The other operand of a sum, where it has the same shape and type."""
-    other: Any = add.args[1] if add.args[0] is one else add.args[0]
-    if not isinstance(other, fx.Node) or other is one:
-        return None
-    value, expected = other.meta["val"], one.meta["val"]
-    return other if value.dtype == expected.dtype and tuple(value.shape) == tuple(expected.shape) else None
 
 
 def _round_early(node: fx.Node) -> None:

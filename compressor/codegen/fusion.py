@@ -57,7 +57,7 @@ def fuse(graph: fx.Graph) -> None:
         x, format_name, columns = linears[0].args[0], linears[0].args[3], linears[0].args[4]
         assert isinstance(x, fx.Node)
         inputs, vectors, prologue, covered = _prologue(x, linears, Format.parse(str(format_name)))
-        addition, residual = _residual(linears[0]) if len(linears) == 1 else (None, None)
+        addition, residual = addition_behind(linears[0]) if len(linears) == 1 else (None, None)
         if len(linears) == 1 and prologue is None and residual is None:
             continue
         weights = [(node.args[1], node.args[2], node.args[5]) for node in linears]
@@ -123,11 +123,11 @@ def _activation(node: Any) -> Kind | None:
     return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else kind
 
 
-def _residual(linear: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The addition that alone reads ``linear``, and the other tensor it reads."""
-    for user in linear.users if len(linear.users) == 1 else ():
-        terms = [term for term in user.args if term is not linear]
-        if user.target is _ATEN.add.Tensor and not user.kwargs and len(terms) == 1 and _alike(linear, terms[0]):
+def addition_behind(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The addition that alone reads ``node``, and the other tensor it reads, which has the same shape."""
+    for user in node.users if len(node.users) == 1 else ():
+        terms = [term for term in user.args if term is not node]
+        if user.target is _ATEN.add.Tensor and not user.kwargs and len(terms) == 1 and _alike(node, terms[0]):
             return user, terms[0]  # type: ignore[return-value]
     return None, None
 

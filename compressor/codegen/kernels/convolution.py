@@ -19,6 +19,7 @@ from compressor.codegen.kernels.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.convolution_feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
 from compressor.codegen.kernels.convolution_products import Products, is_aligned
 from compressor.codegen.kernels.vector import Isa, ramp, registers, scale_values, widen
+from compressor.codegen.kernels.weights import parameter
 from compressor.formats import TILE_ROWS, Format
 
 _MOST_GATHERED = 64
@@ -94,27 +95,18 @@ def convolution(
     body = Products(feed, fmt, tiles, isa)
 
     @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        x_: T.handle,
-        codes_: T.handle,
-        scales_: T.handle,
-        input_scale_: T.handle,
-        bias_: T.handle,
-        residual_: T.handle,
-        next_scale_: T.handle,
-        y_: T.handle,
-    ) -> None:
+    def kernel() -> None:
         n = T.int64()
         shape = T.meta_var((n, out_high, out_wide, rows))
         flat = T.meta_var((n * out_high * out_wide, rows))
-        x4 = T.match_buffer(x_, (n, high, wide, channels), kind)
-        codes = T.match_buffer(codes_, parts["codes"][1], "int32")
-        scales = T.match_buffer(scales_, parts["scales"][1], "float16")
-        input_scale = T.meta_var(T.match_buffer(input_scale_, (1,), "float32") if is_calibrated else None)
-        bias = T.meta_var(T.match_buffer(bias_, (rows,), "float32") if has_bias else None)
-        residual4 = T.meta_var(T.match_buffer(residual_, shape, "float32") if has_residual else None)
-        next_scale = T.meta_var(T.match_buffer(next_scale_, (1,), "float32") if fed is not None else None)
-        y4 = T.match_buffer(y_, shape, y_kind)
+        x4 = T.meta_var(parameter((n, high, wide, channels), kind))
+        codes = T.meta_var(parameter(parts["codes"][1], "int32"))
+        scales = T.meta_var(parameter(parts["scales"][1], "float16"))
+        input_scale = T.meta_var(parameter((1,), "float32") if is_calibrated else None)
+        bias = T.meta_var(parameter((rows,), "float32") if has_bias else None)
+        residual4 = T.meta_var(parameter(shape, "float32") if has_residual else None)
+        next_scale = T.meta_var(parameter((1,), "float32") if fed is not None else None)
+        y4 = T.meta_var(parameter(shape, y_kind))
         x = T.decl_buffer((n * high * wide * channels,), kind, data=x4.data)
         y = T.decl_buffer(flat, y_kind, data=y4.data)
         residual = T.meta_var(T.decl_buffer(flat, "float32", data=residual4.data) if has_residual else None)
@@ -131,7 +123,9 @@ def convolution(
             feed.fill(band, factor, x, task // bands, first_row, given)
             output = T.meta_var((task // bands * out_high + first_row) * out_wide)
             left = T.meta_var(T.min(T.int64(feed.band), out_high - first_row))
-            end = T.meta_var(_End(epilogue, feed, fmt, scales, factor, bias, residual, next_scale, y, output, left))
+            end = T.meta_var(
+                _End(epilogue, feed, fmt, isa, scales, factor, bias, residual, next_scale, y, output, left)
+            )
             body.multiply(band, weights, start, end)
 
         body.load_weights(weights, start, codes)
@@ -141,10 +135,7 @@ def convolution(
             for task in T.parallel(n * bands):
                 compute(task)
 
-    x, codes, scales, *rest, y = kernel.params
-    given = (is_calibrated, has_bias, has_residual, fed is not None)
-    used = [x, codes, scales, *(param for param, is_there in zip(rest, given, strict=True) if is_there), y]
-    return tvm.tirx.PrimFunc(used, kernel.body, kernel.ret_type, kernel.attrs)
+    return kernel
 
 
 @dataclass
@@ -154,6 +145,7 @@ class _End:
     epilogue: Epilogue
     feed: Feed
     fmt: Format
+    isa: Isa
     scales: Any
     factor: Any
     bias: Any
@@ -163,14 +155,17 @@ class _End:
     output: Any  # the band's first
     rows: Any  # of outputs that the band has
 
-    def start_tiles(self, first: Any, n_tiles: int, isa: Isa) -> None:
+    def start_tiles(self, first: Any, n_tiles: int) -> None:
         """Load what all outputs of these tiles share."""
-        self.isa = isa
+        lanes = self.isa.lanes
         (self.scale,) = registers(1, (n_tiles, TILE_ROWS))
         for n in range(n_tiles):
-            for part in range(0, TILE_ROWS, isa.lanes):
-                at = T.ramp(part, 1, isa.lanes)
-                T.buffer_store(self.scale, scale_values(self.scales[first + n, 0, at], self.fmt, isa.lanes), [n, at])
+            for part in range(0, TILE_ROWS, lanes):
+                at = T.ramp(part, 1, lanes)
+                T.buffer_store(self.scale, scale_values(self.scales[first + n, 0, at], self.fmt, lanes), [n, at])
+        if self.next_scale is not None:
+            (self.inverse,) = registers(1, (1,))
+            T.buffer_store(self.inverse, inverse_scale(self.next_scale[0]), [0])
 
     def write(self, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
         """Write output ``q`` of the band, of some tiles; ``total`` (tile, rows) has its sums."""
@@ -202,5 +197,5 @@ class _End:
         if self.epilogue.is_relu:
             value = T.max(value, widen(T.float32(0), lanes))
         if fed is not None:
-            value = to_byte(on_grid(value, inverse_scale(self.next_scale[0]), fed, lanes), lanes)
+            value = to_byte(on_grid(value, self.inverse[0], fed, lanes), lanes)
         T.buffer_store(self.y, value, [m, at])

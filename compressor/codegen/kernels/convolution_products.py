@@ -22,7 +22,7 @@ _MOST_TILES = 4
 class End(Protocol):
     """What becomes of sums."""
 
-    def start_tiles(self, first: Any, n_tiles: int, isa: Isa) -> None:
+    def start_tiles(self, first: Any, n_tiles: int) -> None:
         """Called before the outputs of ``n_tiles`` tiles of rows from ``first`` on."""
 
     def write(self, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
@@ -102,7 +102,7 @@ class Products:
         blocks = -(-self.feed.blocks(self.feed.band) // self.sides)
         if not self.isa.tiles:
             with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:
-                end.start_tiles(g * self.n_tiles, self.n_tiles, self.isa)
+                end.start_tiles(g * self.n_tiles, self.n_tiles)
                 self._by_dots(band, weights, start, i * self.sides, g * self.n_tiles, end)
             return
         sums = T.alloc_buffer((self.sides, self.n_tiles, SIDE, TILE_ROWS), "int32")
@@ -110,7 +110,7 @@ class Products:
         for step in range(self.steps if self.is_resident else 0):
             amx.load(self._held + step, weights[0, step * _QUADS, 0], ROW_BYTES)
         with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:
-            end.start_tiles(g * self.n_tiles, self.n_tiles, self.isa)
+            end.start_tiles(g * self.n_tiles, self.n_tiles)
             self._by_registers(band, weights, start, sums, i * self.sides, g * self.n_tiles, end)
         amx.release()
 
