@@ -232,6 +232,22 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
     click.echo()
 
 
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE))
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@_json_option
+@_reported
+def serve(bundle: Path, port: int, as_json: bool) -> None:
+    """Serve BUNDLE, made for browsers, on this machine alone until interrupted."""
+    from compressor.serve import HOST, make_server
+
+    with make_server(bundle, port) as server:
+        url = f"http://{HOST}:{server.server_port}/"
+        _emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(f"{bundle} at {url}; Ctrl-C ends it"))
+        sys.stdout.flush()
+        server.serve_forever()
+
+
 @main.command("bench")
 @click.argument("bundle", type=click.Path(path_type=Path), callback=_folder_with(*_BUNDLE_OR_MODEL))
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,22 @@ class BundleProcess(Child):
 
 
 def bundle_quality(
-    bundle: Path,
+    start: Callable[[], Any],
     dense: GraphLogits,
     data: Tensor | Texts | Images | None,
     recipe: Recipe,
     reporter: Reporter,
-    threads: int | None,
 ) -> EvalResult:
     """A finished bundle against the dense model: decoders on text, encoders on texts, modules on images.
 
     Args:
+        start: gives the bundle as :class:`BundleProcess` does, to be left like a file.
         data: int64 [tokens], texts to embed, or images; None where there are none, and then nothing is measured.
     """
     info: ModelInfo = dense.graph.meta["model"]
     if data is None:
         return EvalResult()
-    with BundleProcess(bundle, threads) as process:
+    with start() as process:
         if isinstance(data, Images):
             batch, classify = image_batch(dense.graph, _IMAGES), graph_classes(dense.graph)
             return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)

@@ -88,10 +88,10 @@ def publishing(destination: Path) -> Iterator[Path]:
     check_destination(destination)
     destination = destination.absolute()
     with ExitStack() as stack:
-        with _explaining_failed_writes(destination):
+        with explaining_failed_writes(destination):
             partial = stack.enter_context(partial_folder(destination.parent, destination.name))
         yield partial
-        with _explaining_failed_writes(destination):
+        with explaining_failed_writes(destination):
             for file in sorted(partial.rglob("*"), reverse=True):
                 _flush(file)
             _flush(partial)
@@ -100,7 +100,8 @@ def publishing(destination: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _explaining_failed_writes(destination: Path) -> Iterator[None]:
+def explaining_failed_writes(destination: Path) -> Iterator[None]:
+    """Errors of the system become one that says what to do."""
     try:
         yield
     except OSError as error:
@@ -126,7 +127,7 @@ def fill_bundle(folder: Path, parts: BundleParts) -> None:
     Raises:
         CompressorError: a parameter or the tokenizer is missing, or writing failed.
     """
-    with _explaining_failed_writes(folder):
+    with explaining_failed_writes(folder):
         _fill(folder, parts)
 
 
@@ -182,9 +183,9 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         "versions": versions,
         "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
         "dense_weight_bytes": parts.dense_weight_bytes,
-        "files": _listing(folder, hashes),
+        "files": listing(folder, hashes),
     }
-    (folder / "manifest.json").write_bytes(_with_total(manifest))
+    (folder / "manifest.json").write_bytes(with_total(manifest))
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
@@ -251,7 +252,7 @@ def _copy_tvm_runtime(folder: Path) -> None:
             shutil.copyfile(str(entry.locate()), folder / f"{entry.name}-apache-tvm")
 
 
-def _listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Every file in ``folder`` with its size and SHA-256, not computed again if ``known``, and those of its pieces."""
     from compressor_runtime import PIECE_BYTES, available_cores, sha256
 
@@ -267,7 +268,7 @@ def _listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]
     return listing
 
 
-def _with_total(manifest: dict[str, Any]) -> bytes:
+def with_total(manifest: dict[str, Any]) -> bytes:
     """The manifest as JSON with ``bundle_bytes``: all files and the manifest itself, measurements not included."""
     files_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     text, total = b"", -1
@@ -282,10 +283,12 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _is_bundle(folder: Path) -> bool:
-    from compressor_runtime import BundleError, read_manifest
+    from compressor_runtime import BrowserBundleError, BundleError, read_manifest
 
     try:
         read_manifest(folder)
+    except BrowserBundleError:
+        return True
     except BundleError:
         return False
     return True

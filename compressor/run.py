@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from compressor.bench_child import peak_rss_bytes
 from compressor.cache import cache_folder
 from compressor.capture import capture
-from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import summary
 from compressor.comparison import Speed, comparisons, measure_speed
@@ -37,17 +36,19 @@ from compressor.plan import Plan, check_plan, compare_plan, plan_graph
 from compressor.recipe import Recipe
 from compressor.report import Check, finite
 from compressor.results import Results, digest
-from compressor.run_assemble import assemble
 from compressor.run_data import load_data
-from compressor.runtime import Bundle, load, read_manifest
+from compressor.run_native import NativeMaker
+from compressor.run_web import WebMaker
+from compressor.runtime import Bundle, load
 from compressor.tensor_files import Spill, trim
 from compressor.verify import verify_stage
-from compressor.verify_smoke import smoke_test
 
 if TYPE_CHECKING:
     from torch import nn
 
     from compressor.codegen.kernels.vector import Isa
+
+_MAKERS: Mapping[str, Callable[[Any, int | None], NativeMaker | WebMaker]] = {"native": NativeMaker, "web": WebMaker}
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def run_recipe(
     recipe.check_texts()
     target: Target = recipe.target.build()
     target.check_toolchain()  # fails now rather than after calibration
-    runs_here = target.executes(target.resolve())
+    maker = _MAKERS[target.bundle](target, threads)
     results = Results()
     results.prepare()
     lock = Lock(locked)
@@ -189,65 +190,39 @@ def run_recipe(
     with clock.stage("independence"):
         independence = check_independence(graph)
     with clock.stage("compile"):
-        libraries = [
-            compile_graph(
-                graph,
-                target,
-                isa=isa,
-                tune=recipe.tune,
-                threads=threads,
-                pinned=lock.schedules,
-                dump=_dumper(dump, isa),
-            )
-            for isa in (None, *target.faster())
-        ]
-    lock.add_schedules({name: fields for library in libraries for name, fields in library.schedules.items()})
+        maker.compile(graph, recipe.tune, lock.schedules, lambda isa: _dumper(dump, isa))
+    lock.add_schedules(maker.schedules)
     lock.check()
     with publishing(destination) as partial:
         with clock.stage("write"):
-            assemble(
-                partial,
-                graph,
-                libraries,
-                target,
-                recipe,
-                context,
-                weight_bytes(dense),
-                lock.text(),
-                independent=independence.independent,
+            manifest = maker.write(
+                partial, graph, recipe, context, weight_bytes(dense), lock.text(), independence.independent
             )
-        manifest = read_manifest(partial)
         metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
         metrics |= _cache_sizes(info, manifest["model"])
         metrics["batch_independent"] = independence.independent
-        checks = []
-        tried = [entry for library in libraries for entry in library.tried]
-        notes = list(dict.fromkeys(note for library in libraries for note in library.notes))
+        checks: Sequence[Check] = ()
+        notes = list(maker.notes)
         if not independence.independent:
             notes.append(f"batch entries are {independence}")
         kernel_error, speed = None, Speed({}, {})
-        del graph, libraries
-        if runs_here:
+        del graph
+        if maker.runs_here:
             with clock.stage("check"):
-                smoke = smoke_test(partial, threads)
-                checks.append(Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch"))
-                if target.faster():
-                    isas = (*target.faster(), target.resolve())
-                    checks += [_check_library(partial, isa, target.executes(isa), threads) for isa in isas]
-            kernel_error = smoke.error
+                kernel_error, checks = maker.check(partial)
             with clock.stage("evaluate", shown=False):
                 reference = GraphLogits(dense, spill=context.spill)
-                quality = bundle_quality(partial, reference, data, recipe, clock.reporter, threads)
+                quality = bundle_quality(lambda: maker.process(partial), reference, data, recipe, clock.reporter)
             metrics.update(quality.metrics())
             del dense, reference
             gc.collect()  # graphs are cyclic, and two more processes are about to need memory
             trim()
+        else:
+            notes.append(maker.why_not())
+        if maker.runs_here and maker.timed:
             with clock.stage("time"):
                 speed = measure_speed(partial, info, recipe.gates, threads, plan.dense_speed)
             metrics.update(speed.metrics)
-        else:
-            isa = target.resolve().name
-            notes.append(f"kernels are compiled for {isa}, which this machine lacks: nothing was measured")
         notes += [*plan.notes, *speed.notes, *comparisons(metrics, speed.timings)]
         metrics["run_peak_rss_bytes"] = clock.peak_rss_bytes(metrics)
         metrics["run_s"] = clock.since_start()
@@ -262,8 +237,8 @@ def run_recipe(
             notes,
             checks,
             _predictions(plan, metrics, clock, context),
-            [*_reuse(context), *summary(tried), *context.notes],
-            tried,
+            [*_reuse(context), *summary(maker.tried), *context.notes],
+            maker.tried,
         )
         measurements = {**metrics, "kernel_error": kernel_error, "gates": [gate.content() for gate in gates]}
         write_measurements(partial, finite(measurements))
@@ -363,14 +338,6 @@ def _make_dump_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"dump: {folder} cannot be made a folder: {error}; choose another") from error
-
-
-def _check_library(bundle: Path, isa: Isa, runs_here: bool, threads: int | None) -> Check:
-    """What came of running the kernels for one of several instruction sets."""
-    if not runs_here:
-        return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
-    error = smoke_test(bundle, threads, isa.name).error
-    return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")
 
 
 def _dumper(folder: Path | None, isa: Isa | None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.lower import Library
-from compressor.codegen.targets import Target
+from compressor.codegen.targets import NativeTarget
 from compressor.errors import CompressorError
 from compressor.export import BundleParts, FasterLibrary, fill_bundle
 from compressor.formats_cache import cache_bytes_per_token
@@ -29,7 +29,7 @@ def assemble(
     folder: Path,
     graph: GraphModule,
     libraries: Sequence[Library],
-    target: Target,
+    target: NativeTarget,
     recipe: Recipe,
     context: Context,
     dense_weight_bytes: int,

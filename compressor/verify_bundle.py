@@ -81,10 +81,12 @@ def verify_bundle(bundle: Path, *, threads: int | None = None, public_key: Path 
 
 def _check(name: str, check: Callable[[], str]) -> Check:
     """Run a check that returns what it found, or raises."""
-    from compressor.runtime import BundleError
+    from compressor_runtime import BrowserBundleError, BundleError
 
     try:
         return Check(name, True, check())
+    except BrowserBundleError:  # nothing is wrong with it
+        raise
     except (CompressorError, BundleError, OSError) as error:
         return Check(name, False, str(error))
 

@@ -16,6 +16,24 @@ from compressor.threads import wait_passively
 wait_passively()  # as the command does; before torch is imported
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files that generated kernels must equal")
+
+
+@pytest.fixture(scope="session")
+def require_adapter() -> None:
+    """WebGPU from Python; without it the test is skipped, and in CI it fails."""
+    from compressor.errors import ToolchainError
+    from compressor.webgpu import device
+
+    try:
+        device()
+    except ToolchainError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Tests neither use nor change the user's database of schedules."""

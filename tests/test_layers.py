@@ -60,9 +60,9 @@ LAYERS = (
     ),
     ("passes",),
     ("codegen",),
-    ("export", "runtime", "signing"),
+    ("export", "runtime", "signing", "webgpu"),
     ("evaluate", "embeddings", "verify", "bench", "run", "child", "plan", "machine", "lock", "report", "comparison"),
-    ("cli", "inspection", "terminal"),
+    ("cli", "inspection", "terminal", "serve"),
 )
 # A recipe's passes are found by name, and the pipeline is the registry of passes: both import them while running.
 HEAVY = ("torch", "transformers", "datasets", "tvm")

@@ -36,8 +36,8 @@ class Converter(LinearConverter):
             "packed_attention.default": self._packed_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
-            "slice.Tensor": self._slice,
-            "index.Tensor": self._index,
+            "slice.Tensor": slice_rows,
+            "index.Tensor": index_rows,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -126,36 +126,6 @@ class Converter(LinearConverter):
         y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
         return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
 
-    @staticmethod
-    def _slice(node: fx.Node, importer: Any) -> Any:
-        """A slice up to a symbolic end, such as the first S rows of a table of positions, has that length.
-
-        TVM's own converter infers min(S, rows), with which nothing broadcasts.
-        """
-        given: tuple[Any, ...] = node.args
-        table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
-        length = node.meta["val"].shape[axis]
-        known = end.meta["val"] if isinstance(end, fx.Node) else None
-        if begin or step != 1 or not _same_symbol(length, known):
-            return importer._slice(node)
-
-        def first(x: Any) -> Any:
-            shape = list(x.shape)
-            shape[axis] = importer.env[end]
-            return te.compute(shape, lambda *index: x[index], "first")
-
-        return importer.block_builder.emit_te(first, importer.env[table])
-
-    @staticmethod
-    def _index(node: fx.Node, importer: Any) -> Any:
-        """Rows picked by one index tensor; TVM's own converter would read foreign memory where one is out of range."""
-        indices: Any = node.args[1]
-        given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
-        if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
-            return importer._index_tensor(node)
-        ((axis, index),) = given
-        return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
-
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
     """Call an attention kernel on q [B, H, S, D], new keys and values, caches, which it writes, and the rest."""
@@ -171,6 +141,36 @@ def _tokens_first(arg: Any) -> fx.Node | None:
         return None
     source: Any = arg.args[0]
     return source if arg.target(torch.empty(1, 2, 3, 4, device="meta"), *arg.args[1:]).shape == (1, 3, 2, 4) else None
+
+
+def slice_rows(node: fx.Node, importer: Any) -> Any:
+    """A slice up to a symbolic end, such as the first S rows of a table of positions, has that length.
+
+    TVM's own converter infers min(S, rows), with which nothing broadcasts.
+    """
+    given: tuple[Any, ...] = node.args
+    table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
+    length = node.meta["val"].shape[axis]
+    known = end.meta["val"] if isinstance(end, fx.Node) else None
+    if begin or step != 1 or not _same_symbol(length, known):
+        return importer._slice(node)
+
+    def first(x: Any) -> Any:
+        shape = list(x.shape)
+        shape[axis] = importer.env[end]
+        return te.compute(shape, lambda *index: x[index], "first")
+
+    return importer.block_builder.emit_te(first, importer.env[table])
+
+
+def index_rows(node: fx.Node, importer: Any) -> Any:
+    """Rows picked by one index tensor; TVM's own converter would read foreign memory where one is out of range."""
+    indices: Any = node.args[1]
+    given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
+        return importer._index_tensor(node)
+    ((axis, index),) = given
+    return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
 
 
 def _same_symbol(one: object, other: object) -> bool:

@@ -27,7 +27,7 @@ from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.ordering import OrderShapeStores
 from compressor.codegen.sizes import entry_bytes, fixed_sizes
-from compressor.codegen.targets import Target
+from compressor.codegen.targets import NativeTarget, Target
 from compressor.codegen.tune import Tuner
 from compressor.cpu import cpu_name
 from compressor.errors import CompressorError, VerificationError
@@ -64,7 +64,7 @@ class Library:
     notes: list[str]
     entry_bytes: int
 
-    def save(self, path: Path, target: Target) -> None:
+    def save(self, path: Path, target: NativeTarget) -> None:
         """Link the shared library ``path``; raises ToolchainError."""
 
         def link(output: str, objects: Any, **_options: Any) -> None:
@@ -140,16 +140,17 @@ def compile_graph(
     fuse_convolutions(program.graph)
     activations, kind = fixed_sizes(program), graph.meta["model"].kind
     fuse(program.graph)
-    mod, parameters = _import(program, converter, decoder=kind == "decoder")
+    mod, parameters = import_program(program, converter.table(), Importer(kind == "decoder"))
+    mod = _add_probe(mod)
     with tvm_target:
         check_storage(mod, "import", converter.smallest_packed, activations)
         for name, phase in phases():
-            with _naming(name):
+            with naming(name):
                 mod = phase(mod)
             check_storage(mod, name, converter.smallest_packed, activations)
             if dump is not None:
                 dump(name, mod.script())
-        with _naming("generate"):
+        with naming("generate"):
             executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
@@ -158,7 +159,7 @@ def compile_graph(
 
 
 @contextmanager
-def _naming(phase: str) -> Iterator[None]:
+def naming(phase: str) -> Iterator[None]:
     """Errors of TVM become one of ours that names the phase; ours stay as they are."""
     try:
         yield
@@ -171,7 +172,7 @@ def _naming(phase: str) -> Iterator[None]:
         ) from error
 
 
-class _Importer(ExportedProgramImporter):  # type: ignore[misc]
+class Importer(ExportedProgramImporter):  # type: ignore[misc]
     """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits."""
 
     def __init__(self, decoder: bool) -> None:
@@ -185,6 +186,7 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
         return tvm.runtime.tensor(tensor.detach().numpy())
 
     def create_input_vars(self, exported_program: ExportedProgram) -> Any:
+        """Parameters of bfloat16 are uint16."""
         parameters, inputs, constraints = super().create_input_vars(exported_program)
         for name, var in parameters.items():
             if var.ty.dtype == "bfloat16":
@@ -197,18 +199,20 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
         return flat[:1] if self.decoder else flat
 
 
-def _import(program: ExportedProgram, converter: Converter, *, decoder: bool) -> tuple[tvm.IRModule, list[str]]:
+def import_program(
+    program: ExportedProgram, converters: Mapping[str, Callable[..., Any]], importer: Importer
+) -> tuple[tvm.IRModule, list[str]]:
+    """The Relax program with parameters as inputs after the others, and their names."""
     kind = torch.export.graph_signature.InputKind
-    with _naming("import"):
-        mod = _Importer(decoder).from_exported_program(
+    with naming("import"):
+        mod = importer.from_exported_program(
             program,
             keep_params_as_input=True,
             unwrap_unit_return_tuple=True,
             no_bind_return_tuple=False,
-            custom_convert_map=converter.table(),
+            custom_convert_map=converters,
         )
     mod["main"] = mod["main"].without_attr("params")
-    mod = _add_probe(mod)
     specs = program.graph_signature.input_specs
     return mod, [str(spec.target) for spec in specs if spec.kind is kind.PARAMETER]
 

@@ -60,6 +60,10 @@ class BundleError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+class BrowserBundleError(BundleError):
+    """The bundle is one for browsers."""
+
+
 class DamagedBundleError(BundleError):
     """A file of the bundle is not what the manifest says it is."""
 
@@ -111,6 +115,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
         manifest = _read_json(text)
     except (ValueError, RecursionError) as error:
         raise DamagedBundleError(f"{file}: not readable as JSON ({error}); copy the bundle again") from error
+    if isinstance(manifest, dict) and manifest.get("format") == "compressor web bundle":
+        raise BrowserBundleError(f"{root}: a bundle for browsers; `compress serve {root}` shows it in one")
     if not isinstance(manifest, dict) or manifest.get("format") != "compressor bundle":
         raise BundleError(f"{root}: not a Compressor bundle; give the folder that `compress run` wrote")
     if _field(manifest, "schema_version", int) > SCHEMA_VERSION:

@@ -47,7 +47,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
             raise ValueError(f"tolerance {tolerance}, {len(outputs)} outputs")
         for number, output in enumerate(outputs):
             table = np.asarray(output, np.float64).reshape(-1, np.shape(output)[-1] if np.ndim(output) else 1)
-            errors.update(_errors(table, stored, number))
+            errors.update(output_errors(table, stored, number))
     return errors, tolerance
 
 
@@ -79,7 +79,7 @@ def _inputs(stored: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
     return [stored[f"input_{i}"] for i in range(sum(name.startswith("input_") for name in stored))]
 
 
-def _errors(table: NDArray[np.float64], stored: Mapping[str, NDArray[Any]], number: int) -> dict[str, float]:
+def output_errors(table: NDArray[np.float64], stored: Mapping[str, NDArray[Any]], number: int) -> dict[str, float]:
     """Errors of one output, as a matrix of rows of its last dimension."""
     expected = stored[f"output_{number}"].astype(np.float64)
     rows, columns = stored[f"rows_{number}"], stored[f"columns_{number}"]

@@ -83,7 +83,7 @@ def scheduled() -> tvm.IRModule:
     rows = Dim("rows", min=1)
     args = (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH))
     program = reexport(capture(Chain(), args, dynamic_shapes=({1: rows}, {1: rows})))
-    mod, _ = lower._import(program, Converter(isa, Tuner("off", 1, None, "")), decoder=False)
+    mod, _ = lower.import_program(program, Converter(isa, Tuner("off", 1, None, "")).table(), lower.Importer(False))
     with X86().tvm_target(isa):
         for name, phase in lower.phases():
             mod = phase(mod)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import tvm
 from codegen.kernel_helpers import Program
+from codegen.model_helpers import DECODERS, GROUPED, SIZES, build, quantized, relative_error, transformers
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
@@ -25,36 +25,9 @@ from compressor.codegen.targets.x86 import X86
 from compressor.errors import VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
-from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 from compressor.samples import Samples
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,  # few distinct shapes: each is a kernel to generate
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-DECODERS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 2}, tie_word_embeddings=True),
-    # 80 and 97 are multiples of neither groups nor tiles
-    "qwen3": lambda: transformers.Qwen3Config(**{**GROUPED, "intermediate_size": 80}),
-    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=3),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=97, n_embd=64, n_inner=64, n_layer=1, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-    ),
-    "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=64),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **GROUPED, sliding_window=4, attn_logit_softcapping=0.5, final_logit_softcapping=3.0
-    ),
-}
 FUSED = {  # codegen/fusion.py
     "llama": {
         "packed_linear_64_32_32x64_W4A16_G32_of_rms_norm_1em06",
@@ -69,28 +42,6 @@ PACKED_HEAD = "qwen3"  # elsewhere it stays dense, and in some is tied to the em
 TOLERANCE = 1e-5  # relative, root mean square: rounding of float32 sums in different orders
 # AMX takes 16 of the 24 bits of float activations, in each of a model's linears.
 NATIVE_TOLERANCE = 4e-5 if X86().executes(AMX) else TOLERANCE
-
-
-def build(config: Any, kind: Any = None) -> nn.Module:
-    """A random model whose weights are large enough for caps, windows and norms to matter."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: nn.Module = (kind or transformers.AutoModelForCausalLM).from_config(config).eval()
-        for parameter in model.parameters():
-            parameter.data += 0.05 * torch.randn(parameter.shape)
-    return model.requires_grad_(False)
-
-
-def quantized(
-    graph: GraphModule, scheme: str, targets: str | tuple[str, ...] = "re:.*", ignore: tuple[str, ...] = ()
-) -> GraphModule:
-    return Rtn(scheme, targets=targets, ignore=ignore).run(graph, Context())
-
-
-def relative_error(got: np.ndarray, expected: Any) -> float:
-    reference = np.asarray(expected, np.float64)
-    assert got.shape == reference.shape
-    return float(np.linalg.norm(got - reference) / np.linalg.norm(reference))
 
 
 def decoding_error(graph: GraphModule, library: Library) -> float:

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from compressor.errors import UsageError
 
@@ -24,7 +24,13 @@ _GROUP = "compressor.targets"
 
 
 class Target(Protocol):
-    """What lowering needs to know of a target."""
+    """What lowering needs to know of a target.
+
+    Attributes:
+        bundle: what a run makes for it: ``native``, libraries that are linked (:class:`NativeTarget`), or ``web``.
+    """
+
+    bundle: ClassVar[Literal["native", "web"]]
 
     def resolve(self) -> Isa:
         """The instruction set to generate for; raises UsageError when it cannot be had."""
@@ -39,7 +45,11 @@ class Target(Protocol):
         """Whether this machine can execute code for ``isa`` (else kernels are only `compiled`)."""
 
     def check_toolchain(self) -> None:
-        """Raise ToolchainError unless :meth:`link` has what it needs."""
+        """Raise ToolchainError unless a run has the tools that it needs."""
+
+
+class NativeTarget(Target, Protocol):
+    """A target whose kernels are machine code."""
 
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link object files into a shared library; raises ToolchainError."""

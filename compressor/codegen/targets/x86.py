@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compressor_runtime import allow_tiles
 
@@ -30,6 +30,8 @@ class X86:
             ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits; or ``any``: kernels for AMX, AVX512-VNNI and AVX2 in
             one bundle, which takes the best that it finds where it is loaded.
     """
+
+    bundle: ClassVar[Literal["native"]] = "native"
 
     isa: Literal["native", "any", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 

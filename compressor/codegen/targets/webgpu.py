@@ -1,0 +1,50 @@
+"""Browsers: kernels in WGSL, run by ``export/web/runner.js``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from compressor.codegen.kernels.vector import Isa
+from compressor.errors import ToolchainError
+
+if TYPE_CHECKING:
+    import tvm
+
+WGSL = Isa("wgsl", 1, False, False, (), "generic")
+"""Nothing of a CPU is asked for."""
+
+
+@dataclass(frozen=True)
+class Webgpu:
+    """WebGPU, within the default limits that every browser gives."""
+
+    bundle: ClassVar[Literal["web"]] = "web"
+
+    def resolve(self) -> Isa:
+        """WGSL is the same everywhere."""
+        return WGSL
+
+    def faster(self) -> tuple[Isa, ...]:
+        """None."""
+        return ()
+
+    def executes(self, isa: Isa) -> bool:
+        """Whether the package wgpu is here and finds an adapter, be it a software one."""
+        from compressor.webgpu import device
+
+        try:
+            device()
+        except ToolchainError:
+            return False
+        return True
+
+    def tvm_target(self, isa: Isa) -> tvm.target.Target:
+        """TVM's target, with WebGPU's default limits."""
+        import tvm
+
+        limits = {"max_num_threads": 256, "max_shared_memory_per_block": 16384}
+        return tvm.target.Target({"kind": "webgpu", **limits}, host=tvm.target.Target("llvm"))
+
+    def check_toolchain(self) -> None:
+        """Nothing is needed: browsers compile."""

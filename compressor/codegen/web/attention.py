@@ -1,0 +1,202 @@
+"""Attention in WGSL: with a cache, causal, for decoders; with a mask of padding for encoders.
+
+A workgroup serves ``QUERIES`` queries of one head.  It takes ``LANES`` keys at a time: each thread scores one of them
+for all queries, then threads add up the values' channels under a maximum and a sum that are corrected on the way
+(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).  Where there are more threads than channels, each of
+``PARTS`` takes every ``PARTS``-th key, and the parts are added at the end.
+"""
+
+from __future__ import annotations
+
+from compressor.codegen.web.kernel import Buffer, Expression, Kernel
+
+ONE, MANY = {"LANES": 64, "QUERIES": 1}, {"LANES": 64, "QUERIES": 8}
+"""Shipped constants for one query, and for several."""
+
+
+def write_cache(kv_heads: int, width: int) -> Kernel:
+    """New keys or values into a cache, at their positions.
+
+    Buffers: added f32 [B, kv_heads, S, width], position i32 [S], cache f32 [B, kv_heads, T, width].  Sizes: B, S, T.
+    """
+    text = f"""
+@compute @workgroup_size(LANES)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
+  for (var i = thread; i < {width}u; i += LANES) {{
+    cache[(id.y * sizes.T + u32(position[id.x])) * {width}u + i] = added[(id.y * sizes.S + id.x) * {width}u + i];
+  }}
+}}
+"""
+    buffers = (Buffer("added"), Buffer("position", "i32"), Buffer("cache", written=True))
+    groups: tuple[Expression, ...] = ("S", ["*", "B", kv_heads], 1)
+    name = f"write_cache_{kv_heads}x{width}"
+    return Kernel(name, "write_cache", buffers, ("B", "S", "T"), {"LANES": 64}, groups, text)
+
+
+def cached_attention(
+    heads: int, kv_heads: int, width: int, scale: float, window: int, softcap: float, has_sinks: bool
+) -> tuple[Kernel, ...]:
+    """Causal attention over a cache that holds the new keys and values already, for one query and for several; see
+    :func:`compressor.ops.cached_attention`.
+
+    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, T, width], position i32 [S], sinks f32 [heads]
+    (where there are any), y f32 [B, S, heads, width].  Sizes: B, S, T.
+    """
+    shape = "_".join(f"{n:g}" for n in (heads, kv_heads, width, scale, window, softcap))
+    name = f"cached_attention_{shape}".replace("-", "m").replace(".", "p") + ("_sinks" if has_sinks else "")
+    sinks = [Buffer("sinks")] * has_sinks
+    own = "u32(position[min(first + n, sizes.S - 1u)])"
+    seen = f"j <= {own}" + (f" && j + {window}u > {own}" if window else "")
+    text = _attention(
+        heads,
+        kv_heads,
+        width,
+        scale,
+        places="sizes.T",
+        begin=f"u32(max(0, position[first] - {window - 1}))" if window else "0u",
+        end="u32(position[min(first + QUERIES, sizes.S) - 1u]) + 1u",
+        score=f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))" if softcap else "score",
+        seen=seen,
+        sink="sinks[head]" if has_sinks else None,
+    )
+    inner = [Buffer("position", "i32"), *sinks]
+    return _kernels(name, "cached_attention", heads, width, inner, ("B", "S", "T"), text)
+
+
+def masked_attention(heads: int, kv_heads: int, width: int, scale: float) -> tuple[Kernel, ...]:
+    """Attention of all tokens that are none of padding; see :func:`compressor.ops.masked_attention`.
+
+    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, S, width], mask f32 [B, S], y f32 [B, S, heads,
+    width].  Sizes: B, S.
+    """
+    name = f"masked_attention_{heads}_{kv_heads}_{width}_{scale:g}".replace("-", "m").replace(".", "p")
+    seen = "mask[batch * sizes.S + j] != 0.0"
+    text = _attention(
+        heads, kv_heads, width, scale, places="sizes.S", begin="0u", end="sizes.S", score="score", seen=seen, sink=None
+    )
+    return _kernels(name, "masked_attention", heads, width, [Buffer("mask")], ("B", "S"), text)
+
+
+def _kernels(
+    name: str, family: str, heads: int, width: int, inner: list[Buffer], sizes: tuple[str, ...], text: str
+) -> tuple[Kernel, ...]:
+    element = _element(width)
+    outer = [Buffer("q", element), Buffer("keys", element), Buffer("held", element)]
+    buffers = (*outer, *inner, Buffer("y", element, written=True))
+
+    def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
+        groups: tuple[Expression, ...] = (["ceil", "S", "QUERIES"], ["*", "B", heads], 1)
+        return Kernel(f"{name}{suffix}", family, buffers, sizes, constants, groups, text, limits)
+
+    return kernel("_one", ONE, {"S": 1}), kernel("_many", MANY, {})
+
+
+def _element(width: int) -> str:
+    """What vectors of channels are bound as."""
+    return "f32" if width % 4 else "vec4<f32>"
+
+
+def _attention(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    scale: float,
+    *,
+    places: str,
+    begin: str,
+    end: str,
+    score: str,
+    seen: str,
+    sink: str | None,
+) -> str:
+    element, product = _element(width), "a * b" if width % 4 else "dot(a, b)"
+    words = width if width % 4 else width // 4
+    return f"""
+const LOWEST = -3.0e38;
+const ITEMS: u32 = QUERIES * {words}u;
+const PARTS: u32 = max(1u, LANES / ITEMS);
+const EACH: u32 = (ITEMS * PARTS + LANES - 1u) / LANES;
+var<workgroup> query: array<{element}, ITEMS>;
+var<workgroup> scores: array<f32, QUERIES * LANES>;
+var<workgroup> highest: array<f32, QUERIES>;
+var<workgroup> shrink: array<f32, QUERIES>;
+var<workgroup> sums: array<f32, QUERIES>;
+var<workgroup> parts: array<{element}, ITEMS * PARTS>;
+
+fn product(a: {element}, b: {element}) -> f32 {{ return {product}; }}
+
+@compute @workgroup_size(LANES)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
+  let first = id.x * QUERIES;
+  let batch = id.y / {heads}u;
+  let head = id.y % {heads}u;
+  let base = (batch * {kv_heads}u + head / {heads // kv_heads}u) * {places};
+  for (var i = thread; i < ITEMS; i += LANES) {{
+    let s = min(first + i / {words}u, sizes.S - 1u);
+    query[i] = q[(id.y * sizes.S + s) * {words}u + i % {words}u] * {scale!r};
+  }}
+  for (var n = thread; n < QUERIES; n += LANES) {{
+    highest[n] = {sink or "LOWEST"};
+    sums[n] = {"1.0" if sink else "0.0"};
+  }}
+  var totals = array<{element}, EACH>();
+  let end = {end};
+  for (var at = {begin}; at < end; at += LANES) {{
+    workgroupBarrier();
+    let j = at + thread;
+    var found = array<f32, QUERIES>();
+    if (j < end) {{
+      for (var i = 0u; i < {words}u; i++) {{
+        let key = keys[(base + j) * {words}u + i];
+        for (var n = 0u; n < QUERIES; n++) {{ found[n] += product(query[n * {words}u + i], key); }}
+      }}
+    }}
+    for (var n = 0u; n < QUERIES; n++) {{
+      let score = found[n];
+      scores[n * LANES + thread] = select(LOWEST, {score}, j < end && {seen});
+    }}
+    workgroupBarrier();
+    for (var n = thread; n < QUERIES; n += LANES) {{
+      var most = highest[n];
+      for (var k = 0u; k < LANES; k++) {{ most = max(most, scores[n * LANES + k]); }}
+      shrink[n] = exp(highest[n] - most);
+      highest[n] = most;
+    }}
+    workgroupBarrier();
+    for (var n = 0u; n < QUERIES; n++) {{
+      scores[n * LANES + thread] = exp(scores[n * LANES + thread] - highest[n]);
+    }}
+    workgroupBarrier();
+    for (var n = thread; n < QUERIES; n += LANES) {{
+      var sum = sums[n] * shrink[n];
+      for (var k = 0u; k < LANES; k++) {{ sum += scores[n * LANES + k]; }}
+      sums[n] = sum;
+    }}
+    let count = min(LANES, end - at);
+    for (var e = 0u; e < EACH; e++) {{
+      let item = (e * LANES + thread) / PARTS;
+      if (item < ITEMS) {{
+        let n = item / {words}u;
+        var total = totals[e] * shrink[n];
+        for (var k = thread % PARTS; k < count; k += PARTS) {{
+          total += held[(base + at + k) * {words}u + item % {words}u] * scores[n * LANES + k];
+        }}
+        totals[e] = total;
+      }}
+    }}
+  }}
+  for (var e = 0u; e < EACH; e++) {{
+    let place = e * LANES + thread;
+    if (place < ITEMS * PARTS) {{ parts[place] = totals[e]; }}
+  }}
+  workgroupBarrier();
+  for (var item = thread; item < ITEMS; item += LANES) {{
+    let s = first + item / {words}u;
+    var total = parts[item * PARTS];
+    for (var part = 1u; part < PARTS; part++) {{ total += parts[item * PARTS + part]; }}
+    if (s < sizes.S) {{
+      y[((batch * sizes.S + s) * {heads}u + head) * {words}u + item % {words}u] = total / sums[item / {words}u];
+    }}
+  }}
+}}
+"""

@@ -1,0 +1,163 @@
+"""Converters from operators of the FX graph to calls of WGSL kernels, as TVM's importer calls them.
+
+A call stands in the Relax program as ``call_dps_packed`` of a name, which no pass of TVM looks into;
+:mod:`compressor.codegen.web.program` turns it into the dispatches that are kept here under that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import tvm
+from torch import fx
+from tvm import relax
+
+from compressor.codegen.convert import index_rows, slice_rows
+from compressor.codegen.web import attention, dense_linear, embedding, norm, packed_linear
+from compressor.codegen.web.kernel import Kernel
+from compressor.errors import UsageError
+from compressor.formats import Format
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One of the dispatches behind a call.
+
+    Attributes:
+        kernels: the first whose limits are kept computes it.
+        operands: for each of their buffers which operand of the call it is; -1 is the call's output.
+        sizes: from the shapes of the operands to the kernels' sizes.
+    """
+
+    kernels: tuple[Kernel, ...]
+    operands: tuple[int, ...]
+    sizes: Callable[[list[list[Any]]], list[Any]]
+
+
+class WebConverter:
+    """Turns each of our operators into a call of WGSL kernels.
+
+    Attributes:
+        calls: the dispatches behind each name.
+        smallest_packed: elements of the smallest packed weight, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[Dispatch, ...]] = {}
+        self.smallest_packed: int | None = None
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """Operator name -> converter."""
+        return {
+            "dense_linear.default": self._dense_linear,
+            "packed_linear.default": self._packed_linear,
+            "rms_norm.default": self._rms_norm,
+            "layer_norm.default": self._layer_norm,
+            "cached_attention.default": self._cached_attention,
+            "masked_attention.default": self._masked_attention,
+            "embedding.default": self._embedding,
+            "slice.Tensor": slice_rows,
+            "split.Tensor": _split,
+            "index.Tensor": index_rows,
+            "patches.default": _refused("convolutions"),
+            "pack_cache.default": _refused("packed caches (the pass kv_cache)"),
+            "packed_attention.default": _refused("packed caches (the pass kv_cache)"),
+        }
+
+    def _call(self, importer: Any, name: str, dispatches: Sequence[Dispatch], operands: list[Any], out: Any) -> Any:
+        self.calls.setdefault(name, tuple(dispatches))
+        return importer.block_builder.emit(relax.call_dps_packed(name, relax.Tuple(operands), out))
+
+    def _rowwise(self, importer: Any, kernels: tuple[Kernel, ...], x: Any, rest: list[Any], width: int) -> Any:
+        """Kernels over the last dimension of ``x``, whose only size is the number of rows."""
+        operands = [x, *(part for part in rest if part is not None)]
+        dispatch = Dispatch(kernels, (*range(len(operands)), -1), lambda shapes: [_product(shapes[0][:-1])])
+        out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
+        return self._call(importer, kernels[0].name, [dispatch], operands, out)
+
+    def _dense_linear(self, node: fx.Node, importer: Any) -> Any:
+        x, weight, bias = importer.retrieve_args(node)
+        rows, columns = (int(n) for n in weight.ty.shape)
+        storage = {"uint16": "bfloat16"}.get(str(weight.ty.dtype), str(weight.ty.dtype))
+        kernels = dense_linear.dense_linear(rows, columns, storage, bias is not None)
+        return self._rowwise(importer, kernels, x, [weight, bias], rows)
+
+    def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
+        x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
+        self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
+        kernels = packed_linear.packed_linear(rows, columns, Format.parse(format_name), bias is not None)
+        return self._rowwise(importer, kernels, x, [*parts, bias], rows)
+
+    def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
+        x, weight, eps = importer.retrieve_args(node)
+        width = int(weight.ty.shape[0])
+        return self._rowwise(importer, (norm.norm(width, eps, False, False),), x, [weight], width)
+
+    def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
+        x, shape, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
+        if len(shape) != 1 or weight is None:
+            return importer._layer_norm(node)
+        width = int(shape[0])
+        return self._rowwise(importer, (norm.norm(width, eps, True, bias is not None),), x, [weight, bias], width)
+
+    def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
+        (batch, heads, new, width), kv_heads = q.ty.shape, int(k.ty.shape[1])
+        shape = (int(heads), kv_heads, int(width), float(scale), int(window), float(softcap))
+        write, attend = (
+            attention.write_cache(kv_heads, int(width)),
+            attention.cached_attention(*shape, sinks is not None),
+        )
+
+        def sizes(shapes: list[list[Any]]) -> list[Any]:
+            return [shapes[0][0], shapes[0][2], shapes[3][2]]
+
+        dispatches = [
+            Dispatch((write,), (1, 5, 3), sizes),
+            Dispatch((write,), (2, 5, 4), sizes),
+            Dispatch(attend, (0, 3, 4, 5, *([6] if sinks is not None else []), -1), sizes),
+        ]
+        operands = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
+        out = relax.TensorType([batch, new, heads, width], "float32")
+        return self._call(importer, attend[0].name, dispatches, operands, out)
+
+    def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
+        q, k, v, mask, scale = importer.retrieve_args(node)
+        batch, heads, length, width = q.ty.shape
+        kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2]])
+        out = relax.TensorType([batch, length, heads, width], "float32")
+        return self._call(importer, kernels[0].name, [dispatch], [q, k, v, mask], out)
+
+    def _embedding(self, node: fx.Node, importer: Any) -> Any:
+        table, ids = importer.retrieve_args(node)[:2]
+        rows, width = (int(n) for n in table.ty.shape)
+        storage = {"uint16": "bfloat16"}.get(str(table.ty.dtype), str(table.ty.dtype))
+        kernel = embedding.embedding(rows, width, storage)
+        dispatch = Dispatch((kernel,), (0, 1, -1), lambda shapes: [_product(shapes[1])])
+        out = relax.TensorType([*ids.ty.shape, width], "float32")
+        return self._call(importer, kernel.name, [dispatch], [table, ids], out)
+
+
+def _split(node: fx.Node, importer: Any) -> Any:
+    """Slices, which join the kernels that read them, in place of one kernel with several outputs."""
+    x, size, axis = (*importer.retrieve_args(node), 0)[:3]
+    total = int(x.ty.shape[axis])
+    parts = [relax.op.strided_slice(x, [axis], [i], [min(i + size, total)]) for i in range(0, total, size)]
+    return relax.Tuple([importer.block_builder.emit(part) for part in parts])
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    return prod(sizes, start=tvm.tirx.IntImm("int64", 1))
+
+
+def _refused(what: str) -> Callable[[fx.Node, Any], Any]:
+    """A converter that says what the target has no kernels for, and where it is."""
+
+    def refuse(node: fx.Node, _importer: Any) -> Any:
+        raise UsageError(f"node {node.name}: the target webgpu has no kernels for {what}; take the target x86 for them")
+
+    return refuse

@@ -1,0 +1,75 @@
+"""Functions of float32 that devices compute badly, as arithmetic: what WGSL promises of its own is little.
+
+Its sine and cosine may be wrong by 2^-11 and are promised only between -pi and pi, where rotary embeddings ask for
+angles of thousands; its power is not defined for negative numbers, and its tanh may overflow on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+_TWO_OVER_PI = 0.6366197723675814
+_HALF_PI = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
+"""Pi / 2 in three parts, the first two of so few bits that their products with whole numbers up to 2^15 are exact: Cody
+and Waite 1980, Software Manual for the Elementary Functions, chapter 8."""
+_SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+"""Minimax polynomials between -pi / 4 and pi / 4: Moshier, Cephes mathematical library, sinf."""
+
+
+def _number(value: float) -> Any:
+    return tirx.const(value, "float32")
+
+
+def _quarter_turns(x: Any, ahead: int) -> Any:
+    """The sine of an angle and of so many right angles more."""
+    turns = tirx.floor(x * _number(_TWO_OVER_PI) + _number(0.5))
+    rest = x
+    for part in _HALF_PI:
+        rest = rest - turns * _number(part)
+    square = rest * rest
+    sine = rest + rest * square * _polynomial(_SINE, square)
+    cosine = _number(1.0) - _number(0.5) * square + square * square * _polynomial(_COSINE, square)
+    quadrant = tirx.bitwise_and(tirx.Cast("int32", turns) + tirx.const(ahead, "int32"), tirx.const(3, "int32"))
+    size = tirx.Select(tirx.bitwise_and(quadrant, tirx.const(1, "int32")) == 1, cosine, sine)
+    return tirx.Select(quadrant >= 2, -size, size)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
+    """By Horner's rule, the highest power first."""
+    value = _number(coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x + _number(coefficient)
+    return value
+
+
+def _tanh(op: Any) -> Any:
+    """Devices may compute it by way of exponentials that overflow."""
+    x = tirx.max(tirx.min(op.args[0], _number(15.0)), _number(-15.0))
+    return _number(1.0) - _number(2.0) / (tirx.exp(x + x) + _number(1.0))
+
+
+def _sigmoid(op: Any) -> Any:
+    """The same."""
+    x = tirx.max(op.args[0], _number(-80.0))
+    return _number(1.0) / (_number(1.0) + tirx.exp(-x))
+
+
+def _power(op: Any) -> Any:
+    """WGSL's is not defined for negative numbers: whole exponents are products."""
+    x, exponent = op.args
+    if not isinstance(exponent, tirx.FloatImm) or exponent.value not in range(1, 9):
+        return None
+    product = x
+    for _ in range(int(exponent.value) - 1):
+        product = product * x
+    return product
+
+
+tirx.op.register_intrin_lowering("tirx.sin", target="webgpu", f=lambda op: _quarter_turns(op.args[0], 0), level=99)
+tirx.op.register_intrin_lowering("tirx.cos", target="webgpu", f=lambda op: _quarter_turns(op.args[0], 1), level=99)
+tirx.op.register_intrin_lowering("tirx.pow", target="webgpu", f=_power, level=99)
+tirx.op.register_intrin_lowering("tirx.tanh", target="webgpu", f=_tanh, level=99)
+tirx.op.register_intrin_lowering("tirx.sigmoid", target="webgpu", f=_sigmoid, level=99)

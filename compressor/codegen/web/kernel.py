@@ -1,0 +1,107 @@
+"""A kernel in WGSL: what it binds, which numbers it is given, and the constants it is specialised with where it runs.
+
+Sizes that change from call to call (tokens, sequences) are numbers of a uniform buffer; what a device may want
+otherwise (lanes, tokens at once) are constants in front of the source, so that one text serves all variants and whoever
+runs it writes ``const NAME: u32 = value;`` before it.  Shapes and formats are part of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Expression = int | str | list[Any]
+"""A number, the name of one, or ``[operator, left, right]`` with ``+ - * // % min max ceil`` (``ceil``: divided,
+rounded up): what a manifest says of sizes, and a run-time evaluates."""
+
+LARGEST_GRID = 65535
+"""Workgroups along one dimension that every device takes (maxComputeWorkgroupsPerDimension)."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A storage buffer that a kernel binds.
+
+    Attributes:
+        element: WGSL's type of its elements.
+        written: whether the kernel writes to it.
+    """
+
+    name: str
+    element: str = "f32"
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One dispatch.
+
+    Attributes:
+        buffers: in the order of their bindings, all in group 0; the numbers are the binding after the last.
+        sizes: names of the numbers, u32, in order.
+        constants: what the text is specialised with, and the values that serve until a device has tuned.
+        groups: workgroups along x, y and z, in terms of sizes and constants.
+        text: what follows the bindings; its entry point is ``main``.
+        limits: the kernel serves calls whose sizes are at most these.
+        details: what its record in the manifest says beside.
+    """
+
+    name: str
+    family: str
+    buffers: tuple[Buffer, ...]
+    sizes: tuple[str, ...]
+    constants: Mapping[str, int]
+    groups: tuple[Expression, ...]
+    text: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """The text with its bindings, without the constants."""
+        lines = []
+        for i, b in enumerate(self.buffers):
+            access = "read_write" if b.written else "read"
+            lines.append(f"@group(0) @binding({i}) var<storage, {access}> {b.name}: array<{b.element}>;")
+        members = ", ".join(f"{name}: u32" for name in self.sizes)
+        lines.append(f"struct Sizes {{ {members} }}")
+        lines.append(f"@group(0) @binding({len(self.buffers)}) var<uniform> sizes: Sizes;")
+        return "\n".join([*lines, self.text.strip(), ""])
+
+    def record(self) -> dict[str, Any]:
+        """What a program says of it."""
+        return {
+            "source": self.source,
+            "buffers": ["write" if b.written else "read" for b in self.buffers],
+            "sizes": list(self.sizes),
+            "constants": dict(self.constants),
+            "groups": list(self.groups),
+            **({"limits": dict(self.limits)} if self.limits else {}),
+        }
+
+
+def specialised(source: str, constants: Mapping[str, int]) -> str:
+    """The text that a device compiles."""
+    return "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items()) + source
+
+
+def evaluate(expression: Expression, names: Mapping[str, int]) -> int:
+    """The value of an expression."""
+    if isinstance(expression, int):
+        return expression
+    if isinstance(expression, str):
+        return names[expression]
+    operator, *operands = expression
+    left, right = (evaluate(operand, names) for operand in operands)
+    values = {
+        "+": lambda: left + right,
+        "-": lambda: left - right,
+        "*": lambda: left * right,
+        "//": lambda: left // right,
+        "%": lambda: left % right,
+        "min": lambda: min(left, right),
+        "max": lambda: max(left, right),
+        "ceil": lambda: -(-left // right),
+    }
+    return values[operator]()

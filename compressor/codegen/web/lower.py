@@ -1,0 +1,141 @@
+"""FX -> Relax -> a WebGPU program: the phases, and the check of stored bytes after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm
+from numpy.typing import NDArray
+from torch.fx import GraphModule
+from tvm import relax
+
+from compressor.capture import reexport
+from compressor.codegen.lower import Importer, check_storage, import_program, naming
+from compressor.codegen.sizes import fixed_sizes
+from compressor.codegen.web.argmax import argmax
+from compressor.codegen.web.convert import WebConverter
+from compressor.codegen.web.program import ProgramWriter, expression
+from compressor.errors import VerificationError
+
+_SIZES: dict[str, dict[str, tuple[str, ...]]] = {
+    "decoder": {"ids": ("B", "S"), "keep": ("R",), "k_cache_0": ("B", "", "T", "")},
+    "encoder": {"ids": ("B", "S")},
+}
+"""Names of the symbolic sizes, by the inputs that have them."""
+
+
+@dataclass(frozen=True)
+class WebProgram:
+    """A program, and what belongs to it.
+
+    Attributes:
+        content: inputs, output, scratch buffers, kernels and steps, as plain data; see docs/web.md.
+        parameters: names of the parameters, in order of first use.
+        constants: arrays that the program itself holds, by name.
+        kernels: one record a kernel for the manifest: name, family, format.
+    """
+
+    content: Mapping[str, Any]
+    parameters: list[str]
+    constants: Mapping[str, NDArray[Any]]
+    kernels: list[dict[str, Any]]
+
+
+def web_phases() -> list[tuple[str, tvm.transform.Pass]]:
+    """The phases from the imported program to the calls that become dispatches."""
+    t = relax.transform
+    return [
+        ("legalize", t.LegalizeOps()),
+        ("annotate", t.AnnotateTIROpPattern()),
+        ("fuse_ops", t.FuseOps()),
+        ("fuse_tir", t.FuseTIR()),
+        ("drop_dead_code", t.DeadCodeElimination()),
+        ("rewrite_reshapes", t.RewriteDataflowReshape()),  # they are views
+    ]
+
+
+def compile_program(
+    graph: GraphModule, target: tvm.target.Target, dump: Callable[[str, str], None] | None = None
+) -> WebProgram:
+    """Lower a graph to WGSL.
+
+    Args:
+        target: TVM's, with the limits that kernels must keep.
+        dump: called with (phase, text) after each phase.
+    Raises:
+        UsageError: the target has no kernel for an operator or a format.
+        VerificationError: a phase turned packed weights into dense ones, or something cannot be said in WGSL.
+    """
+    converter, program = WebConverter(), reexport(graph)
+    info = graph.meta["model"]
+    activations = fixed_sizes(program)
+    mod, parameters = import_program(program, converter.table(), _NarrowImporter(info.kind == "decoder"))
+    with target:
+        check_storage(mod, "import", converter.smallest_packed, activations)
+        for name, phase in web_phases():
+            with naming(name):
+                mod = phase(mod)
+            check_storage(mod, name, converter.smallest_packed, activations)
+            if dump is not None:
+                dump(name, mod.script())
+    inputs = mod["main"].params[: len(mod["main"].params) - len(parameters)]
+    for x in inputs:
+        if str(x.ty.dtype) not in ("float32", "int32"):
+            raise VerificationError(f"input {x.name} has type {x.ty.dtype}; the target webgpu takes float32 and int64")
+    names = _size_names(info.kind, inputs)
+    writer = ProgramWriter(mod, converter.calls, target)
+    references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
+    with naming("generate"):
+        output = writer.write(names, references)
+    content: dict[str, Any] = {
+        "inputs": [
+            {"name": x.name, "dtype": str(x.ty.dtype), "shape": [expression(n, names) for n in x.ty.shape]}
+            for x in inputs
+        ],
+        "output": output,
+        "scratch": writer.scratch,
+        "kernels": writer.kernels,
+        "steps": writer.steps,
+    }
+    if info.kind == "decoder":
+        sampler = argmax(info.vocab_size)
+        content["argmax"] = {"kernel": sampler.name}
+        writer.kernels[sampler.name] = sampler.record()
+        writer.details[sampler.name] = {"family": sampler.family}
+    used = dict.fromkeys(b.partition(":")[2] for s in writer.steps for b in s["buffers"] if b.startswith("parameter:"))
+    kernels = [{"name": name, **details} for name, details in writer.details.items()]
+    if dump is not None:
+        dump("wgsl", "\n".join(f"// {name}\n{record['source']}" for name, record in writer.kernels.items()))
+    return WebProgram(content, list(used), writer.constants, kernels)
+
+
+def _size_names(kind: str, inputs: Any) -> dict[str, str]:
+    """Symbolic sizes of the inputs -> their names in a program."""
+    found: dict[str, str] = {}
+    wanted = _SIZES.get(kind, {})
+    for x in inputs:
+        for axis, size in enumerate(x.ty.shape):
+            if isinstance(size, tvm.ir.Var):
+                given = wanted.get(x.name, ())
+                name = given[axis] if axis < len(given) else ""
+                if name or size.name not in found:
+                    found[size.name] = name or found.get(size.name) or size.name
+    return found
+
+
+class _NarrowImporter(Importer):
+    """Integers are int32: WGSL has no wider ones."""
+
+    @staticmethod
+    def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:
+        return Importer._convert_pytorch_tensor_to_tvm(tensor.int() if tensor.dtype == torch.int64 else tensor)
+
+    def create_input_vars(self, exported_program: Any) -> Any:
+        parameters, inputs, constraints = super().create_input_vars(exported_program)
+        for name, var in inputs.items():
+            if str(var.ty.dtype) == "int64":
+                inputs[name] = relax.Var(name, relax.TensorType(var.ty.shape, "int32"))
+        return parameters, inputs, constraints

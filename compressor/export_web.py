@@ -1,0 +1,142 @@
+"""Writes bundles for browsers: program, weights in shards, run-time, page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import CompressorError
+from compressor.export import explaining_failed_writes, installed_versions, listing, with_total, write_tokenizer
+from compressor.resources import resource
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SCHEMA_VERSION = 1
+SHARD_BYTES = 16 << 20
+"""A shard is checked, and kept by the browser, as a whole."""
+_ALIGNMENT_BYTES = 16
+_SHIPPED = ("runner.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers")
+
+
+@dataclass(frozen=True)
+class WebParts:
+    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.BundleParts`."""
+
+    graph: nn.Module
+    parameters: Sequence[str]
+    constants: Mapping[str, Tensor]  # what the program itself holds, by name
+    program: Mapping[str, Any]  # see compressor.codegen.web.lower.WebProgram
+    model: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    sites: Sequence[Mapping[str, Any]]
+    kernels: Sequence[Mapping[str, Any]]
+    dense_weight_bytes: int
+    calibration: Mapping[str, Any] | None = None
+    tokenizer: Path | None = None
+    lock: str | None = None
+
+
+def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
+    """Write all files of a bundle into the empty ``folder``; returns its manifest.
+
+    Raises:
+        CompressorError: a parameter or the tokenizer is missing, or writing failed.
+    """
+    with explaining_failed_writes(folder):
+        return _fill(folder, parts)
+
+
+def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
+    tensors = {name: _parameter(parts.graph, name) for name in parts.parameters} | dict(parts.constants)
+    web = resource("export") / "web"
+    for name in _SHIPPED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(web / name, folder / name)
+    if parts.tokenizer is not None:
+        write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
+    if parts.lock is not None:
+        (folder / "compress.lock").write_text(parts.lock, encoding="utf-8")
+    readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
+    (folder / "README.md").write_text(readme.substitute(name=parts.model.get("name", "model")), encoding="utf-8")
+    program = json.dumps(parts.program, separators=(",", ":"), ensure_ascii=False)
+    (folder / "webgpu.json").write_text(program, encoding="utf-8")
+    places, shards = _write_shards(folder, tensors)
+    weight_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    manifest = {
+        "format": "compressor web bundle",
+        "schema_version": SCHEMA_VERSION,
+        "kind": parts.model["kind"],
+        "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
+        "recipe": parts.recipe,
+        "calibration": parts.calibration,
+        "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
+        "sites": list(parts.sites),
+        "kernels": list(parts.kernels),
+        "versions": installed_versions(),
+        "weights": {"shards": shards, "tensors": places},
+        "weight_bytes": weight_bytes,
+        "dense_weight_bytes": parts.dense_weight_bytes,
+        "files": listing(folder, {shard["file"]: shard["sha256"] for shard in shards}),
+    }
+    text = with_total(manifest)
+    (folder / "manifest.json").write_bytes(text)
+    read: dict[str, Any] = json.loads(text)
+    return read
+
+
+def _parameter(graph: nn.Module, name: str) -> Tensor:
+    try:
+        return graph.get_parameter(name).detach()
+    except AttributeError as error:
+        raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Where each tensor lies in all shards together, and the shards."""
+    from compressor.tensor_files import DTYPES
+
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    places, offset = {}, 0
+    for name, tensor in tensors.items():
+        size_bytes = tensor.numel() * tensor.itemsize
+        shape = list(tensor.shape)
+        places[name] = {"offset": offset, "bytes": size_bytes, "dtype": names[tensor.dtype], "shape": shape}
+        offset += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    shards: list[dict[str, Any]] = []
+    (folder / "weights").mkdir()
+    for number, content in enumerate(_shards(_contents(tensors))):
+        file = f"weights/{number:04d}.bin"
+        (folder / file).write_bytes(content)
+        shards.append({"file": file, "bytes": len(content), "sha256": sha256(content).hexdigest()})
+    return places, shards
+
+
+def _contents(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Bytes of one tensor after another, each filled up to a multiple of the alignment."""
+    import torch
+
+    for tensor in tensors.values():
+        content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        yield content
+        yield memoryview(bytes(-len(content) % _ALIGNMENT_BYTES))
+
+
+def _shards(contents: Iterator[memoryview]) -> Iterator[bytes]:
+    shard = bytearray()
+    for content in contents:
+        while len(content):
+            taken = content[: SHARD_BYTES - len(shard)]
+            shard += taken
+            content = content[len(taken) :]
+            if len(shard) == SHARD_BYTES:
+                yield bytes(shard)
+                shard.clear()
+    if shard:
+        yield bytes(shard)

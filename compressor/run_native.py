@@ -1,0 +1,99 @@
+"""What a run makes for targets whose kernels are libraries: compiled, linked, and run here where this machine can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from compressor.codegen.lower import Library, compile_graph
+from compressor.codegen.targets import NativeTarget
+from compressor.evaluate_model import BundleProcess
+from compressor.pipeline import Context
+from compressor.recipe import Recipe
+from compressor.report import Check
+from compressor.run_assemble import assemble
+from compressor.runtime import read_manifest
+from compressor.verify_smoke import smoke_test
+
+if TYPE_CHECKING:
+    from compressor.codegen.kernels.vector import Isa
+
+Dumper = Callable[["Isa | None"], Callable[[str, str], None] | None]
+
+
+class NativeMaker:
+    """Makes and checks a bundle that Python and C++ load.
+
+    Attributes:
+        runs_here: whether this machine can execute the kernels.
+        timed: whether their speed here says something.
+        schedules, tried, notes: of all libraries; see :class:`compressor.codegen.lower.Library`.
+    """
+
+    timed = True
+
+    def __init__(self, target: NativeTarget, threads: int | None) -> None:
+        self._target, self._threads = target, threads
+        self._libraries: list[Library] = []
+        self.runs_here = target.executes(target.resolve())
+        self.schedules: dict[str, dict[str, Any]] = {}
+        self.tried: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def compile(
+        self, graph: GraphModule, tune: str, pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
+    ) -> None:
+        """Generate the kernels for all instruction sets."""
+        for isa in (None, *self._target.faster()):
+            library = compile_graph(
+                graph, self._target, isa=isa, tune=tune, threads=self._threads, pinned=pinned, dump=dump(isa)
+            )
+            self._libraries.append(library)
+            self.schedules |= library.schedules
+            self.tried += library.tried
+            self.notes += [note for note in library.notes if note not in self.notes]
+
+    def write(
+        self,
+        folder: Path,
+        graph: GraphModule,
+        recipe: Recipe,
+        context: Context,
+        dense_weight_bytes: int,
+        lock: str,
+        independent: bool,
+    ) -> dict[str, Any]:
+        """All files of the bundle; returns its manifest."""
+        assemble(
+            folder, graph, self._libraries, self._target, recipe, context, dense_weight_bytes, lock,
+            independent=independent,
+        )  # fmt: skip
+        self._libraries.clear()  # they hold memory, which the rest of the run needs
+        return read_manifest(folder)
+
+    def check(self, folder: Path) -> tuple[float, list[Check]]:
+        """The kernels' error against the graph, and what else was made sure of."""
+        smoke = smoke_test(folder, self._threads)
+        checks = [Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch")]
+        if self._target.faster():
+            isas = (*self._target.faster(), self._target.resolve())
+            checks += [self._check_library(folder, isa) for isa in isas]
+        return smoke.error, checks
+
+    def process(self, folder: Path) -> BundleProcess:
+        """The bundle in a process of its own, to be evaluated."""
+        return BundleProcess(folder, self._threads)
+
+    def why_not(self) -> str:
+        """Why nothing runs here, in words."""
+        return f"kernels are compiled for {self._target.resolve().name}, which this machine lacks: nothing was measured"
+
+    def _check_library(self, folder: Path, isa: Isa) -> Check:
+        """What came of running the kernels for one of several instruction sets."""
+        if not self._target.executes(isa):
+            return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
+        error = smoke_test(folder, self._threads, isa.name).error
+        return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")

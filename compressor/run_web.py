@@ -1,0 +1,128 @@
+"""What a run makes for browsers: a program in WGSL, checked and evaluated through wgpu where that finds an adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.fx import GraphModule
+
+from compressor.codegen.targets import Target
+from compressor.codegen.web.lower import WebProgram, compile_program
+from compressor.errors import VerificationError
+from compressor.export_web import WebParts, fill_web_bundle
+from compressor.graph import ModelInfo
+from compressor.pipeline import Context
+from compressor.recipe import Recipe
+from compressor.report import Check
+from compressor.run_assemble import model_facts
+from compressor.run_native import Dumper
+from compressor.verify_smoke import worst_error
+from compressor.verify_vectors import make_vectors
+from compressor.webgpu import WebBundle, adapter_name
+
+
+class WebMaker:
+    """Makes and checks a bundle for browsers; the names are those of :class:`compressor.run_native.NativeMaker`."""
+
+    timed = False  # a software adapter says nothing of the users' devices
+
+    def __init__(self, target: Target, _threads: int | None) -> None:
+        self._target = target
+        self._program: WebProgram | None = None
+        self._vectors: dict[str, torch.Tensor] = {}
+        self.runs_here = target.executes(target.resolve())
+        self.schedules: dict[str, dict[str, Any]] = {}
+        self.tried: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def compile(
+        self, graph: GraphModule, _tune: str, _pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
+    ) -> None:
+        """Generate the program; devices tune, not this machine."""
+        info: ModelInfo = graph.meta["model"]
+        if info.kind != "decoder":
+            raise VerificationError(
+                f"{info.name}: the target webgpu serves decoders so far, this is an {info.kind}; take the target x86"
+            )
+        self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
+        if self.runs_here:
+            self._vectors = make_vectors(graph)
+
+    def write(
+        self,
+        folder: Path,
+        graph: GraphModule,
+        recipe: Recipe,
+        context: Context,
+        dense_weight_bytes: int,
+        lock: str,
+        _independent: bool,
+    ) -> dict[str, Any]:
+        """All files of the bundle; returns its manifest."""
+        program, info = self._program, graph.meta["model"]
+        assert program is not None
+        evidence = "executed" if self.runs_here else "compiled"
+        return fill_web_bundle(
+            folder,
+            WebParts(
+                graph=graph,
+                parameters=program.parameters,
+                constants={name: torch.from_numpy(array.copy()) for name, array in program.constants.items()},
+                program=program.content,
+                model=model_facts(graph),
+                recipe=recipe.resolved(),
+                sites=[dataclasses.asdict(record) for record in context.records],
+                kernels=[{**record, "evidence": evidence} for record in program.kernels],
+                dense_weight_bytes=dense_weight_bytes,
+                calibration=None if context.samples is None else context.samples.facts(),
+                tokenizer=info.source,
+                lock=lock,
+            ),
+        )
+
+    def check(self, folder: Path) -> tuple[float, list[Check]]:
+        """The kernels' error against the graph."""
+        from compressor_selfcheck import output_errors
+
+        stored = {name: tensor.numpy() for name, tensor in self._vectors.items()}
+        ids, prompt = stored["ids"], int(stored["prompt"][0])
+        session = WebBundle(folder).session(len(ids), ids.shape[1])
+        parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
+        logits = np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)
+        errors = output_errors(logits.reshape(-1, logits.shape[-1]).astype(np.float64), stored, 0)
+        error = worst_error(errors, float(stored["tolerance"][0]))
+        return error, [Check("WebGPU", True, f"all kernels executed on {adapter_name()}")]
+
+    def process(self, folder: Path) -> WebProcess:
+        """The bundle on this machine's adapter, to be evaluated."""
+        return WebProcess(folder)
+
+    def why_not(self) -> str:
+        """Why nothing runs here, in words."""
+        return (
+            "kernels are compiled, not executed: nothing was measured; `pip install 'compressor[webgpu]'`, and where "
+            "there is no graphics processor Debian's mesa-vulkan-drivers, let this machine run them"
+        )
+
+
+class WebProcess:
+    """A bundle for evaluations, as :class:`compressor.evaluate_model.BundleProcess`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bundle = WebBundle(folder)
+
+    def __enter__(self) -> WebProcess:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        pass
+
+    def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits [B, S, V] for ids [B, S], from an empty cache."""
+        return self._bundle.session(*ids.shape).step(ids, np.arange(ids.shape[1]))

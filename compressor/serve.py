@@ -1,0 +1,64 @@
+"""A server of static files on this machine alone, to try a bundle for browsers."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from compressor.errors import UsageError
+
+HOST = "127.0.0.1"
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """Files of one folder, with what a browser wants to be told of them."""
+
+    extensions_map = {  # noqa: RUF012 (as the class above has it)
+        **SimpleHTTPRequestHandler.extensions_map,
+        ".js": "text/javascript",
+        ".mjs": "text/javascript",
+        ".wasm": "application/wasm",
+        ".bin": "application/octet-stream",
+    }
+    protocol_version = "HTTP/1.1"
+
+    def end_headers(self) -> None:
+        """Add what makes a page isolated, and so its clocks and memory precise."""
+        self.send_header("Cross-Origin-Opener-Policy", "same-origin")
+        self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
+        self.send_header("Cache-Control", "no-cache")
+        super().end_headers()
+
+    def list_directory(self, path: object) -> None:
+        """Folders are not listed."""
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not reported."""
+
+
+def make_server(bundle: Path, port: int) -> ThreadingHTTPServer:
+    """A server of a bundle's folder; ``serve_forever`` runs it, and ``server_port`` is its port.
+
+    Args:
+        port: 0 takes any that is free.
+    Raises:
+        UsageError: the folder holds no bundle for browsers, or the port is taken.
+    """
+    check_web_bundle(bundle)
+    try:
+        return ThreadingHTTPServer((HOST, port), partial(_Files, directory=str(bundle.resolve())))
+    except OSError as error:
+        raise UsageError(f"port {port}: {error.strerror or error}; give another with --port, or 0 for any") from error
+
+
+def check_web_bundle(bundle: Path) -> None:
+    """Raise a UsageError unless a folder holds a bundle for browsers."""
+    try:
+        manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{bundle}: manifest.json cannot be read: {error}; give a bundle's folder") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != "compressor web bundle":
+        raise UsageError(f"{bundle}: no bundle for browsers; make one with `target: webgpu` in the recipe")

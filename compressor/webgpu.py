@@ -1,0 +1,240 @@
+"""Runs WebGPU programs from Python, through wgpu, on whatever adapter there is: for checks, not for speed.
+
+The browser's run-time is ``export/web/runner.js``; this one reads the same program, so that kernels are executed and
+measured where a bundle is made.  A software adapter serves (Mesa's lavapipe: Debian's ``mesa-vulkan-drivers``).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor.codegen.web.kernel import evaluate, specialised
+from compressor.errors import ToolchainError
+
+
+@cache
+def device() -> Any:
+    """WebGPU's default device, with its default limits, as a browser gives it.
+
+    Raises:
+        ToolchainError: the package wgpu is missing, or finds no adapter.
+    """
+    try:
+        import wgpu
+    except ImportError as error:
+        raise ToolchainError(
+            "running WebGPU kernels needs the package wgpu: pip install 'compressor[webgpu]'"
+        ) from error
+    try:
+        adapter = wgpu.gpu.request_adapter_sync()
+    except RuntimeError as error:
+        raise ToolchainError(
+            f"no adapter for WebGPU ({error}); a software one is in Debian's mesa-vulkan-drivers and libvulkan1"
+        ) from error
+    return adapter.request_device_sync(required_limits={"max-storage-buffers-per-shader-stage": 8})
+
+
+def adapter_name() -> str:
+    """What the adapter calls itself."""
+    info = device().adapter.info
+    return str(info["description"] or info["device"] or info["vendor"])
+
+
+def buffer_of(array: NDArray[Any]) -> Any:
+    """A storage buffer with these bytes, filled up to whole words."""
+    content = np.ascontiguousarray(array).tobytes()
+    return _filled(content + bytes(-len(content) % 4))
+
+
+def _filled(content: bytes) -> Any:
+    import wgpu
+
+    usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+    return device().create_buffer_with_data(data=content or bytes(4), usage=usage)
+
+
+def empty_buffer(size_bytes: int) -> Any:
+    """A storage buffer of zeros."""
+    import wgpu
+
+    usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+    return device().create_buffer(size=max(4, -(-size_bytes // 4) * 4), usage=usage)
+
+
+def read_buffer(buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+    """An array of what a buffer holds."""
+    count = int(np.prod(shape))
+    content = device().queue.read_buffer(buffer)
+    return np.frombuffer(content, dtype)[:count].reshape(shape).copy()
+
+
+class Pipelines:
+    """The compiled kernels of a program.
+
+    Args:
+        records: kernels by name, see :meth:`compressor.codegen.web.kernel.Kernel.record`.
+    """
+
+    def __init__(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+        self.records = records
+        self._compiled: dict[str, Any] = {}
+
+    def dispatch(self, encoder: Any, names: Sequence[str], buffers: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Encode a step: of the kernels that compute the same, the first whose limits the sizes keep."""
+        name = next(n for n in names if self._serves(n, sizes))
+        record = self.records[name]
+        values = dict(zip(record["sizes"], sizes, strict=True)) | dict(record["constants"])
+        groups = [evaluate(expression, values) for expression in record["groups"]]
+        if not all(groups):
+            return
+        pipeline = self._pipeline(name)
+        entries = [
+            {"binding": i, "resource": {"buffer": b, "offset": 0, "size": b.size}} for i, b in enumerate(buffers)
+        ]
+        content = struct.pack(f"<{len(sizes)}I", *sizes)
+        uniform = self._uniform(content + bytes(-len(content) % 16))
+        entries.append({"binding": len(buffers), "resource": {"buffer": uniform, "offset": 0, "size": uniform.size}})
+        group = device().create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
+        compute = encoder.begin_compute_pass()
+        compute.set_pipeline(pipeline)
+        compute.set_bind_group(0, group)
+        compute.dispatch_workgroups(*groups)
+        compute.end()
+
+    def _serves(self, name: str, sizes: Sequence[int]) -> bool:
+        record = self.records[name]
+        given = dict(zip(record["sizes"], sizes, strict=True))
+        return all(given[key] <= most for key, most in record.get("limits", {}).items())
+
+    @staticmethod
+    def _uniform(content: bytes) -> Any:
+        import wgpu
+
+        return device().create_buffer_with_data(data=content, usage=wgpu.BufferUsage.UNIFORM)
+
+    def _pipeline(self, name: str) -> Any:
+        if name not in self._compiled:
+            import wgpu
+
+            record = self.records[name]
+            module = device().create_shader_module(code=specialised(record["source"], record["constants"]))
+            kinds = {"read": wgpu.BufferBindingType.read_only_storage, "write": wgpu.BufferBindingType.storage}
+            types = [kinds[access] for access in record["buffers"]] + [wgpu.BufferBindingType.uniform]
+            stage = wgpu.ShaderStage.COMPUTE
+            layout = device().create_bind_group_layout(
+                entries=[{"binding": i, "visibility": stage, "buffer": {"type": kind}} for i, kind in enumerate(types)]
+            )
+            self._compiled[name] = device().create_compute_pipeline(
+                layout=device().create_pipeline_layout(bind_group_layouts=[layout]),
+                compute={"module": module, "entry_point": record.get("entry", "main")},
+            )
+        return self._compiled[name]
+
+
+def run_kernels(
+    records: Mapping[str, Mapping[str, Any]],
+    inputs: Sequence[NDArray[Any]],
+    sizes: Sequence[int],
+    outputs: Mapping[int, tuple[str, Sequence[int]]],
+) -> list[NDArray[Any]]:
+    """One dispatch of kernels that compute the same.
+
+    Args:
+        inputs: arrays in the order of the bindings, outputs left out.
+        outputs: binding -> type and shape of what the kernel writes from scratch.
+    """
+    given = iter(inputs)
+    count = len(next(iter(records.values()))["buffers"])
+    buffers = [
+        empty_buffer(int(np.prod(outputs[i][1])) * np.dtype(outputs[i][0]).itemsize) if i in outputs
+        else buffer_of(next(given))
+        for i in range(count)
+    ]  # fmt: skip
+    encoder = device().create_command_encoder()
+    Pipelines(records).dispatch(encoder, list(records), buffers, sizes)
+    device().queue.submit([encoder.finish()])
+    return [read_buffer(buffers[i], dtype, shape) for i, (dtype, shape) in outputs.items()]
+
+
+class Program:
+    """A program with its parameters on the device.
+
+    Args:
+        content: see :class:`compressor.codegen.web.lower.WebProgram`.
+        tensors: parameters and constants by name.
+    """
+
+    def __init__(self, content: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:
+        self.content, self._pipelines = content, Pipelines(content["kernels"])
+        self._tensors = {name: buffer_of(array) for name, array in tensors.items()}
+        self._scratch: dict[int, Any] = {}
+
+    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
+        wanted = [evaluate(size, sizes) for size in self.content["scratch"]]
+        for number, size_bytes in enumerate(wanted):
+            if number not in self._scratch or self._scratch[number].size < size_bytes:
+                self._scratch[number] = empty_buffer(size_bytes)
+        encoder = device().create_command_encoder()
+        for step in self.content["steps"]:
+            numbers = [evaluate(size, sizes) for size in step["sizes"]]
+            buffers = [self._buffer(reference, inputs) for reference in step["buffers"]]
+            self._pipelines.dispatch(encoder, step["kernels"], buffers, numbers)
+        device().queue.submit([encoder.finish()])
+        return self._buffer(self.content["output"], inputs)
+
+    def _buffer(self, reference: str, inputs: Mapping[str, Any]) -> Any:
+        kind, _, name = reference.partition(":")
+        if kind == "scratch":
+            return self._scratch[int(name)]
+        return inputs[name] if kind == "input" else self._tensors[name]
+
+
+class WebBundle:
+    """A bundle for browsers, on this machine's adapter."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        weights, types = manifest["weights"], manifest["weights"]["tensors"]
+        content = np.concatenate([np.fromfile(folder / shard["file"], np.uint8) for shard in weights["shards"]])
+        tensors = {name: content[t["offset"] : t["offset"] + t["bytes"]] for name, t in types.items()}
+        program = json.loads((folder / "webgpu.json").read_text(encoding="utf-8"))
+        self._program, self._vocabulary = Program(program, tensors), int(manifest["model"]["vocab_size"])
+
+    def session(self, batch: int, capacity: int) -> Session:
+        """A new sequence of tokens per batch entry, of at most ``capacity``."""
+        return Session(self._program, self._vocabulary, batch, capacity)
+
+
+class Session:
+    """A sequence of tokens per batch entry, as ``compressor_runtime.Session``."""
+
+    def __init__(self, program: Program, vocabulary: int, batch: int, capacity: int) -> None:
+        self._program, self._vocabulary, self._batch, self._capacity = program, vocabulary, batch, capacity
+        self.position = 0
+        names = {"B": batch, "T": capacity}
+        shapes = {x["name"]: x["shape"] for x in program.content["inputs"] if "_cache_" in x["name"]}
+        self._caches = {
+            name: empty_buffer(4 * int(np.prod([evaluate(n, names) for n in shape]))) for name, shape in shapes.items()
+        }
+
+    def step(self, ids: Any, keep: Any = None) -> NDArray[np.float32]:
+        """Logits [B, R, V] of the tokens with the indices ``keep``; left out, of the last."""
+        tokens = np.asarray(ids, np.int32).reshape(self._batch, -1)
+        count = tokens.shape[1]
+        kept = np.asarray([count - 1] if keep is None else keep, np.int32)
+        position = np.arange(self.position, self.position + count, dtype=np.int32)
+        given = {"ids": tokens, "position": position, "keep": kept}
+        inputs = {name: buffer_of(array) for name, array in given.items()} | self._caches
+        sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
+        out = self._program.run(inputs, sizes)
+        self.position += count
+        return read_buffer(out, "float32", (self._batch, len(kept), self._vocabulary))

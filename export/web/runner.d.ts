@@ -1,0 +1,77 @@
+/** What went wrong, in words, with what to do about it. */
+export class BundleError extends Error {
+  code: "no-webgpu" | "missing" | "damaged" | "memory" | "lost" | "request";
+}
+
+export interface LoadOptions {
+  /** Called as the weights arrive, from the network or from the browser's cache. Bytes. */
+  onProgress?: (progress: { loaded: number; total: number; file: string }) => void;
+  /** Tokens that a session has room for when none are asked for; at most the model's positions. Default 2048. */
+  context?: number;
+  /** Ends the loading with an AbortError. */
+  signal?: AbortSignal;
+  /** Another WebGPU than the browser's. */
+  gpu?: GPU;
+}
+
+/** Load the bundle at `url` (default: the page's folder). Throws BundleError, or AbortError. */
+export function load(url?: string | URL, options?: LoadOptions): Promise<Model>;
+
+export interface GenerateOptions {
+  /** At most so many new tokens. Default 64; fewer where the session has no more room. */
+  maxTokens?: number;
+  /** 0, the default, takes the likeliest token; above, samples. */
+  temperature?: number;
+  /** Sample among so many likeliest tokens; 0, the default: all. */
+  topK?: number;
+  /** Sample among the fewest tokens whose probabilities reach this together. Default 1. */
+  topP?: number;
+  /** Makes sampling repeatable. */
+  seed?: number;
+  /** Ends the text after the current token. */
+  signal?: AbortSignal;
+  /** Go on with this sequence; otherwise one is made for this call, and given back after it. */
+  session?: Session;
+}
+
+export interface Tokenizer {
+  encode(text: string): { ids: number[] };
+  decode(ids: number[]): string;
+}
+
+export class Model {
+  /** The manifest. */
+  readonly manifest: any;
+  /** Facts about the model: name, vocab_size, max_positions, eos_ids, ... */
+  readonly info: any;
+  /** The graphics adapter, in words. */
+  readonly adapter: string;
+  tokenizer(): Promise<Tokenizer>;
+  /** Continue text or token ids; yields pieces of text. Several at once take turns. */
+  generate(prompt: string | number[], options?: GenerateOptions): AsyncGenerator<string>;
+  /** The same in token ids. */
+  generateIds(prompt: number[], options?: GenerateOptions): AsyncGenerator<number>;
+  session(capacity?: number): Promise<Session>;
+  /** Give all memory back. */
+  destroy(): void;
+}
+
+export class Session {
+  readonly capacity: number;
+  /** Tokens so far; set it back to forget what came after. */
+  position: number;
+  /** Take tokens; logits of the last [vocab_size]. */
+  logits(ids: number[]): Promise<Float32Array>;
+  /** Take tokens; the likeliest token after them, picked on the device. */
+  likeliest(ids: number[]): Promise<number>;
+  destroy(): void;
+}
+
+/** Text of a growing sequence of tokens after a prompt: what is certain, as soon as it is. */
+export class TextStream {
+  constructor(tokenizer: Tokenizer, prompt?: number[]);
+  /** The text that one more token makes certain; empty while a character is incomplete. */
+  push(id: number): string;
+  /** What is left. */
+  end(): string;
+}

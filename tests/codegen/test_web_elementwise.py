@@ -1,0 +1,56 @@
+"""WGSL that TVM generates: functions of float32 on a device, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tvm import te, tirx
+
+from compressor.codegen.targets.webgpu import WGSL, Webgpu
+from compressor.codegen.web.elementwise import generate
+from compressor.errors import VerificationError
+from compressor.webgpu import run_kernels
+
+
+def run(function: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
+    """A function of each element, for a number of elements that is known only here."""
+    source = te.placeholder((te.var("n", "int64"),), "float32", "x")
+    result = te.compute(source.shape, lambda i: function(source[i]), "y")
+    made = generate(te.create_prim_func([source, result]), "function", Webgpu().tvm_target(WGSL))
+    sizes = [len(x)] * (len(made.sizes) - 1) + [-(-len(x) // 256)]
+    (found,) = run_kernels({"function": made.record}, [x], sizes, {made.operands.index(1): ("float32", x.shape)})
+    return found
+
+
+FUNCTIONS: dict[str, tuple[Any, Any, float, float]] = {  # ours, numpy's, the largest argument, the largest error
+    "sin": (tirx.sin, np.sin, 20_000, 4e-7),  # angles of the last of many positions
+    "cos": (tirx.cos, np.cos, 20_000, 4e-7),
+    "tanh": (tirx.tanh, np.tanh, 300, 4e-7),
+    "sigmoid": (tirx.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 300, 4e-7),
+    "cube": (lambda x: tirx.pow(x, tirx.const(3.0, "float32")), lambda x: x**3, 3, 4e-6),
+    "constant": (lambda x: x + tirx.const(1.5703125, "float32"), lambda x: x + 1.5703125, 1, 2e-7),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_keep_float32(name: str, require_adapter: None) -> None:
+    ours, expected, largest, error = FUNCTIONS[name]
+    x = np.random.default_rng(0).uniform(-largest, largest, 5001).astype(np.float32)
+    with np.errstate(over="ignore"):
+        assert np.abs(run(ours, x) - expected(x.astype(np.float64))).max() < error
+
+
+def test_a_grid_of_more_workgroups_than_one_dimension_takes(require_adapter: None) -> None:
+    x = np.arange(65535 * 256 + 700, dtype=np.float32)
+    assert np.array_equal(run(lambda value: value + tirx.const(1.0, "float32"), x), x + 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
+def test_what_wgsl_cannot_store_is_refused(dtype: str) -> None:
+    source = te.placeholder((8,), dtype, "x")
+    result = te.compute((8,), lambda i: source[i], "y")
+    with pytest.raises(VerificationError, match="copies: WGSL cannot store"):
+        generate(te.create_prim_func([source, result]), "copies", Webgpu().tvm_target(WGSL))

@@ -1,0 +1,215 @@
+"""Kernels in WGSL against the eager operators, through wgpu; naga, inside it, validates every text."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from codegen.kernel_helpers import OPS, random_packed
+from torch import Tensor
+
+from compressor.codegen.web import argmax, attention, dense_linear, embedding, norm
+from compressor.codegen.web.kernel import Kernel, evaluate, specialised
+from compressor.codegen.web.packed_linear import check_format, packed_linear
+from compressor.errors import UsageError
+from compressor.formats import FORMATS, Format
+from compressor.webgpu import run_kernels
+
+TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
+GOLDEN = Path(__file__).parents[1] / "golden" / "webgpu"
+
+
+def served(name: str) -> bool:
+    try:
+        check_format(Format.parse(name))
+    except UsageError:
+        return False
+    return True
+
+
+SERVED = [name for name in FORMATS if served(name)]
+
+
+def bound(x: Tensor) -> np.ndarray:
+    """A tensor as its buffer holds it."""
+    x = x.contiguous()
+    if x.dtype == torch.int64:
+        x = x.int()
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def run(kernels: Sequence[Kernel], operands: Sequence[Tensor | None], sizes: Sequence[int], out: Any) -> np.ndarray:
+    """Operands (None is left out) in the order of the bindings, the output last."""
+    given = [bound(x) for x in operands if x is not None]
+    records = {kernel.name: kernel.record() for kernel in kernels}
+    (found,) = run_kernels(records, given, sizes, {len(given): ("float32", out)})
+    return found
+
+
+def error(got: np.ndarray, expected: Tensor) -> float:
+    return float(np.abs(got - expected.numpy()).max() / expected.abs().max())
+
+
+def small(kernels: Sequence[Kernel], constants: dict[str, int]) -> list[Kernel]:
+    """The same with constants for which a software adapter compiles in a tenth of the time."""
+    return [dataclasses.replace(k, constants={**k.constants, **constants}, limits={}) for k in kernels[1:]]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_packed_linear_of_every_format(name: str, require_adapter: None) -> None:
+    pick, fmt = random.Random(zlib.crc32(name.encode())), Format.parse(name)
+    rows, columns, tokens = pick.randint(17, 70), pick.randint(9, 200), pick.choice([3, 5])
+    rng = torch.Generator().manual_seed(rows)
+    packed, x = random_packed(fmt, rows, columns, rng), torch.randn(1, tokens, columns, generator=rng)
+    bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
+    kernels = small(packed_linear(rows, columns, fmt, bias is not None), {"LANES": 2, "TILES": 2, "TOKENS": 2})
+    got = run(kernels, [x, *packed.parts.values(), bias], [tokens], (1, tokens, rows))
+    expected = OPS.packed_linear(x, list(packed.parts.values()), bias, name, columns, rows)
+    assert error(got, expected) < TOLERANCE, (rows, columns, tokens)
+
+
+@pytest.mark.parametrize("name", ["W4A16_G32", "W3A16_ASYM_G32", "NF4_G64", "LUT3"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (16, 64), (33, 100)])
+def test_packed_linear_as_shipped(name: str, rows: int, columns: int, require_adapter: None) -> None:
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
+    packed = random_packed(fmt, rows, columns, rng)
+    for tokens in (1, 2, 3, 9):
+        x = torch.randn(1, tokens, columns, generator=rng)
+        got = run(packed_linear(rows, columns, fmt, False), [x, *packed.parts.values()], [tokens], (1, tokens, rows))
+        expected = OPS.packed_linear(x, list(packed.parts.values()), None, name, columns, rows)
+        assert error(got, expected) < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("name", [*sorted(set(FORMATS) - set(SERVED))[:3], "W4A16_G128_S0.45"])
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"format {Format.parse(name).name}: the target webgpu has no kernels for"):
+        packed_linear(16, 128, Format.parse(name), False)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 3, True), (16, 64, False), (33, 101, True)])
+def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: bool, require_adapter: None) -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=rng).to(storage)
+    bias = torch.randn(rows, generator=rng) if has_bias else None
+    kernels = dense_linear.dense_linear(rows, columns, str(storage).removeprefix("torch."), has_bias)
+    for tokens in (1, 3, 9):
+        x = torch.randn(1, tokens, columns, generator=rng)
+        got = run(kernels, [x, weight, bias], [tokens], (1, tokens, rows))
+        assert error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [5, 64])
+def test_embedding(storage: torch.dtype, width: int, require_adapter: None) -> None:
+    table = torch.randn(11, width).to(storage)
+    ids = torch.tensor([[3, 0, 10], [7, 7, 1]])
+    kernel = embedding.embedding(11, width, str(storage).removeprefix("torch."))
+    got = run([kernel], [table, ids], [ids.numel()], (2, 3, width))
+    assert np.array_equal(got, table[ids].float().numpy())
+
+
+@pytest.mark.parametrize("width", [1, 64, 100])
+@pytest.mark.parametrize(("centred", "has_bias"), [(False, False), (True, False), (True, True)])
+def test_norms(width: int, centred: bool, has_bias: bool, require_adapter: None) -> None:
+    x, weight, bias = 3 * torch.randn(1, 5, width) + 1, torch.randn(width), torch.randn(width) if has_bias else None
+    got = run([norm.norm(width, 1e-5, centred, has_bias)], [x, weight, bias], [5], (1, 5, width))
+    if centred:
+        expected = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-5)
+    else:
+        expected = OPS.rms_norm(x, weight, 1e-5)
+    assert np.abs(got - expected.numpy()).max() < TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "window", "softcap", "sinks"),
+    [(4, 2, 16, 0, 0.0, False), (3, 3, 10, 0, 0.0, True), (4, 1, 64, 5, 2.0, False), (2, 1, 320, 0, 0.0, False)],
+)
+def test_cached_attention(
+    heads: int, kv_heads: int, width: int, window: int, softcap: float, sinks: bool, require_adapter: None
+) -> None:
+    """From empty and filled caches, one token and several, beyond a block of keys."""
+    rng = torch.Generator().manual_seed(0)
+    sink = torch.randn(heads, generator=rng) if sinks else None
+    for batch, past, new, room in [(1, 0, 1, 3), (2, 3, 11, 20), (1, 69, 1, 80), (1, 60, 9, 80)]:
+        q = torch.randn(batch, heads, new, width, generator=rng)
+        k, v = (torch.randn(batch, kv_heads, new, width, generator=rng) for _ in range(2))
+        caches = [torch.full((batch, kv_heads, room, width), float("nan")) for _ in range(2)]
+        for cache in caches:
+            cache[:, :, :past] = torch.randn(batch, kv_heads, past, width, generator=rng)
+        position = torch.arange(past, past + new)
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, softcap, sink)
+        for cache, added in zip(caches, (k, v), strict=True):
+            cache[:, :, past : past + new] = added
+        kernels = attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, sinks)
+        got = run(kernels, [q, *caches, position, sink], [batch, new, room], (batch, new, heads, width))
+        assert error(got, expected) < 2 * TOLERANCE, (batch, past, new)
+
+
+def test_a_cache_is_written_where_the_tokens_are(require_adapter: None) -> None:
+    added, position = torch.randn(2, 3, 4, 5), torch.arange(6, 10)
+    got = run([attention.write_cache(3, 5)], [added, position], [2, 4, 12], (2, 3, 12, 5))
+    assert np.array_equal(got[:, :, 6:10], added.numpy())
+    assert not got[:, :, :6].any() and not got[:, :, 10:].any()
+
+
+def test_masked_attention(require_adapter: None) -> None:
+    q, k, v = (torch.randn(2, heads, 70, 12) for heads in (4, 2, 2))
+    mask = torch.ones(2, 70)
+    mask[0, 5:], mask[1, :66] = 0, 0  # at the end, and more than the first block of keys
+    got = run(attention.masked_attention(4, 2, 12, 0.4), [q, k, v, mask], [2, 70], (2, 70, 4, 12))
+    assert error(got, OPS.masked_attention(q, k, v, mask, 0.4)) < 2 * TOLERANCE
+
+
+def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
+    x = torch.randn(4, 1003)
+    x[0, [17, 900]], x[1, 1002], x[2] = 9.0, 9.0, -1.0
+    record = argmax.argmax(1003).record()
+    (found,) = run_kernels({"argmax": record}, [x.numpy()], [4], {1: ("uint32", (4,))})
+    assert found.tolist() == [17, 1002, 0, int(x[3].argmax())]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *packed_linear(33, 72, Format.parse("W4A16_G32"), True)[:1],
+        *packed_linear(16, 64, Format.parse("W3A16_ASYM_G32"), False)[:1],
+        *packed_linear(16, 64, Format.parse("NVFP4"), False)[:1],
+        *dense_linear.dense_linear(8, 12, "float16", True)[:1],
+        *attention.cached_attention(4, 2, 16, 0.25, 5, 2.0, True)[:1],
+        norm.norm(64, 1e-5, True, True),
+        embedding.embedding(11, 6, "bfloat16"),
+        argmax.argmax(97),
+    ],
+    ids=lambda kernel: kernel.name,
+)
+def test_the_text_is_the_golden_one(kernel: Kernel, request: pytest.FixtureRequest) -> None:
+    """A change of a kernel's text is seen in review; ``pytest --update-golden`` writes what is expected."""
+    file = GOLDEN / f"{kernel.name}.wgsl"
+    text = specialised(kernel.source, kernel.constants)
+    if request.config.getoption("--update-golden"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def test_expressions() -> None:
+    names = {"S": 7, "T": 3}
+    cases = [
+        (5, 5),
+        ("S", 7),
+        (["+", "S", 1], 8),
+        (["-", "S", "T"], 4),
+        (["*", "S", ["+", "T", 1]], 28),
+        (["//", "S", "T"], 2),
+    ]
+    cases += [(["%", "S", "T"], 1), (["min", "S", "T"], 3), (["max", "S", "T"], 7), (["ceil", "S", "T"], 3)]
+    for expression, value in cases:
+        assert evaluate(expression, names) == value

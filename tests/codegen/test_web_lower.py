@@ -1,0 +1,78 @@
+"""Programs for WebGPU against the graphs they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from codegen.model_helpers import DECODERS, SIZES, build, quantized, relative_error
+from torch.fx import GraphModule
+
+from compressor.capture import capture
+from compressor.codegen.targets.webgpu import WGSL, Webgpu
+from compressor.codegen.web.lower import WebProgram, compile_program
+from compressor.errors import UsageError, VerificationError
+from compressor.evaluate import GraphLogits
+from compressor.passes.kv_cache import KvCache
+from compressor.pipeline import Context
+from compressor.webgpu import Program, Session
+
+TOLERANCE = 1e-5
+
+
+def lowered(graph: GraphModule) -> WebProgram:
+    return compile_program(graph, Webgpu().tvm_target(WGSL))
+
+
+def arrays(graph: GraphModule, program: WebProgram) -> dict[str, np.ndarray]:
+    tensors = {name: graph.get_parameter(name).detach().contiguous() for name in program.parameters}
+    return {
+        name: (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy() for name, x in tensors.items()
+    } | dict(program.constants)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoder(name: str, tmp_path: Path, require_adapter: None) -> None:
+    """A prompt at once and steps of several sizes, for two sequences, in one program."""
+    model = build(DECODERS[name]())
+    (model.bfloat16() if name == "qwen3" else model.half()).save_pretrained(tmp_path)
+    graph = quantized(capture(tmp_path), "W4A16_G32", ignore=("lm_head",))
+    program = lowered(graph)
+    loaded, ids = Program(program.content, arrays(graph, program)), np.random.default_rng(1).integers(3, 97, (2, 12))
+    expected = GraphLogits(graph)(ids).numpy()
+    for steps in ((12,), (5, 1, 1, 3, 2)):
+        session, begin = Session(loaded, SIZES["vocab_size"], 2, 16), 0
+        for step in steps:
+            logits = session.step(ids[:, begin : begin + step], np.arange(step))
+            assert relative_error(logits, expected[:, begin : begin + step]) < TOLERANCE, (steps, begin)
+            begin += step
+
+
+def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
+    build(DECODERS["llama"]()).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="W4A8_G32: the target webgpu has no kernels for activations"):
+        lowered(quantized(capture(tmp_path), "W4A8_G32"))
+    with pytest.raises(UsageError, match="the target webgpu has no kernels for packed caches"):
+        lowered(KvCache("INT8").run(capture(tmp_path), Context()))
+
+
+def test_inputs_that_wgsl_cannot_store_are_refused() -> None:
+    class Half(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    graph = capture(Half(), (torch.zeros(2, 3, dtype=torch.uint8),))
+    with pytest.raises(VerificationError, match="input x has type uint8"):
+        lowered(graph)
+
+
+def test_buffers_are_shared(tmp_path: Path) -> None:
+    build(DECODERS["llama"]()).save_pretrained(tmp_path)
+    content = lowered(capture(tmp_path)).content
+    for step in content["steps"]:
+        access = content["kernels"][step["kernels"][0]]["buffers"]
+        pairs = list(zip(step["buffers"], access, strict=True))
+        assert not {b for b, a in pairs if a == "write"} & {b for b, a in pairs if a == "read"}
+    assert len(content["scratch"]) < len(content["steps"]) / 2

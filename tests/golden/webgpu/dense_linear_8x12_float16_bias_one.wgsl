@@ -1,0 +1,41 @@
+const ROWS: u32 = 4u;
+const LANES: u32 = 16u;
+const TOKENS: u32 = 1u;
+@group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read> weight: array<vec2<u32>>;
+@group(0) @binding(2) var<storage, read> bias: array<f32>;
+@group(0) @binding(3) var<storage, read_write> y: array<f32>;
+struct Sizes { M: u32 }
+@group(0) @binding(4) var<uniform> sizes: Sizes;
+fn x4(row: u32, q: u32) -> vec4<f32> {
+  return x[row * 3u + q];
+}
+fn weight4(row: u32, q: u32) -> vec4<f32> {
+  let both = weight[row * 3u + q];
+  return vec4<f32>(unpack2x16float(both.x), unpack2x16float(both.y));
+}
+var<workgroup> sums: array<f32, ROWS * LANES * TOKENS>;
+
+@compute @workgroup_size(ROWS * LANES)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let row = min(id.x * ROWS + thread / LANES, 7u);
+  let first = id.y * TOKENS;
+  var total = array<f32, TOKENS>();
+  for (var q = thread % LANES; q < 3u; q += LANES) {
+    let w = weight4(row, q);
+    for (var m = 0u; m < TOKENS; m++) {
+      if (first + m < sizes.M) { total[m] += dot(w, x4(first + m, q)); }
+    }
+  }
+  for (var m = 0u; m < TOKENS; m++) { sums[m * ROWS * LANES + thread] = total[m]; }
+  workgroupBarrier();
+  for (var i = thread; i < TOKENS * ROWS; i += ROWS * LANES) {
+    let m = i / ROWS;
+    let out = id.x * ROWS + i % ROWS;
+    if (first + m < sizes.M && out < 8u) {
+      var sum = bias[out];
+      for (var lane = 0u; lane < LANES; lane++) { sum += sums[(m * ROWS + i % ROWS) * LANES + lane]; }
+      y[(first + m) * 8u + out] = sum;
+    }
+  }
+}

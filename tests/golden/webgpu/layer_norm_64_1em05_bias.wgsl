@@ -1,0 +1,33 @@
+const LANES: u32 = 64u;
+@group(0) @binding(0) var<storage, read> x: array<f32>;
+@group(0) @binding(1) var<storage, read> weight: array<f32>;
+@group(0) @binding(2) var<storage, read> bias: array<f32>;
+@group(0) @binding(3) var<storage, read_write> y: array<f32>;
+struct Sizes { M: u32 }
+@group(0) @binding(4) var<uniform> sizes: Sizes;
+var<workgroup> sums: array<f32, LANES>;
+
+fn total(thread: u32, part: f32) -> f32 {
+  workgroupBarrier();
+  sums[thread] = part;
+  workgroupBarrier();
+  var sum = 0.0;
+  for (var i = 0u; i < LANES; i++) { sum += sums[i]; }
+  return sum;
+}
+
+@compute @workgroup_size(LANES)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let row = id.y * 65535u + id.x;
+  if (row >= sizes.M) { return; }
+  let start = row * 64u;
+  var part = 0.0;
+  for (var i = thread; i < 64u; i += LANES) { part += x[start + i]; }
+  let mean = total(thread, part) / 64.0;
+  part = 0.0;
+  for (var i = thread; i < 64u; i += LANES) { let d = x[start + i] - mean; part += d * d; }
+  let factor = 1.0 / sqrt(total(thread, part) / 64.0 + 1e-05);
+  for (var i = thread; i < 64u; i += LANES) {
+    y[start + i] = (x[start + i] - mean) * factor * weight[i] + bias[i];
+  }
+}

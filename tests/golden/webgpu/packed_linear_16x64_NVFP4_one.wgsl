@@ -1,0 +1,87 @@
+const LANES: u32 = 8u;
+const TILES: u32 = 1u;
+const TOKENS: u32 = 1u;
+@group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read> codes: array<u32>;
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+@group(0) @binding(3) var<storage, read> tensor_scale: array<f32>;
+@group(0) @binding(4) var<storage, read_write> y: array<f32>;
+struct Sizes { M: u32 }
+@group(0) @binding(5) var<uniform> sizes: Sizes;
+fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }
+fn bytes4(word: u32) -> vec4<u32> {
+  return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
+}
+fn e4m3(code: u32) -> f32 {
+  let e = (code >> 3u) & 15u;
+  let m = code & 7u;
+  let normal = bitcast<f32>(((e + 120u) << 23u) | (m << 20u));
+  let size = select(normal, f32(m) * 0.001953125, e == 0u);
+  return select(size, -size, (code >> 7u) != 0u);
+}
+fn e2m1(code: u32) -> f32 {
+  let e = (code >> 1u) & 3u;
+  let m = code & 1u;
+  let normal = bitcast<f32>(((e + 126u) << 23u) | (m << 22u));
+  let size = select(normal, f32(m) * 0.5, e == 0u);
+  return select(size, -size, (code >> 3u) != 0u);
+}
+fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32> {
+  let b = bytes4(codes4); return vec4<f32>(e2m1(b.x), e2m1(b.y), e2m1(b.z), e2m1(b.w));
+}
+fn scale_at(place: u32) -> f32 { return e4m3((scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u) * tensor_scale[0]; }
+fn inputs(m: u32, q: u32) -> vec4<f32> {
+  if (m >= sizes.M) { return vec4<f32>(); }
+  return x[m * 16u + q];
+}
+var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
+
+@compute @workgroup_size(LANES * 16u)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let first = id.y * TOKENS;
+  let row = thread % 16u;
+  var total = array<f32, TILES * TOKENS>();
+  for (var c = thread / 16u; c < 8u; c += LANES) {
+    let group = c / 2u;
+    var w = array<u32, 1u * TILES>();
+    var zero = array<f32, TILES>();
+    var table = array<u32, TILES>();
+    var scale = array<f32, TILES>();
+    for (var i = 0u; i < TILES; i++) {
+      let tile = min(id.x * TILES + i, 0u);
+      let place = ((tile) * 4u + group) * 16u + row;
+      let base = (tile * 8u + c) * 16u + row;
+      w[1u * i + 0u] = codes[base + 0u];
+      zero[i] = 8.0;
+      table[i] = 0u;
+      scale[i] = scale_at(place);
+    }
+    var x4 = array<vec4<f32>, TOKENS>();
+    var part = array<f32, TILES * TOKENS>();
+    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 2u + 0u); }
+    for (var i = 0u; i < TILES; i++) {
+      let v = values(((w[1u * i + 0u] >> 0u) & 0x0f0f0f0fu), zero[i], table[i]);
+      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    }
+    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 2u + 1u); }
+    for (var i = 0u; i < TILES; i++) {
+      let v = values(((w[1u * i + 0u] >> 4u) & 0x0f0f0f0fu), zero[i], table[i]);
+      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    }
+    for (var i = 0u; i < TILES * TOKENS; i++) { total[i] += scale[i / TOKENS] * part[i]; }
+  }
+  for (var i = 0u; i < TILES * TOKENS; i++) { sums[i * LANES * 16u + thread] = total[i]; }
+  workgroupBarrier();
+  for (var i = thread; i < TILES * TOKENS * 16u; i += LANES * 16u) {
+    let sum_of = i / 16u;
+    let out = (id.x * TILES + sum_of / TOKENS) * 16u + i % 16u;
+    let m = first + sum_of % TOKENS;
+    if (m < sizes.M && out < 16u) {
+      var sum = 0.0;
+      for (var lane = 0u; lane < LANES; lane++) {
+        sum += sums[(sum_of * LANES + lane) * 16u + i % 16u];
+      }
+      y[m * 16u + out] = sum;
+    }
+  }
+}

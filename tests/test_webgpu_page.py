@@ -1,0 +1,214 @@
+"""The page of a bundle in headless Chromium with a software adapter: tokens, text, offline, faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.fx import GraphModule
+
+import compressor.run_web as run_web
+from compressor.evaluate import GraphLogits
+from compressor.recipe import load_recipe
+from compressor.resources import resource
+from compressor.run import run_recipe
+from compressor.serve import make_server
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+FLAGS = (
+    "--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run", "--disable-quic",
+)  # fmt: skip
+PROMPT = [1, 403, 263, 77, 5]
+READY = "window.ready || !document.getElementById('error').hidden"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, require_adapter: None) -> tuple[Path, GraphModule]:
+    """What the shipped recipe gives, and the graph that was lowered."""
+    graphs: list[GraphModule] = []
+    with pytest.MonkeyPatch.context() as patch:
+        lower = run_web.compile_program
+
+        def keep(graph: GraphModule, *arguments: Any) -> Any:
+            graphs.append(graph)
+            return lower(graph, *arguments)
+
+        patch.setattr(run_web, "compile_program", keep)
+        recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml")
+        outcome = run_recipe(recipe, tmp_path_factory.mktemp("web") / "bundle")
+    assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
+    assert outcome.metrics["perplexity"] < 1.04 * outcome.metrics["dense_perplexity"]
+    return outcome.bundle, graphs[0]
+
+
+@pytest.fixture(scope="module")
+def browser(require_tool: Callable[[str], Path]) -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=str(require_tool("chromium")), args=list(FLAGS))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], str]]:
+    servers = []
+
+    def start(bundle: Path) -> str:
+        servers.append(make_server(bundle, 0))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def open_page(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[..., Any]]:
+    contexts = []
+
+    def start(bundle: Path, script: str = "", spoil: Callable[[], None] = lambda: None) -> Any:
+        contexts.append(browser.new_context(viewport={"width": 420, "height": 800}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(120_000)
+        if script:
+            page.add_init_script(script)
+        url = serve(bundle)
+        spoil()
+        page.goto(url)
+        page.wait_for_function(READY)
+        return page
+
+    yield start
+    for context in contexts:
+        context.close()
+
+
+def greedy(graph: GraphModule, count: int) -> list[int]:
+    """The likeliest continuation of PROMPT by the graph in PyTorch."""
+    ids, logits = list(PROMPT), GraphLogits(graph)
+    for _ in range(count):
+        ids.append(int(np.argmax(np.asarray(logits(np.array([ids])))[0, -1])))
+    return ids[len(PROMPT) :]
+
+
+GENERATE = """async ([prompt, options]) => {
+  const ids = [];
+  for await (const id of model.generateIds(prompt, options)) ids.push(id);
+  return ids;
+}"""
+
+
+def test_tokens_and_logits_are_those_of_pytorch(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    bundle, graph = made
+    page = open_page(bundle)
+    assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == greedy(graph, 32)
+    long = [int(i) for i in np.random.default_rng(0).integers(3, 2048, 150)]  # more than one part of a prompt
+    found = page.evaluate("async (ids) => Array.from(await (await model.session(200)).logits(ids))", long)
+    expected = np.asarray(GraphLogits(graph)(np.array([long])))[0, -1]
+    assert np.abs(np.array(found) - expected).max() < 1e-3
+    sampled = [page.evaluate(GENERATE, [PROMPT, {"maxTokens": 8, "temperature": 0.8, "seed": n}]) for n in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    both = page.evaluate(
+        f"async (given) => Promise.all([({GENERATE})(given), ({GENERATE})(given)])", [PROMPT, {"maxTokens": 8}]
+    )
+    assert both[0] == both[1] == greedy(graph, 8)
+
+
+def test_the_page_continues_a_prompt_and_works_offline(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(made[0])
+    page.fill("#tokens", "8")
+    page.fill("#prompt", "Return the")
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
+    text = page.inner_text("#text")
+    assert text.startswith("Return the") and len(text) > len("Return the")
+    assert "swiftshader" in page.inner_text("#facts").lower()
+    page.evaluate("navigator.serviceWorker.ready")
+    page.reload()  # now through the service worker, which keeps what it sees
+    page.wait_for_function(READY)
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
+    page.context.set_offline(True)
+    page.reload()
+    page.wait_for_function(READY)
+    assert not page.is_visible("#error"), page.inner_text("#error")
+    page.click("#stop", force=True, no_wait_after=True) if page.is_enabled("#stop") else None
+    page.fill("#tokens", "8")
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
+    assert page.inner_text("#text") == text
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("weights/0000.bin", "flip", "weights/0000.bin is not what the manifest says"),
+        ("weights/0000.bin", "cut", "weights/0000.bin has 1000 bytes, the manifest says"),
+        ("weights/0000.bin", "remove", "weights/0000.bin cannot be fetched: the server says 404"),
+        ("webgpu.json", "flip", "webgpu.json is not what the manifest says"),
+        ("manifest.json", "cut", "manifest.json is not readable as JSON"),
+    ],
+)
+def test_damage_is_said_in_words(
+    name: str, damage: str, message: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(made[0], bundle)
+    content = bytearray((bundle / name).read_bytes())
+    content[len(content) // 2] ^= 1
+
+    def spoil() -> None:
+        if damage == "remove":
+            (bundle / name).unlink()
+        else:
+            (bundle / name).write_bytes(content[:1000] if damage == "cut" else content)
+
+    page = open_page(bundle, spoil=spoil)
+    assert message in page.inner_text("#error")
+    assert not page.is_visible("#form")
+
+
+def test_a_browser_without_webgpu_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    page = open_page(made[0], "Object.defineProperty(Navigator.prototype, 'gpu', { get: () => undefined });")
+    assert "this browser has no WebGPU here" in page.inner_text("#error")
+
+
+def test_a_device_without_room_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    """An adapter whose buffers are smaller than the largest weight."""
+    script = (
+        """Object.defineProperty(GPUSupportedLimits.prototype, 'maxStorageBufferBindingSize', { get: () => 4096 });"""
+    )
+    page = open_page(made[0], script)
+    assert "this device takes buffers of 4096 bytes, the model needs one of" in page.inner_text("#error")
+
+
+def test_a_lost_device_ends_the_text_with_words(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    page = open_page(made[0])
+    page.fill("#tokens", "500")
+    page.click("#go")
+    page.wait_for_function("document.getElementById('text').textContent.length > 20")
+    page.evaluate("model.device.destroy()")
+    page.wait_for_function("!document.getElementById('error').hidden")
+    assert "the graphics device is gone" in page.inner_text("#error")
+    assert "load the model again" in page.inner_text("#error")
+    code = page.evaluate("model.session().then(() => '', (error) => error.code)")
+    assert code == "lost"
+
+
+def test_requests_that_the_model_cannot_serve(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    page = open_page(made[0])
+    failing = f"async (given) => ({GENERATE})(given).then(() => '', (error) => `${{error.code}}: ${{error.message}}`)"
+    assert page.evaluate(failing, [[5000], {}]) == "request: token 5000 is none of this model's"
+    vocabulary = json.loads((made[0] / "manifest.json").read_text())["model"]["vocab_size"]
+    assert vocabulary == 2048
+    assert "there is room for" in page.evaluate(failing, [[5] * 3000, {}])
