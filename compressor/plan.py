@@ -162,7 +162,12 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
     if not dense_speed and costs.times_dense:
         notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
     disk = _disk(place, costs, spill)
-    bounds = rooflines(final, here)
+    bounds = rooflines(final, here) if costs.isa is not None else []
+    if costs.isa is None:
+        notes.append(
+            f"{recipe.target.name}: what generating, checking and evaluating kernels costs is not in these figures, "
+            "and how fast they are is up to the users' devices"
+        )
     seconds = costs.seconds(here, bounds, spill=spill, dense_speed=dense_speed)
     info: ModelInfo = graph.meta["model"]
     plan = Plan(

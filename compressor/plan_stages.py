@@ -52,6 +52,8 @@ _NODE_BYTES = 250  # a node in model.so
 _MANIFEST_BYTES = 6_000
 _SITE_BYTES = 430  # a site and its parameters in the manifest and in the weights' header
 
+_WEB_KERNEL_BYTES, _WEB_KERNELS, _WEB_STEP_BYTES = 6000, 10, 60  # sources are repeated for one token and for several
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -72,9 +74,9 @@ class Costs:
         again: of passes, what is added to it if hidden states lie on disk.
         graphs: captured, and compressed; parameters may be on the meta device.
         tune: as in the recipe.
-        isa: instruction set of the kernels.
+        isa: instruction set of the kernels; None for browsers, of which nothing that kernels do is foreseen.
         evaluation: None where nothing is evaluated.
-        runs_here: whether this machine executes the kernels.
+        runs_here: whether this machine executes the kernels, and what that costs is known.
         times_dense: whether the dense model would be timed.
         bundle_bytes, cache_bytes, spilled_bytes: on disk: the bundle, packed weights in the cache, hidden states.
     """
@@ -84,7 +86,7 @@ class Costs:
     again: dict[str, Work]
     graphs: tuple[GraphModule, GraphModule]
     tune: str
-    isa: Isa
+    isa: Isa | None
     evaluation: Evaluation | None
     runs_here: bool
     times_dense: bool
@@ -111,7 +113,8 @@ class Costs:
         for stage, amounts in passes.items():
             again = machine.cost(self.again.get(stage, {})) if spill else 0.0
             seconds[stage.removeprefix("pass ")] = machine.cost(amounts) + again
-        seconds["compile"] = compile_seconds(final, machine, self.tune, self.isa)
+        if self.isa is not None:
+            seconds["compile"] = compile_seconds(final, machine, self.tune, self.isa)
         seconds["write"] = machine.cost(self.work["write"])
         if not self.runs_here:
             return seconds
@@ -142,8 +145,8 @@ def run_costs(
     """
     info: ModelInfo = graph.meta["model"]
     target = recipe.target.build()
-    isa = target.resolve()
-    runs_here = target.executes(isa)
+    isa = target.resolve() if target.bundle == "native" else None
+    runs_here = isa is not None and target.executes(isa)
     nodes, dense_bytes = len(graph.graph.nodes), weight_bytes(graph)
     work: dict[str, Work] = {"capture": capture_work(nodes, dense_bytes if info.source is not None else 0)}
     evaluation = _evaluation(recipe, info) if runs_here else None
@@ -172,7 +175,7 @@ def run_costs(
     if evaluation is not None and forward is not None:
         scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
         work["evaluate"] = Counter(forward.work) + scoring
-    bundle_bytes = _bundle_bytes(final, info)
+    bundle_bytes = _bundle_bytes(final, info) if isa is not None else _web_bundle_bytes(final, info)
     work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
     work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
     work["check"] = child_work(bundle_bytes)
@@ -277,3 +280,14 @@ def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
     parameters = sum(1 for _ in final.parameters())
     vectors = 4 * _CHECKED_ROWS * min(_CHECKED_COLUMNS, info.vocab_size) + 8 * _CHECKED_COLUMNS
     return weight_bytes(final) + files + library + vectors + _MANIFEST_BYTES + _SITE_BYTES * parameters
+
+
+def _web_bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
+    """The same of a bundle for browsers."""
+    shipped = [path for path in (resource("export") / "web").rglob("*") if path.suffix not in ("", ".json")]
+    if info.source is not None:
+        shipped.append(info.source / "tokenizer.json")
+    files = sum(path.stat().st_size for path in shipped if path.is_file())
+    program = _WEB_KERNEL_BYTES * (len(linear_kernels(final)) + _WEB_KERNELS) + _WEB_STEP_BYTES * len(final.graph.nodes)
+    parameters = sum(1 for _ in final.parameters())
+    return weight_bytes(final) + files + program + _MANIFEST_BYTES + _SITE_BYTES * parameters

@@ -42,9 +42,13 @@ class WebMaker:
         self.notes: list[str] = []
 
     def compile(
-        self, graph: GraphModule, _tune: str, _pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
+        self, graph: GraphModule, tune: str, _pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
     ) -> None:
-        """Generate the program; devices tune, not this machine."""
+        """Generate the program."""
+        if tune == "full":
+            self.notes.append(
+                "tune: full changes nothing for webgpu: its kernels have the shipped constants everywhere"
+            )
         info: ModelInfo = graph.meta["model"]
         if info.kind != "decoder":
             raise VerificationError(

@@ -376,6 +376,14 @@ def test_the_roofline_binds_on_what_takes_longer(shape_graph: GraphModule, monke
     assert {layer.binds for layer in plan_roofline.rooflines(shape_graph, MACHINE)[1].layers} == {"compute"}
 
 
+def test_of_browsers_nothing_is_foreseen_but_bytes(shape_graph: GraphModule) -> None:
+    """Neither this processor's bounds nor its seconds say anything of the users' devices."""
+    made = plan_graph(shape_graph, recipe({"rtn": {"scheme": "W4A16_G128"}}, target="webgpu"))
+    assert made.rooflines == () and not {"compile", "check", "evaluate", "time"} & set(made.stages)
+    assert any(note.startswith("webgpu: what generating") for note in made.notes)
+    assert {stage.stage for stage in made.memory}.isdisjoint({"check", "evaluate", "time"})
+
+
 def test_the_comparison_has_what_both_sides_know(shape_graph: GraphModule) -> None:
     plan = plan_graph(shape_graph, recipe({"rtn": {"scheme": "W4A16_G128"}}))
     rows = compare_plan(plan, {"weight_bytes": plan.weight_bytes, "rtn": 2 * plan.stages["rtn"].value, "perplexity": 3})

@@ -45,6 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, require_adapter: None) -> tup
         recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml")
         outcome = run_recipe(recipe, tmp_path_factory.mktemp("web") / "bundle")
     assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
+    (bytes_ratio,) = (ratio for name, _, _, ratio in outcome.predictions if name == "bundle_bytes")
+    assert 0.95 < bytes_ratio < 1.05
     assert outcome.metrics["perplexity"] < 1.04 * outcome.metrics["dense_perplexity"]
     return outcome.bundle, graphs[0]
 

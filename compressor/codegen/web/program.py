@@ -67,7 +67,8 @@ class ProgramWriter:
         last: dict[Any, int] = {}
         for i, binding in enumerate(bindings):
             used = list(_variables(binding.value))
-            roots[binding.var] = roots.get(used[0], used[0]) if self._is_view(binding.value) else binding.var
+            shows = used[0] if used and self._is_view(binding.value) else binding.var
+            roots[binding.var] = roots.get(shows, shows)
             for var in (*used, binding.var):
                 last[roots.get(var, var)] = i
         for var in _variables(result):
