@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import compressor
+import compressor.run_native
 from compressor.calibration import load_evaluation, load_samples
 from compressor.capture import capture
 from compressor.comparison import Speed
@@ -95,14 +96,14 @@ def load_for_test(name: str) -> Recipe:
 def execute(name: str, output: Path) -> Run:
     """Run a recipe and keep the graph; speed is measured elsewhere."""
     graphs: list[GraphModule] = []
-    compile_graph = compressor.run.compile_graph
+    compile_graph = compressor.run_native.compile_graph
 
     def spy(graph: GraphModule, *arguments: Any, **options: Any) -> Any:
         graphs.append(graph)
         return compile_graph(graph, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compressor.run.compile_graph", spy)
+        patch.setattr("compressor.run_native.compile_graph", spy)
         patch.setattr("compressor.run.measure_speed", lambda *_: Speed({}, {}))
         recipe = load_for_test(name)
         outcome = run_recipe(recipe, output)
