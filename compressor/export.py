@@ -27,6 +27,8 @@ from compressor.resources import resource
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from compressor.export_web import WebParts
+
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE: two names swap what they name, in one step
 _HERE = -100  # AT_FDCWD
@@ -136,12 +138,7 @@ def _fill(folder: Path, parts: BundleParts) -> None:
 
     from compressor.tensor_files import DTYPES, write_safetensors
 
-    tensors = {}
-    for name in parts.parameters:
-        try:
-            tensors[name] = parts.graph.get_parameter(name)
-        except AttributeError as error:
-            raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
+    tensors = {name: stored_parameter(parts.graph, name) for name in parts.parameters}
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     python, versions = resource("export") / "python", installed_versions()
     shutil.copyfile(parts.library, folder / "model.so")
@@ -151,10 +148,7 @@ def _fill(folder: Path, parts: BundleParts) -> None:
     for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
         shutil.copyfile(python / name, folder / name)
     _copy_tvm_runtime(folder / "lib")
-    if parts.tokenizer is not None:
-        write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
-    if parts.lock is not None:
-        (folder / "compress.lock").write_text(parts.lock, encoding="utf-8")
+    write_origin(folder, parts)
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {
         "name": parts.model.get("name", "model"),
@@ -167,25 +161,48 @@ def _fill(folder: Path, parts: BundleParts) -> None:
     manifest = {
         "format": "compressor bundle",
         "schema_version": SCHEMA_VERSION,
+        **described(parts),
+        "parameters": list(parts.parameters),
+        "parameter_types": [
+            {"dtype": type_names[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in parts.parameters
+        ],
+        "cpu_features": sorted(parts.cpu_features),
+        "libraries": [{"isa": isa, "file": name, "cpu_features": sorted(needed)} for isa, name, needed in listed],
+        "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
+        "files": listing(folder, hashes),
+    }
+    (folder / "manifest.json").write_bytes(with_total(manifest))
+
+
+def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that the kernels take; raises CompressorError when the graph lacks it."""
+    try:
+        return graph.get_parameter(name)
+    except AttributeError as error:
+        raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
+
+
+def write_origin(folder: Path, parts: BundleParts | WebParts) -> None:
+    """The tokenizer and the lock, where there are any."""
+    if parts.tokenizer is not None:
+        write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
+    if parts.lock is not None:
+        (folder / "compress.lock").write_text(parts.lock, encoding="utf-8")
+
+
+def described(parts: BundleParts | WebParts) -> dict[str, Any]:
+    """The fields that manifests of all kinds have."""
+    return {
         "kind": parts.model["kind"],
         "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
         "recipe": parts.recipe,
         "calibration": parts.calibration,
         "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
         "sites": list(parts.sites),
-        "parameters": list(parts.parameters),
-        "parameter_types": [
-            {"dtype": type_names[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in parts.parameters
-        ],
         "kernels": list(parts.kernels),
-        "cpu_features": sorted(parts.cpu_features),
-        "libraries": [{"isa": isa, "file": name, "cpu_features": sorted(needed)} for isa, name, needed in listed],
-        "versions": versions,
-        "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
+        "versions": installed_versions(),
         "dense_weight_bytes": parts.dense_weight_bytes,
-        "files": listing(folder, hashes),
     }
-    (folder / "manifest.json").write_bytes(with_total(manifest))
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:

@@ -11,8 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.errors import CompressorError
-from compressor.export import explaining_failed_writes, installed_versions, listing, with_total, write_tokenizer
+from compressor.export import described, explaining_failed_writes, listing, stored_parameter, with_total, write_origin
 from compressor.resources import resource
 
 if TYPE_CHECKING:
@@ -54,15 +53,12 @@ def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
 
 
 def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
-    tensors = {name: _parameter(parts.graph, name) for name in parts.parameters} | dict(parts.constants)
+    tensors = {name: stored_parameter(parts.graph, name).detach() for name in parts.parameters} | dict(parts.constants)
     web = resource("export") / "web"
     for name in _SHIPPED:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(web / name, folder / name)
-    if parts.tokenizer is not None:
-        write_tokenizer(parts.tokenizer, folder / "tokenizer.json", parts.model.get("vocab_size", 0))
-    if parts.lock is not None:
-        (folder / "compress.lock").write_text(parts.lock, encoding="utf-8")
+    write_origin(folder, parts)
     readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
     (folder / "README.md").write_text(readme.substitute(name=parts.model.get("name", "model")), encoding="utf-8")
     program = json.dumps(parts.program, separators=(",", ":"), ensure_ascii=False)
@@ -72,30 +68,15 @@ def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
     manifest = {
         "format": "compressor web bundle",
         "schema_version": SCHEMA_VERSION,
-        "kind": parts.model["kind"],
-        "model": {key: value for key, value in parts.model.items() if key not in ("kind", "source")},
-        "recipe": parts.recipe,
-        "calibration": parts.calibration,
-        "formats": sorted({site["format"] for site in parts.sites if site.get("format")}),
-        "sites": list(parts.sites),
-        "kernels": list(parts.kernels),
-        "versions": installed_versions(),
+        **described(parts),
         "weights": {"shards": shards, "tensors": places},
         "weight_bytes": weight_bytes,
-        "dense_weight_bytes": parts.dense_weight_bytes,
         "files": listing(folder, {shard["file"]: shard["sha256"] for shard in shards}),
     }
     text = with_total(manifest)
     (folder / "manifest.json").write_bytes(text)
     read: dict[str, Any] = json.loads(text)
     return read
-
-
-def _parameter(graph: nn.Module, name: str) -> Tensor:
-    try:
-        return graph.get_parameter(name).detach()
-    except AttributeError as error:
-        raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -35,6 +35,7 @@ class WebMaker:
     def __init__(self, target: Target, _threads: int | None) -> None:
         self._target = target
         self._program: WebProgram | None = None
+        self._bundle: WebBundle | None = None
         self._vectors: dict[str, torch.Tensor] = {}
         self.runs_here = target.executes(target.resolve())
         self.schedules: dict[str, dict[str, Any]] = {}
@@ -96,7 +97,8 @@ class WebMaker:
 
         stored = {name: tensor.numpy() for name, tensor in self._vectors.items()}
         ids, prompt = stored["ids"], int(stored["prompt"][0])
-        session = WebBundle(folder).session(len(ids), ids.shape[1])
+        self._bundle = WebBundle(folder)
+        session = self._bundle.session(len(ids), ids.shape[1])
         parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
         logits = np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)
         errors = output_errors(logits.reshape(-1, logits.shape[-1]).astype(np.float64), stored, 0)
@@ -104,8 +106,8 @@ class WebMaker:
         return error, [Check("WebGPU", True, f"all kernels executed on {adapter_name()}")]
 
     def process(self, folder: Path) -> WebProcess:
-        """The bundle on this machine's adapter, to be evaluated."""
-        return WebProcess(folder)
+        """The bundle on this machine's adapter, to be evaluated; as checked, its kernels are compiled already."""
+        return WebProcess(self._bundle or WebBundle(folder))
 
     def why_not(self) -> str:
         """Why nothing runs here, in words."""
@@ -118,8 +120,8 @@ class WebMaker:
 class WebProcess:
     """A bundle for evaluations, as :class:`compressor.evaluate_model.BundleProcess`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._bundle = WebBundle(folder)
+    def __init__(self, bundle: WebBundle) -> None:
+        self._bundle = bundle
 
     def __enter__(self) -> WebProcess:
         return self

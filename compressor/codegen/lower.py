@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -143,19 +143,31 @@ def compile_graph(
     mod, parameters = import_program(program, converter.table(), Importer(kind == "decoder"))
     mod = _add_probe(mod)
     with tvm_target:
-        check_storage(mod, "import", converter.smallest_packed, activations)
-        for name, phase in phases():
-            with naming(name):
-                mod = phase(mod)
-            check_storage(mod, name, converter.smallest_packed, activations)
-            if dump is not None:
-                dump(name, mod.script())
+        mod = run_phases(mod, phases(), converter.smallest_packed, activations, dump)
         with naming("generate"):
             executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in converter.records]
     part = 0 if kind == "decoder" else entry_bytes(program, tokens=kind == "encoder")
     return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+
+
+def run_phases(
+    mod: tvm.IRModule,
+    steps: Sequence[tuple[str, tvm.transform.Pass]],
+    dense_elements: int | None,
+    activations: Collection[int],
+    dump: Callable[[str, str], None] | None,
+) -> tvm.IRModule:
+    """Run phases on an imported program, and :func:`check_storage` before them and after each."""
+    check_storage(mod, "import", dense_elements, activations)
+    for name, phase in steps:
+        with naming(name):
+            mod = phase(mod)
+        check_storage(mod, name, dense_elements, activations)
+        if dump is not None:
+            dump(name, mod.script())
+    return mod
 
 
 @contextmanager

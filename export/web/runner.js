@@ -209,7 +209,6 @@ export class Model {
     this.scratch = program.scratch.map(() => undefined);
     this.generation = 0; // counts reallocations: bind groups of an older one are void
     this.turn = Promise.resolve();
-    this.sessions = new Set();
     this.uniforms = device.createBuffer({
       size: UNIFORM_BYTES * (program.steps.length + 1),
       usage: GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_DST,
@@ -260,9 +259,7 @@ export class Model {
     const bytes = ({ shape }) => 4 * shape.reduce((product, n) => product * evaluate(n, names), 1);
     const buffers = await guarded(this.device, () =>
       Object.fromEntries(caches.map((input) => [input.name, storage(this.device, bytes(input))])));
-    const session = new Session(this, capacity, buffers);
-    this.sessions.add(session);
-    return session;
+    return new Session(this, capacity, buffers);
   }
 
   /** Continue a prompt, text or token ids; yields pieces of text. */
@@ -320,7 +317,6 @@ export class Model {
 
   /** Give all memory back. */
   destroy() {
-    this.sessions.clear();
     this.device.destroy();
   }
 }
@@ -468,7 +464,6 @@ export class Session {
   /** Give its memory back. */
   destroy() {
     Object.values(this.caches).forEach((buffer) => buffer.destroy());
-    this.model.sessions.delete(this);
   }
 }
 

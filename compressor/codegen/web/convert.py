@@ -81,7 +81,7 @@ class WebConverter:
     def _dense_linear(self, node: fx.Node, importer: Any) -> Any:
         x, weight, bias = importer.retrieve_args(node)
         rows, columns = (int(n) for n in weight.ty.shape)
-        storage = {"uint16": "bfloat16"}.get(str(weight.ty.dtype), str(weight.ty.dtype))
+        storage = _storage(weight)
         kernels = dense_linear.dense_linear(rows, columns, storage, bias is not None)
         return self._rowwise(importer, kernels, x, [weight, bias], rows)
 
@@ -135,7 +135,7 @@ class WebConverter:
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
         rows, width = (int(n) for n in table.ty.shape)
-        storage = {"uint16": "bfloat16"}.get(str(table.ty.dtype), str(table.ty.dtype))
+        storage = _storage(table)
         kernel = embedding.embedding(rows, width, storage)
         dispatch = Dispatch((kernel,), (0, 1, -1), lambda shapes: [_product(shapes[1])])
         out = relax.TensorType([*ids.ty.shape, width], "float32")
@@ -148,6 +148,11 @@ def _split(node: fx.Node, importer: Any) -> Any:
     total = int(x.ty.shape[axis])
     parts = [relax.op.strided_slice(x, [axis], [i], [min(i + size, total)]) for i in range(0, total, size)]
     return relax.Tuple([importer.block_builder.emit(part) for part in parts])
+
+
+def _storage(parameter: Any) -> str:
+    """The type that a matrix of floats is stored in; the importer has bfloat16 as its bits."""
+    return {"uint16": "bfloat16"}.get(str(parameter.ty.dtype), str(parameter.ty.dtype))
 
 
 def _product(sizes: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture import reexport
-from compressor.codegen.lower import Importer, check_storage, import_program, naming
+from compressor.codegen.lower import Importer, import_program, naming, run_phases
 from compressor.codegen.sizes import fixed_sizes
 from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter
@@ -74,13 +74,7 @@ def compile_program(
     activations = fixed_sizes(program)
     mod, parameters = import_program(program, converter.table(), _NarrowImporter(info.kind == "decoder"))
     with target:
-        check_storage(mod, "import", converter.smallest_packed, activations)
-        for name, phase in web_phases():
-            with naming(name):
-                mod = phase(mod)
-            check_storage(mod, name, converter.smallest_packed, activations)
-            if dump is not None:
-                dump(name, mod.script())
+        mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
     inputs = mod["main"].params[: len(mod["main"].params) - len(parameters)]
     for x in inputs:
         if str(x.ty.dtype) not in ("float32", "int32"):
