@@ -21,7 +21,9 @@ SCHEMA_VERSION = 1
 SHARD_BYTES = 16 << 20
 """A shard is checked, and kept by the browser, as a whole."""
 _ALIGNMENT_BYTES = 16
-_SHIPPED = ("runner.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers")
+_SHIPPED = (
+    "runner.js", "program.js", "webgpu.js", "wasm.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class WebParts:
     parameters: Sequence[str]
     constants: Mapping[str, Tensor]  # what the program itself holds, by name
     program: Mapping[str, Any]  # see compressor.codegen.web.lower.WebProgram
+    wasm: tuple[Mapping[str, Any], bytes] | None  # the same for WebAssembly, and the module
     model: Mapping[str, Any]
     recipe: Mapping[str, Any]
     sites: Sequence[Mapping[str, Any]]
@@ -61,14 +64,19 @@ def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
     write_origin(folder, parts)
     readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
     (folder / "README.md").write_text(readme.substitute(name=parts.model.get("name", "model")), encoding="utf-8")
-    program = json.dumps(parts.program, separators=(",", ":"), ensure_ascii=False)
-    (folder / "webgpu.json").write_text(program, encoding="utf-8")
+    _write_program(folder / "webgpu.json", parts.program)
+    if parts.wasm is not None:
+        program, module = parts.wasm
+        (folder / "wasm").mkdir()
+        _write_program(folder / "wasm" / "program.json", program)
+        (folder / "wasm" / "kernels.wasm").write_bytes(module)
     places, shards = _write_shards(folder, tensors)
     weight_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     manifest = {
         "format": "compressor web bundle",
         "schema_version": SCHEMA_VERSION,
         **described(parts),
+        "engines": ["webgpu"] if parts.wasm is None else ["webgpu", "wasm"],
         "weights": {"shards": shards, "tensors": places},
         "weight_bytes": weight_bytes,
         "files": listing(folder, {shard["file"]: shard["sha256"] for shard in shards}),
@@ -77,6 +85,10 @@ def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
     (folder / "manifest.json").write_bytes(text)
     read: dict[str, Any] = json.loads(text)
     return read
+
+
+def _write_program(path: Path, program: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(program, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

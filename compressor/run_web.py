@@ -1,4 +1,4 @@
-"""What a run makes for browsers: a program in WGSL, checked and evaluated through wgpu where that finds an adapter."""
+"""What a run makes for browsers: programs in WGSL and WebAssembly, checked and evaluated where this machine runs them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import GraphModule
 
-from compressor.codegen.targets import Target
-from compressor.codegen.web.lower import WebProgram, compile_program
+from compressor.codegen.kernels.vector import SIMD128
+from compressor.codegen.targets.webgpu import Webgpu
+from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.errors import VerificationError
 from compressor.export_web import WebParts, fill_web_bundle
 from compressor.graph import ModelInfo
@@ -24,7 +25,9 @@ from compressor.run_assemble import model_facts
 from compressor.run_native import Dumper
 from compressor.verify_smoke import worst_error
 from compressor.verify_vectors import make_vectors
-from compressor.webgpu import WebBundle, adapter_name
+from compressor.wasm import is_available
+from compressor.web_session import Engine, WebBundle
+from compressor.webgpu import adapter_name
 
 
 class WebMaker:
@@ -32,12 +35,17 @@ class WebMaker:
 
     timed = False  # a software adapter says nothing of the users' devices
 
-    def __init__(self, target: Target, _threads: int | None) -> None:
+    def __init__(self, target: Webgpu, _threads: int | None) -> None:
         self._target = target
         self._program: WebProgram | None = None
-        self._bundle: WebBundle | None = None
+        self._wasm: tuple[WebProgram, bytes] | None = None
         self._vectors: dict[str, torch.Tensor] = {}
-        self.runs_here = target.executes(target.resolve())
+        self._bundles: dict[Engine, WebBundle] = {}
+        can_run: dict[Engine, bool] = {
+            "webgpu": target.executes(target.resolve()), "wasm": target.wasm and is_available()
+        }  # fmt: skip
+        self._engines = [engine for engine, can in can_run.items() if can]
+        self.runs_here = bool(self._engines)
         self.schedules: dict[str, dict[str, Any]] = {}
         self.tried: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -45,7 +53,7 @@ class WebMaker:
     def compile(
         self, graph: GraphModule, tune: str, _pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
     ) -> None:
-        """Generate the program."""
+        """Generate the programs."""
         if tune == "full":
             self.notes.append(
                 "tune: full changes nothing for webgpu: its kernels have the shipped constants everywhere"
@@ -56,6 +64,8 @@ class WebMaker:
                 f"{info.name}: the target webgpu serves decoders so far, this is an {info.kind}; take the target x86"
             )
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
+        if self._target.wasm:
+            self._wasm = compile_wasm(graph, dump(SIMD128))
         if self.runs_here:
             self._vectors = make_vectors(graph)
 
@@ -72,18 +82,26 @@ class WebMaker:
         """All files of the bundle; returns its manifest."""
         program, info = self._program, graph.meta["model"]
         assert program is not None
-        evidence = "executed" if self.runs_here else "compiled"
+        programs: dict[Engine, WebProgram] = {"webgpu": program}
+        if self._wasm is not None:
+            programs["wasm"] = self._wasm[0]
+        constants = {name: array for one in programs.values() for name, array in one.constants.items()}
         return fill_web_bundle(
             folder,
             WebParts(
                 graph=graph,
-                parameters=program.parameters,
-                constants={name: torch.from_numpy(array.copy()) for name, array in program.constants.items()},
+                parameters=list(dict.fromkeys(name for one in programs.values() for name in one.parameters)),
+                constants={name: torch.from_numpy(array.copy()) for name, array in constants.items()},
                 program=program.content,
+                wasm=None if self._wasm is None else (self._wasm[0].content, self._wasm[1]),
                 model=model_facts(graph),
                 recipe=recipe.resolved(),
                 sites=[dataclasses.asdict(record) for record in context.records],
-                kernels=[{**record, "evidence": evidence} for record in program.kernels],
+                kernels=[
+                    {**record, "engine": engine, "evidence": "executed" if engine in self._engines else "compiled"}
+                    for engine, one in programs.items()
+                    for record in one.kernels
+                ],
                 dense_weight_bytes=dense_weight_bytes,
                 calibration=None if context.samples is None else context.samples.facts(),
                 tokenizer=info.source,
@@ -92,22 +110,31 @@ class WebMaker:
         )
 
     def check(self, folder: Path) -> tuple[float, list[Check]]:
-        """The kernels' error against the graph."""
+        """The kernels' largest error against the graph."""
+        where = {"webgpu": lambda: adapter_name(), "wasm": lambda: "wasmtime"}
+        names, errors, checks = {"webgpu": "WebGPU", "wasm": "WebAssembly"}, [], []
+        for engine in self._engines:
+            self._bundles[engine] = WebBundle(folder, engine)
+            errors.append(self._error(self._bundles[engine]))
+            text = f"all kernels executed on {where[engine]()}, relative error {errors[-1]:.2g}"
+            checks.append(Check(names[engine], True, text))
+        return max(errors), checks
+
+    def _error(self, bundle: WebBundle) -> float:
         from compressor_selfcheck import output_errors
 
         stored = {name: tensor.numpy() for name, tensor in self._vectors.items()}
         ids, prompt = stored["ids"], int(stored["prompt"][0])
-        self._bundle = WebBundle(folder)
-        session = self._bundle.session(len(ids), ids.shape[1])
+        session = bundle.session(len(ids), ids.shape[1])
         parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
         logits = np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)
         errors = output_errors(logits.reshape(-1, logits.shape[-1]).astype(np.float64), stored, 0)
-        error = worst_error(errors, float(stored["tolerance"][0]))
-        return error, [Check("WebGPU", True, f"all kernels executed on {adapter_name()}")]
+        return worst_error(errors, float(stored["tolerance"][0]))
 
     def process(self, folder: Path) -> WebProcess:
-        """The bundle on this machine's adapter, to be evaluated; as checked, its kernels are compiled already."""
-        return WebProcess(self._bundle or WebBundle(folder))
+        """The bundle on this machine, to be evaluated; as checked, its kernels are compiled already."""
+        engine = self._engines[0]
+        return WebProcess(self._bundles.get(engine) or WebBundle(folder, engine))
 
     def why_not(self) -> str:
         """Why nothing runs here, in words."""

@@ -6,11 +6,9 @@ measured where a bundle is made.  A software adapter serves (Mesa's lavapipe: De
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,7 +162,7 @@ def run_kernels(
     return [read_buffer(buffers[i], dtype, shape) for i, (dtype, shape) in outputs.items()]
 
 
-class Program:
+class GpuProgram:
     """A program with its parameters on the device.
 
     Args:
@@ -176,6 +174,8 @@ class Program:
         self.content, self._pipelines = content, Pipelines(content["kernels"])
         self._tensors = {name: buffer_of(array) for name, array in tensors.items()}
         self._scratch: dict[int, Any] = {}
+
+    empty, upload, read = staticmethod(empty_buffer), staticmethod(buffer_of), staticmethod(read_buffer)
 
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
         """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
@@ -196,45 +196,3 @@ class Program:
         if kind == "scratch":
             return self._scratch[int(name)]
         return inputs[name] if kind == "input" else self._tensors[name]
-
-
-class WebBundle:
-    """A bundle for browsers, on this machine's adapter."""
-
-    def __init__(self, folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        weights, types = manifest["weights"], manifest["weights"]["tensors"]
-        content = np.concatenate([np.fromfile(folder / shard["file"], np.uint8) for shard in weights["shards"]])
-        tensors = {name: content[t["offset"] : t["offset"] + t["bytes"]] for name, t in types.items()}
-        program = json.loads((folder / "webgpu.json").read_text(encoding="utf-8"))
-        self._program, self._vocabulary = Program(program, tensors), int(manifest["model"]["vocab_size"])
-
-    def session(self, batch: int, capacity: int) -> Session:
-        """A new sequence of tokens per batch entry, of at most ``capacity``."""
-        return Session(self._program, self._vocabulary, batch, capacity)
-
-
-class Session:
-    """A sequence of tokens per batch entry, as ``compressor_runtime.Session``."""
-
-    def __init__(self, program: Program, vocabulary: int, batch: int, capacity: int) -> None:
-        self._program, self._vocabulary, self._batch, self._capacity = program, vocabulary, batch, capacity
-        self.position = 0
-        names = {"B": batch, "T": capacity}
-        shapes = {x["name"]: x["shape"] for x in program.content["inputs"] if "_cache_" in x["name"]}
-        self._caches = {
-            name: empty_buffer(4 * int(np.prod([evaluate(n, names) for n in shape]))) for name, shape in shapes.items()
-        }
-
-    def step(self, ids: Any, keep: Any = None) -> NDArray[np.float32]:
-        """Logits [B, R, V] of the tokens with the indices ``keep``; left out, of the last."""
-        tokens = np.asarray(ids, np.int32).reshape(self._batch, -1)
-        count = tokens.shape[1]
-        kept = np.asarray([count - 1] if keep is None else keep, np.int32)
-        position = np.arange(self.position, self.position + count, dtype=np.int32)
-        given = {"ids": tokens, "position": position, "keep": kept}
-        inputs = {name: buffer_of(array) for name, array in given.items()} | self._caches
-        sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
-        out = self._program.run(inputs, sizes)
-        self.position += count
-        return read_buffer(out, "float32", (self._batch, len(kept), self._vocabulary))

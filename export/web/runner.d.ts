@@ -1,6 +1,6 @@
 /** What went wrong, in words, with what to do about it. */
 export class BundleError extends Error {
-  code: "no-webgpu" | "missing" | "damaged" | "memory" | "lost" | "request";
+  code: "no-webgpu" | "no-wasm" | "missing" | "damaged" | "memory" | "lost" | "request";
 }
 
 export interface LoadOptions {
@@ -10,11 +10,13 @@ export interface LoadOptions {
   context?: number;
   /** Ends the loading with an AbortError. */
   signal?: AbortSignal;
+  /** What computes. Default `auto`: WebGPU, and WebAssembly where that is missing or has too little memory. */
+  device?: "auto" | "webgpu" | "wasm";
   /** Another WebGPU than the browser's. */
   gpu?: GPU;
 }
 
-/** Load the bundle at `url` (default: the page's folder). Throws BundleError, or AbortError. */
+/** Load the bundle at `url` (default: the page's folder; in Node a folder, too). Throws BundleError, or AbortError. */
 export function load(url?: string | URL, options?: LoadOptions): Promise<Model>;
 
 export interface GenerateOptions {
@@ -44,8 +46,11 @@ export class Model {
   readonly manifest: any;
   /** Facts about the model: name, vocab_size, max_positions, eos_ids, ... */
   readonly info: any;
-  /** The graphics adapter, in words. */
+  readonly device: "webgpu" | "wasm";
+  /** What computes, in words. */
   readonly adapter: string;
+  /** Why WebAssembly computes in place of WebGPU, in words. */
+  readonly fallback?: string;
   tokenizer(): Promise<Tokenizer>;
   /** Continue text or token ids; yields pieces of text. Several at once take turns. */
   generate(prompt: string | number[], options?: GenerateOptions): AsyncGenerator<string>;
@@ -62,7 +67,7 @@ export class Session {
   position: number;
   /** Take tokens; logits of the last [vocab_size]. */
   logits(ids: number[]): Promise<Float32Array>;
-  /** Take tokens; the likeliest token after them, picked on the device. */
+  /** Take tokens; the likeliest token after them, picked where it was computed. */
   likeliest(ids: number[]): Promise<number>;
   destroy(): void;
 }

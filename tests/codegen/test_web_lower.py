@@ -17,7 +17,8 @@ from compressor.errors import UsageError, VerificationError
 from compressor.evaluate import GraphLogits
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline import Context
-from compressor.webgpu import Program, Session
+from compressor.web_session import Session
+from compressor.webgpu import GpuProgram
 
 TOLERANCE = 1e-5
 
@@ -40,7 +41,7 @@ def test_decoder(name: str, tmp_path: Path, require_adapter: None) -> None:
     (model.bfloat16() if name == "qwen3" else model.half()).save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32", ignore=("lm_head",))
     program = lowered(graph)
-    loaded, ids = Program(program.content, arrays(graph, program)), np.random.default_rng(1).integers(3, 97, (2, 12))
+    loaded, ids = GpuProgram(program.content, arrays(graph, program)), np.random.default_rng(1).integers(3, 97, (2, 12))
     expected = GraphLogits(graph)(ids).numpy()
     for steps in ((12,), (5, 1, 1, 3, 2)):
         session, begin = Session(loaded, SIZES["vocab_size"], 2, 16), 0

@@ -18,13 +18,13 @@ from compressor.formats import Format
 
 @dataclass(frozen=True)
 class Isa:
-    """An x86 instruction set as the kernels see it."""
+    """An instruction set as the kernels see it."""
 
     name: str
     lanes: int  # 32-bit lanes of a register
     vnni: bool  # has vpdpbusd
     vpopcnt: bool  # has vpopcntd
-    cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list
+    cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list, of x86
     mcpu: str
     tiles: bool = False  # has AMX: registers that hold matrices of int8 or bfloat16
     mattr: tuple[str, ...] = ()  # LLVM's names of what ``mcpu`` lacks
@@ -53,6 +53,8 @@ AMX = Isa(
     True,
     ("+amx-tile", "+amx-int8", "+amx-bf16"),
 )
+SIMD128 = Isa("simd128", 4, False, False, (), "generic", mattr=("+simd128", "+bulk-memory"))
+"""WebAssembly's vectors; what it has no conversion for, float16, :mod:`compressor.codegen.web.wasm` writes out."""
 ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
 """Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
 
@@ -123,11 +125,7 @@ def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[
     subnormals as well, which that conversion takes at full speed.
     """
     if fmt.codebook:
-        found = [table(level) for level in range(fmt.levels)]
-        for bit in range(fmt.bits):
-            unset = T.EQ(T.bitwise_and(codes, splat(1 << (8 * byte + bit), lanes)), splat(0, lanes))
-            found = [T.Select(unset, low, high) for low, high in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+        return _pick([table(level) for level in range(fmt.levels)], codes, 8 * byte, lanes)
     element = fmt.element
     code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
     if element is None and fmt.bits <= 4 and lanes == 16:  # one permutation in place of a mask and a conversion
@@ -144,8 +142,18 @@ def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[
     return T.Cast(f"float32x{lanes}", T.reinterpret(half, dtype=f"float16x{lanes}"))
 
 
+def _pick(found: Sequence[Any], codes: Any, shift: int, lanes: int) -> Any:
+    """The vector whose number a few bits of each lane are, by choices between two."""
+    for bit in range(shift, shift + (len(found) - 1).bit_length()):
+        unset = T.EQ(T.bitwise_and(codes, splat(1 << bit, lanes)), splat(0, lanes))
+        found = [T.Select(unset, low, high) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
 def _lookup16(values: Sequence[float], index: Any, lanes: int) -> Any:
-    """``values[index % 16]``, by permutation of registers."""
+    """``values[index % 16]``, by permutation of registers where there is one."""
+    if lanes < 8:
+        return _pick([splat_float(value, lanes) for value in values], index, 0, lanes)
 
     def table(some: Sequence[float]) -> Any:
         return T.Shuffle([T.float32(value) for value in some], list(range(len(some))))

@@ -1,4 +1,4 @@
-"""Browsers: kernels in WGSL, run by ``export/web/runner.js``."""
+"""Browsers: kernels in WGSL and in WebAssembly, run by ``export/web/runner.js``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ WGSL = Isa("wgsl", 1, False, False, (), "generic")
 
 @dataclass(frozen=True)
 class Webgpu:
-    """WebGPU, within the default limits that every browser gives."""
+    """WebGPU, within the default limits that every browser gives.
+
+    Attributes:
+        wasm: the bundle also has the kernels in WebAssembly, for browsers without WebGPU and for Node.
+    """
 
     bundle: ClassVar[Literal["web"]] = "web"
+
+    wasm: bool = True
 
     def resolve(self) -> Isa:
         """WGSL is the same everywhere."""
@@ -47,4 +53,8 @@ class Webgpu:
         return tvm.target.Target({"kind": "webgpu", **limits}, host=tvm.target.Target("llvm"))
 
     def check_toolchain(self) -> None:
-        """Nothing is needed: browsers compile."""
+        """Raise ToolchainError where WebAssembly is to be linked and there is no linker; browsers compile WGSL."""
+        if self.wasm:
+            from compressor.codegen.web.wasm import find_linker
+
+            find_linker()

@@ -23,8 +23,8 @@ def _number(value: float) -> Any:
     return tirx.const(value, "float32")
 
 
-def _quarter_turns(x: Any, ahead: int) -> Any:
-    """The sine of an angle and of so many right angles more."""
+def sine(x: Any, ahead: int) -> Any:
+    """The sine of an angle and of so many right angles more; of angles up to 2^15."""
     turns = tirx.floor(x * _number(_TWO_OVER_PI) + _number(0.5))
     rest = x
     for part in _HALF_PI:
@@ -57,7 +57,7 @@ def _sigmoid(op: Any) -> Any:
     return _number(1.0) / (_number(1.0) + tirx.exp(-x))
 
 
-def _power(op: Any) -> Any:
+def power(op: Any) -> Any:
     """WGSL's is not defined for negative numbers: whole exponents are products."""
     x, exponent = op.args
     if not isinstance(exponent, tirx.FloatImm) or exponent.value not in range(1, 9):
@@ -68,8 +68,8 @@ def _power(op: Any) -> Any:
     return product
 
 
-tirx.op.register_intrin_lowering("tirx.sin", target="webgpu", f=lambda op: _quarter_turns(op.args[0], 0), level=99)
-tirx.op.register_intrin_lowering("tirx.cos", target="webgpu", f=lambda op: _quarter_turns(op.args[0], 1), level=99)
-tirx.op.register_intrin_lowering("tirx.pow", target="webgpu", f=_power, level=99)
+tirx.op.register_intrin_lowering("tirx.sin", target="webgpu", f=lambda op: sine(op.args[0], 0), level=99)
+tirx.op.register_intrin_lowering("tirx.cos", target="webgpu", f=lambda op: sine(op.args[0], 1), level=99)
+tirx.op.register_intrin_lowering("tirx.pow", target="webgpu", f=power, level=99)
 tirx.op.register_intrin_lowering("tirx.tanh", target="webgpu", f=_tanh, level=99)
 tirx.op.register_intrin_lowering("tirx.sigmoid", target="webgpu", f=_sigmoid, level=99)

@@ -1,9 +1,10 @@
-"""FX -> Relax -> a WebGPU program: the phases, and the check of stored bytes after each."""
+"""FX -> Relax -> a program for browsers: the phases, and the check of stored bytes after each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture import reexport
+from compressor.codegen.convert import Converter
+from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.fusion import fuse
+from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.lower import Importer, import_program, naming, run_phases
 from compressor.codegen.sizes import fixed_sizes
+from compressor.codegen.tune import Tuner
 from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter
-from compressor.codegen.web.program import ProgramWriter, expression
+from compressor.codegen.web.elementwise import generate
+from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
+from compressor.codegen.web.wasm import WasmModule, wasm_target
 from compressor.errors import VerificationError
 
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -75,35 +83,74 @@ def compile_program(
     mod, parameters = import_program(program, converter.table(), _NarrowImporter(info.kind == "decoder"))
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
-    inputs = mod["main"].params[: len(mod["main"].params) - len(parameters)]
-    for x in inputs:
+    for x in _inputs(mod, parameters):
         if str(x.ty.dtype) not in ("float32", "int32"):
             raise VerificationError(f"input {x.name} has type {x.ty.dtype}; the target webgpu takes float32 and int64")
-    names = _size_names(info.kind, inputs)
-    writer = ProgramWriter(mod, converter.calls, target)
+    writer = ProgramWriter(mod, converter.calls, partial(generate, target=target), WGSL_BYTES)
+    content = _write(writer, mod, parameters, info.kind) | {"kernels": writer.kernels}
+    if info.kind == "decoder":
+        sampler = argmax(info.vocab_size)
+        content["argmax"] = {"kernel": sampler.name}
+        writer.kernels[sampler.name] = sampler.record()
+        writer.details[sampler.name] = {"family": sampler.family}
+    kernels = [{"name": name, **details} for name, details in writer.details.items()]
+    if dump is not None:
+        dump("wgsl", "\n".join(f"// {name}\n{record['source']}" for name, record in writer.kernels.items()))
+    return WebProgram(content, _used(writer), writer.constants, kernels)
+
+
+def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = None) -> tuple[WebProgram, bytes]:
+    """Lower a graph to WebAssembly, with the kernels that x86 has, for vectors of 128 bits.
+
+    Returns:
+        The program, whose kernels are functions of the module, and the module.
+
+    Raises:
+        ToolchainError: there is no linker.
+        UsageError, VerificationError: as :func:`compile_program`.
+    """
+    converter, program = Converter(SIMD128, Tuner("off", 1, None, SIMD128.name)), reexport(graph)
+    info, target, module = graph.meta["model"], wasm_target(), WasmModule()
+    activations = fixed_sizes(program)
+    fuse(program.graph)
+    mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))
+    with target:
+        steps = [*web_phases(), ("schedule_elementwise", ScheduleElementwise())]
+        mod = run_phases(mod, steps, converter.smallest_packed, activations, dump)
+    writer = ProgramWriter(mod, {}, module.add, WASM_BYTES, "wasm_constant")
+    content = _write(writer, mod, parameters, info.kind)
+    known = {record["name"]: record for record in converter.records}
+    kernels = [known.get(name) or {"name": name, "isa": SIMD128.name, **writer.details[name]} for name in writer.kernels]
+    with naming("generate"):
+        return WebProgram(content, _used(writer), writer.constants, kernels), module.link()
+
+
+def _inputs(mod: tvm.IRModule, parameters: list[str]) -> list[Any]:
+    return list(mod["main"].params)[: len(mod["main"].params) - len(parameters)]
+
+
+def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind: str) -> dict[str, Any]:
+    """The program's inputs, output, scratch buffers and steps."""
+    inputs = _inputs(mod, parameters)
+    names = _size_names(kind, inputs)
     references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
     with naming("generate"):
         output = writer.write(names, references)
-    content: dict[str, Any] = {
+    return {
         "inputs": [
             {"name": x.name, "dtype": str(x.ty.dtype), "shape": [expression(n, names) for n in x.ty.shape]}
             for x in inputs
         ],
         "output": output,
         "scratch": writer.scratch,
-        "kernels": writer.kernels,
         "steps": writer.steps,
     }
-    if info.kind == "decoder":
-        sampler = argmax(info.vocab_size)
-        content["argmax"] = {"kernel": sampler.name}
-        writer.kernels[sampler.name] = sampler.record()
-        writer.details[sampler.name] = {"family": sampler.family}
-    used = dict.fromkeys(b.partition(":")[2] for s in writer.steps for b in s["buffers"] if b.startswith("parameter:"))
-    kernels = [{"name": name, **details} for name, details in writer.details.items()]
-    if dump is not None:
-        dump("wgsl", "\n".join(f"// {name}\n{record['source']}" for name, record in writer.kernels.items()))
-    return WebProgram(content, list(used), writer.constants, kernels)
+
+
+def _used(writer: ProgramWriter) -> list[str]:
+    """Names of the parameters, in order of first use."""
+    references = (b for step in writer.steps for b in step["buffers"] if b.startswith("parameter:"))
+    return list(dict.fromkeys(b.partition(":")[2] for b in references))
 
 
 def _size_names(kind: str, inputs: Any) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from tvm import relax, tirx
 
 from compressor.codegen.web.convert import Dispatch
-from compressor.codegen.web.elementwise import Generated, generate
+from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.kernel import Expression
 from compressor.errors import VerificationError
 
-_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
+WGSL_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
+"""What WGSL can store."""
+WASM_BYTES = {**WGSL_BYTES, "int64": 8, "uint16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "FloorMod": "%", "Min": "min", "Max": "max"}
 
 
@@ -31,15 +33,31 @@ class ProgramWriter:
         details: what the manifest says of each kernel.
     """
 
-    def __init__(self, mod: tvm.IRModule, calls: Mapping[str, Sequence[Dispatch]], target: tvm.target.Target) -> None:
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        calls: Mapping[str, Sequence[Dispatch]],
+        generate: Callable[[tirx.PrimFunc, str], Generated],
+        stored: Mapping[str, int],
+        constant: str = "constant",
+    ) -> None:
+        """Make a writer.
+
+        Args:
+            calls: the dispatches behind the names of ``call_dps_packed``.
+            generate: makes a kernel of a function.
+            stored: bytes of the types that kernels can store.
+            constant: what the program's own arrays are called, with a number behind.
+        """
         self.kernels: dict[str, Mapping[str, Any]] = {}
         self.details: dict[str, dict[str, Any]] = {}
         self.steps: list[dict[str, Any]] = []
         self.scratch: list[Expression] = []
         self.constants: dict[str, NDArray[Any]] = {}
-        self._mod, self._calls, self._target = mod, calls, target
+        self._mod, self._calls, self._generate, self._stored = mod, calls, generate, stored
+        self._constant = constant
         self._generated: dict[str, Generated] = {}
-        self._places: dict[Any, str] = {}  # variable -> reference
+        self._places: dict[Any, list[str]] = {}  # variable -> references, of a tuple several
         self._free: dict[str, list[int]] = {}  # size as text -> scratch buffers
         self._names: dict[str, str] = {}  # symbolic size -> its name in the program
 
@@ -52,7 +70,7 @@ class ProgramWriter:
         """
         main = self._mod["main"]
         self._names = dict(names)
-        self._places = {p: r for p, r in zip(main.params, references, strict=True)}
+        self._places = {p: [r] for p, r in zip(main.params, references, strict=True)}
         bindings = [binding for block in main.body.blocks for binding in block.bindings]
         last = self._last_uses(bindings, main.body.body)
         for i, binding in enumerate(bindings):
@@ -81,26 +99,30 @@ class ProgramWriter:
     @staticmethod
     def _is_view(value: Any) -> bool:
         op = getattr(getattr(value, "op", None), "name", "")
-        return isinstance(value, tvm.ir.Var) or op in ("relax.reshape", "relax.memory.view")
+        return isinstance(value, tvm.ir.Var | relax.TupleGetItem) or op in ("relax.reshape", "relax.memory.view")
 
     def _bind(self, binding: Any) -> None:
         var, value = binding.var, binding.value
+        if isinstance(value, relax.TupleGetItem):
+            self._places[var] = [self._places[value.tuple_value][value.index]]
+            return
         if self._is_view(value):
-            self._places[var] = self._reference(next(iter(_variables(value, constants=True))))
+            self._places[var] = [self._reference(next(iter(_variables(value, constants=True))))]
             return
         op = getattr(getattr(value, "op", None), "name", "")
         if op == "relax.call_dps_packed":
             self._call(value.args[0].global_symbol, list(value.args[1].fields), var)
-        elif op == "relax.call_tir" and isinstance(var.ty, relax.TensorType):
-            self._call_generated(value.args[0], list(value.args[1].fields), var)
+        elif op in ("relax.call_tir", "relax.call_tir_inplace"):
+            outputs = getattr(value.attrs, "inplace_indices", None) or [-1] * len(_types(var))
+            self._call_generated(value.args[0], list(value.args[1].fields), var, [int(i) for i in outputs])
         else:
             raise VerificationError(
-                f"lowering to WebGPU: {op or type(value).__name__} of {var.name} has no kernel; report it with the "
+                f"lowering for browsers: {op or type(value).__name__} of {var.name} has no kernel; report it with the "
                 "output of --dump"
             )
 
     def _call(self, name: str, operands: list[Any], out: Any) -> None:
-        references = [self._reference(x) for x in operands] + [self._allocate(out)]
+        references = [self._reference(x) for x in operands] + self._allocate(out, [-1], [])
         shapes = [list(x.ty.shape) for x in operands]
         for dispatch in self._calls[name]:
             for kernel in dispatch.kernels:
@@ -110,18 +132,22 @@ class ProgramWriter:
             buffers = [references[i] for i in dispatch.operands]
             self._step([kernel.name for kernel in dispatch.kernels], buffers, sizes)
 
-    def _call_generated(self, function: Any, operands: list[Any], out: Any) -> None:
+    def _call_generated(self, function: Any, operands: list[Any], out: Any, outputs: list[int]) -> None:
+        """A call whose ``outputs`` are new, -1, or the operands of these numbers, which it writes to."""
         name = function.name_hint
         if name not in self._generated:
-            self._generated[name] = generate(self._mod[function], name, self._target)
+            self._generated[name] = self._generate(self._mod[function], name)
             self.kernels[name] = self._generated[name].record
             self.details[name] = {"family": "elementwise"}
         made = self._generated[name]
         tensors = [isinstance(x.ty, relax.TensorType) for x in operands]  # others are numbers, which no kernel binds
         references = [self._reference(x) if is_tensor else "" for x, is_tensor in zip(operands, tensors, strict=True)]
-        references.append(self._allocate(out))
         given = [list(x.ty.shape) if is_tensor else [x] for x, is_tensor in zip(operands, tensors, strict=True)]
-        given.append(list(out.ty.shape))
+        places = self._allocate(out, outputs, references)
+        for place, kind, index in zip(places, _types(out), outputs, strict=True):
+            if index < 0:
+                references.append(place)
+                given.append(list(kind.shape))
         known: dict[str, Expression] = {}
         for parameter, shape in zip(made.parameters, given, strict=True):
             for size, actual in zip(parameter, shape, strict=True):
@@ -136,38 +162,44 @@ class ProgramWriter:
     def _reference(self, value: Any) -> str:
         if isinstance(value, tvm.ir.GenericConst):
             array = value.value.numpy()
-            array = array.astype("int32") if array.dtype == "int64" else array
+            array = array.astype("int32") if array.dtype == "int64" and "int64" not in self._stored else array
             name = next(
                 (n for n, a in self.constants.items() if np.array_equal(a, array) and a.dtype == array.dtype), ""
             )
             if not name:
-                name = f"constant_{len(self.constants)}"
+                name = f"{self._constant}_{len(self.constants)}"
                 self.constants[name] = array
             return f"constant:{name}"
-        return self._places[value]
+        (place,) = self._places[value]
+        return place
 
-    def _allocate(self, out: Any) -> str:
-        dtype = str(out.ty.dtype)
-        if dtype not in _BYTES:
+    def _allocate(self, out: Any, outputs: Sequence[int], operands: Sequence[str]) -> list[str]:
+        """Where a call's outputs go: scratch buffers, or where the operands are that it writes to."""
+        pairs = zip(_types(out), outputs, strict=True)
+        self._places[out] = [operands[i] if i >= 0 else self._take(kind, out.name) for kind, i in pairs]
+        return self._places[out]
+
+    def _take(self, kind: relax.TensorType, name: str) -> str:
+        dtype = str(kind.dtype)
+        if dtype not in self._stored:
             raise VerificationError(
-                f"lowering to WebGPU: {out.name} has type {dtype}, which WGSL cannot store; the target takes float32 "
-                "and int32"
+                f"lowering for browsers: {name} has type {dtype}, which kernels cannot store there; the target takes "
+                f"{', '.join(self._stored)}"
             )
-        size: Expression = _BYTES[dtype]
-        for n in out.ty.shape:
+        size: Expression = self._stored[dtype]
+        for n in kind.shape:
             size = _folded("*", size, self._expression(n))
         free = self._free.setdefault(str(size), [])
         if not free:
             self.scratch.append(size)
             free.append(len(self.scratch) - 1)
-        self._places[out] = f"scratch:{free.pop()}"
-        return self._places[out]
+        return f"scratch:{free.pop()}"
 
     def _release(self, var: Any) -> None:
-        place = self._places.get(var, "")
-        if place.startswith("scratch:"):
-            number = int(place.removeprefix("scratch:"))
-            self._free[str(self.scratch[number])].append(number)
+        for place in self._places.get(var, ()):
+            if place.startswith("scratch:"):
+                number = int(place.removeprefix("scratch:"))
+                self._free[str(self.scratch[number])].append(number)
 
     def _expression(self, value: Any) -> Expression:
         return expression(value, self._names)
@@ -189,7 +221,7 @@ def expression(value: Any, names: Mapping[str, Expression]) -> Expression:
     if operator is None and getattr(getattr(value, "op", None), "name", "") == "tirx.shift_right":
         return _folded("//", expression(value.args[0], names), 2 ** int(value.args[1]))
     if operator is None:
-        raise VerificationError(f"lowering to WebGPU: the size {value} ({type(value).__name__}) cannot be written down")
+        raise VerificationError(f"lowering for browsers: the size {value} ({type(value).__name__}) cannot be written down")
     return _folded(operator, expression(value.a, names), expression(value.b, names))
 
 
@@ -201,11 +233,19 @@ def _folded(operator: str, left: Expression, right: Expression) -> Expression:
     return [operator, left, right]
 
 
+def _types(var: Any) -> list[relax.TensorType]:
+    """The types of what a call returns."""
+    return list(var.ty.fields) if isinstance(var.ty, relax.TupleType) else [var.ty]
+
+
 def _variables(value: Any, *, constants: bool = False) -> Any:
-    """Tensors that a bound value reads, in order."""
-    is_tensor = isinstance(value, tvm.ir.Var) and isinstance(value.ty, relax.TensorType)
-    if is_tensor or (constants and isinstance(value, tvm.ir.GenericConst)):
+    """Tensors, and tuples of them, that a bound value reads, in order."""
+    if isinstance(value, tvm.ir.Var) and isinstance(value.ty, relax.TensorType | relax.TupleType):
         yield value
+    elif constants and isinstance(value, tvm.ir.GenericConst):
+        yield value
+    elif isinstance(value, relax.TupleGetItem):
+        yield from _variables(value.tuple_value)
     elif isinstance(value, relax.Tuple):
         for part in value.fields:
             yield from _variables(part, constants=constants)

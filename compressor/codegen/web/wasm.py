@@ -1,0 +1,179 @@
+"""One WebAssembly module out of TIR functions: plain functions of addresses and sizes, which need no runtime of TVM's.
+
+What WebAssembly has no instructions for, and would call a C library for, is arithmetic here: sine and cosine, powers,
+and what float16 stands for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.ir.instrument import pass_instrument
+from tvm_ffi import structural_map
+
+from compressor.codegen.kernels.vector import SIMD128
+from compressor.codegen.web.elementwise import Generated
+from compressor.codegen.web.intrinsics import power, sine
+from compressor.errors import ToolchainError, VerificationError
+
+_LATER = ("tirx.AnnotateEntryFunc", "tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
+IMPORTS = ("TVMBackendAllocWorkspace", "TVMBackendFreeWorkspace", "TVMFFIEnvModRegisterSystemLibSymbol")
+"""What a module asks of its host beside the memory: to allot and to free a buffer; the third is never called."""
+_CPU = 1
+_STACK_BYTES = 1 << 18
+_HALF_SHIFT = 2.0**112
+"""What a float32 is too small by that has a float16's bits at the places of its own: the exponents' biases differ."""
+
+
+def wasm_target() -> tvm.target.Target:
+    """TVM's target."""
+    fields = {"kind": "llvm", "mtriple": "wasm32-unknown-unknown", "mcpu": SIMD128.mcpu}
+    return tvm.target.Target({**fields, "mattr": list(SIMD128.mattr)})
+
+
+def find_linker() -> list[str]:
+    """The command that links WebAssembly.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    if path := shutil.which("wasm-ld"):
+        return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "wasm-ld"]
+    raise ToolchainError(
+        "no linker for WebAssembly: wasm-ld is not on PATH and the package ziglang is not installed; install one, for "
+        "instance `apt-get install lld` or `pip install 'compressor[zig]'`, or do without it: target: {webgpu: {wasm: "
+        "false}}"
+    )
+
+
+class WasmModule:
+    """Collects functions; ``link`` makes the module."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, tirx.PrimFunc] = {}
+
+    def add(self, func: tirx.PrimFunc, name: str) -> Generated:
+        """Take a function in; returns how it is called: its buffers in their order, then its sizes."""
+        self._functions[name] = _plain(func, name)
+        operands = tuple(i for i, p in enumerate(func.params) if isinstance(p.ty, tirx.BufferType))
+        sizes = _sizes(func)
+        return Generated(name, {"sizes": [n.name for n in sizes]}, operands, tuple(sizes), _shapes(func))
+
+    def link(self) -> bytes:
+        """The module: it imports its memory, ``memory``, and what allots the kernels' own buffers.
+
+        Raises:
+            ToolchainError: there is no linker, or it failed.
+            VerificationError: a function needs what nothing provides.
+        """
+        target = wasm_target()
+        mod = tirx.transform.BindTarget(target)(tvm.IRModule(self._functions))
+        lower, finish, _ = tirx.get_default_tir_pipeline(target)
+        with target, tvm.transform.PassContext(instruments=[_KeepParameters()]):
+            mod = lower(mod)
+        mod = tvm.IRModule({var: _opened(f) for var, f in mod.functions.items()}).with_attr("system_lib_prefix", "")
+        built = tvm.get_global_func("target.build.llvm")(finish()(mod), target)
+        with tempfile.TemporaryDirectory() as folder:
+            code, output = Path(folder) / "kernels.o", Path(folder) / "kernels.wasm"
+            built.write_to_file(str(code), "o")
+            # Naming what registers the functions with TVM's runtime keeps the linker from calling it.
+            exports = [f"--export={name}" for name in (*self._functions, "__heap_base", "__wasm_call_ctors")]
+            options = ["--no-entry", "--import-memory", "--gc-sections", "--strip-all", "-z", f"stack-size={_STACK_BYTES}"]
+            imports = Path(folder) / "imports"
+            imports.write_text("\n".join(IMPORTS), encoding="utf-8")
+            options.append(f"--allow-undefined-file={imports}")
+            command = [*find_linker(), *options, *exports, str(code), "-o", str(output)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise VerificationError(f"linking WebAssembly failed: {done.stderr.strip()}; report it")
+            return output.read_bytes()
+
+
+@pass_instrument
+class _KeepParameters:
+    """Leaves functions their buffers as parameters."""
+
+    def should_run(self, _mod: Any, info: Any) -> bool:
+        return info.name not in _LATER
+
+
+def _plain(func: tirx.PrimFunc, name: str) -> tirx.PrimFunc:
+    """Nothing of a C library."""
+    body = structural_map(func.body, [(tvm.ir.Call, _arithmetic), (tirx.Cast, _from_half)])
+    return func.with_body(body).with_attr("global_symbol", name).with_attr("tirx.noalias", True)
+
+
+def _serial(loop: Any) -> Any:
+    if loop.kind != tirx.ForKind.PARALLEL:
+        return loop
+    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+
+
+def _arithmetic(call: Any) -> Any:
+    """Functions of a C library as arithmetic."""
+    name = getattr(call.op, "name", "")
+    if name in ("tirx.sin", "tirx.cos"):
+        return sine(call.args[0], int(name == "tirx.cos"))
+    product = power(call) if name == "tirx.pow" else None
+    return call if product is None else product
+
+
+def _from_half(cast: Any) -> Any:
+    """A float16 as float32: its fields where float32 has them, and the difference of the biases made up for.
+
+    Exact, subnormal numbers as well; infinities and NaN, which are never stored, are not looked for.
+    """
+    kind = str(cast.value.ty.dtype)
+    if not kind.startswith("float16"):
+        return cast
+    lanes = int(kind.partition("x")[2] or 1)
+    suffix = kind.removeprefix("float16")
+
+    def number(value: int) -> Any:
+        return tirx.Broadcast(tirx.const(value, "int32"), lanes) if lanes > 1 else tirx.const(value, "int32")
+
+    bits = tirx.Cast(f"int32{suffix}", tirx.reinterpret(f"int16{suffix}", cast.value))
+    rest = tirx.shift_left(tirx.bitwise_and(bits, number(0x7FFF)), number(13))
+    sign = tirx.bitwise_and(bits, number(-0x80000000))  # the 16 bits were widened with their sign
+    value = tirx.reinterpret(f"float32{suffix}", tirx.bitwise_or(rest, sign))
+    factor = tirx.const(_HALF_SHIFT, "float32")
+    return value * (tirx.Broadcast(factor, lanes) if lanes > 1 else factor)
+
+
+def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """One thread, with addresses and 32-bit numbers as parameters; buffers and sizes are bound to them at the start."""
+    addresses, numbers, bound = [], [], []
+    for size in _sizes(func):
+        numbers.append(tvm.ir.Var(f"{size.name}_given", tvm.ir.PrimType("int32")))
+        bound.append(tirx.Bind(size, tirx.Cast(str(size.ty.dtype), numbers[-1])))
+    for param in func.params:
+        if isinstance(param.ty, tirx.BufferType):
+            kind = tvm.ir.PointerType(tvm.ir.PrimType(str(param.ty.dtype)), "global")
+            addresses.append(tvm.ir.Var(f"{param.name}_address", kind))
+            bound.append(tirx.DeclBuffer(param, data=addresses[-1]))
+    body = structural_map(func.body, (tirx.For, _serial))
+    for key, value in (("device_id", 0), ("device_type", _CPU)):  # what buffers of its own are allotted on
+        body = tirx.AttrStmt(tvm.ir.StringImm("default"), key, tirx.const(value, "int32"), body)
+    done = tirx.stmt.Return(tirx.const(0, "int32"))  # -1 where there is no memory for those
+    params, statements = [*addresses, *numbers], tirx.SeqStmt([*bound, body, done])
+    return tirx.PrimFunc(params, statements, tvm.ir.PrimType("int32"), func.attrs)
+
+
+def _shapes(func: tirx.PrimFunc) -> tuple[tuple[Any, ...], ...]:
+    """Of each parameter its shape; of a number, itself."""
+    return tuple(tuple(p.ty.shape) if isinstance(p.ty, tirx.BufferType) else (p,) for p in func.params)
+
+
+def _sizes(func: tirx.PrimFunc) -> list[Any]:
+    """The symbolic sizes of a function, in order of their first occurrence."""
+    return list({n.name: n for shape in _shapes(func) for n in shape if isinstance(n, tvm.ir.Var)}.values())

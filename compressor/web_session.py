@@ -1,0 +1,90 @@
+"""Bundles for browsers in Python: sequences of tokens through a program, on whatever runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor.codegen.web.kernel import evaluate
+from compressor.wasm import WasmProgram
+from compressor.webgpu import GpuProgram
+
+
+Engine = Literal["webgpu", "wasm"]
+
+
+class Program(Protocol):
+    """A program with its parameters where it is run; what a buffer is, only it knows."""
+
+    content: Mapping[str, Any]
+
+    def empty(self, size_bytes: int) -> Any:
+        """A buffer of zeros."""
+
+    def upload(self, array: NDArray[Any]) -> Any:
+        """A buffer with these bytes."""
+
+    def read(self, buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+        """An array of what a buffer holds."""
+
+    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        """Run all steps on buffers by the inputs' names; returns the output's."""
+
+
+class WebBundle:
+    """A bundle for browsers, run here.
+
+    Args:
+        engine: ``webgpu``, on this machine's adapter, or ``wasm``.
+    """
+
+    def __init__(self, folder: Path, engine: Engine = "webgpu") -> None:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        weights, types = manifest["weights"], manifest["weights"]["tensors"]
+        content = np.concatenate([np.fromfile(folder / shard["file"], np.uint8) for shard in weights["shards"]])
+        tensors = {name: content[t["offset"] : t["offset"] + t["bytes"]] for name, t in types.items()}
+        is_gpu = engine == "webgpu"
+        file = folder / ("webgpu.json" if is_gpu else "wasm/program.json")
+        program = json.loads(file.read_text(encoding="utf-8"))
+        self._program: Program = (
+            GpuProgram(program, tensors)
+            if is_gpu
+            else WasmProgram(program, (folder / "wasm" / "kernels.wasm").read_bytes(), tensors)
+        )
+        self._vocabulary = int(manifest["model"]["vocab_size"])
+
+    def session(self, batch: int, capacity: int) -> Session:
+        """A new sequence of tokens per batch entry, of at most ``capacity``."""
+        return Session(self._program, self._vocabulary, batch, capacity)
+
+
+class Session:
+    """A sequence of tokens per batch entry, as ``compressor_runtime.Session``."""
+
+    def __init__(self, program: Program, vocabulary: int, batch: int, capacity: int) -> None:
+        self._program, self._vocabulary, self._batch, self._capacity = program, vocabulary, batch, capacity
+        self.position = 0
+        names, inputs = {"B": batch, "T": capacity}, program.content["inputs"]
+        self._types = {x["name"]: x["dtype"] for x in inputs}
+        shapes = {x["name"]: x["shape"] for x in inputs if "_cache_" in x["name"]}
+        self._caches = {
+            name: program.empty(4 * int(np.prod([evaluate(n, names) for n in shape]))) for name, shape in shapes.items()
+        }
+
+    def step(self, ids: Any, keep: Any = None) -> NDArray[np.float32]:
+        """Logits [B, R, V] of the tokens with the indices ``keep``; left out, of the last."""
+        tokens = np.asarray(ids).reshape(self._batch, -1)
+        count = tokens.shape[1]
+        kept = np.asarray([count - 1] if keep is None else keep)
+        position = np.arange(self.position, self.position + count)
+        given = {"ids": tokens, "position": position, "keep": kept}
+        inputs = {name: self._program.upload(x.astype(self._types[name])) for name, x in given.items()} | self._caches
+        sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
+        out = self._program.run(inputs, sizes)
+        self.position += count
+        return self._program.read(out, "float32", (self._batch, len(kept), self._vocabulary))

@@ -1,0 +1,35 @@
+// What the engines share: errors in words, and sizes that are expressions.
+
+/** What went wrong, in words; `code` is one of no-webgpu, no-wasm, missing, damaged, memory, lost, request. */
+export class BundleError extends Error {
+  constructor(code, message, options) {
+    super(message, options);
+    this.name = "BundleError";
+    this.code = code;
+  }
+}
+
+/** The value of an expression: a number, a name, or [operator, left, right]. */
+export function evaluate(expression, names) {
+  if (typeof expression === "number") return expression;
+  if (typeof expression === "string") return names[expression];
+  const [operator, left, right] = expression;
+  const a = evaluate(left, names);
+  const b = evaluate(right, names);
+  switch (operator) {
+    case "+": return a + b;
+    case "-": return a - b;
+    case "*": return a * b;
+    case "//": return Math.floor(a / b);
+    case "%": return a - b * Math.floor(a / b);
+    case "min": return Math.min(a, b);
+    case "max": return Math.max(a, b);
+    case "ceil": return Math.ceil(a / b);
+    default: throw new BundleError("damaged", `the program has an operator ${operator}; use the bundle's own runner.js`);
+  }
+}
+
+/** Bytes of an input that has this shape. */
+export function bytesOf({ shape, dtype }, sizes) {
+  return shape.reduce((product, n) => product * evaluate(n, sizes), dtype === "int64" ? 8 : 4);
+}

@@ -1,0 +1,181 @@
+// Runs a program's kernels in WebAssembly, where there is no WebGPU: one memory, in which buffers are addresses.
+
+import { BundleError, bytesOf, evaluate } from "./program.js";
+
+const PAGE_BYTES = 65536;
+const ALIGNMENT_BYTES = 64;
+const TYPES = {
+  float32: Float32Array, int32: Int32Array, int64: { from: (values) => BigInt64Array.from(values, (n) => BigInt(n)) },
+};
+
+/** A module with a program and its tensors; a state is where a session's caches and inputs lie. */
+export class Engine {
+  kind = "wasm";
+  adapter = "one processor core";
+
+  static async open(manifest, readFile) {
+    if (!manifest.engines?.includes("wasm")) throw new BundleError("no-wasm", "the bundle has no WebAssembly in it");
+    if (!globalThis.WebAssembly) throw new BundleError("no-wasm", "there is no WebAssembly here");
+    const program = JSON.parse(new TextDecoder().decode(await readFile("wasm/program.json")));
+    const engine = new Engine(program);
+    await engine.link(await readFile("wasm/kernels.wasm"));
+    engine.tensors = Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) =>
+      [name, engine.allot(bytes)]));
+    return engine;
+  }
+
+  constructor(program) {
+    this.program = program;
+    this.memory = new WebAssembly.Memory({ initial: 64, maximum: PAGE_BYTES });
+    this.taken = new Map(); // address -> bytes
+    this.scratch = program.scratch.map(() => ({ address: 0, bytes: -1 }));
+  }
+
+  async link(content) {
+    const env = {
+      memory: this.memory,
+      TVMBackendAllocWorkspace: (_type, _device, bytes) => this.allot(Number(bytes)),
+      TVMBackendFreeWorkspace: (_type, _device, address) => this.free(address),
+      TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
+    };
+    try {
+      this.functions = (await WebAssembly.instantiate(content, { env })).instance.exports;
+    } catch (error) {
+      if (!(error instanceof WebAssembly.CompileError)) throw error;
+      throw new BundleError("no-wasm", `WebAssembly with 128-bit vectors is not understood here: ${error.message}`);
+    }
+    this.holes = [[Number(this.functions.__heap_base.value), Infinity]];
+  }
+
+  /** The address of so many bytes, in the first hole that has room. */
+  allot(bytes) {
+    const size = Math.ceil(Math.max(bytes, 1) / ALIGNMENT_BYTES) * ALIGNMENT_BYTES;
+    const aligned = (address) => Math.ceil(address / ALIGNMENT_BYTES) * ALIGNMENT_BYTES;
+    const i = this.holes.findIndex(([start, end]) => aligned(start) + size <= end);
+    const address = aligned(this.holes[i][0]);
+    this.holes[i][0] = address + size;
+    if (this.holes[i][0] === this.holes[i][1]) this.holes.splice(i, 1);
+    this.taken.set(address, size);
+    const missing = address + size - this.memory.buffer.byteLength;
+    try {
+      if (missing > 0) this.memory.grow(Math.ceil(missing / PAGE_BYTES));
+    } catch (error) {
+      this.free(address);
+      throw new BundleError("memory", `this tab has too little memory for the model: ${size} bytes more than ` +
+        `${this.memory.buffer.byteLength}`, { cause: error });
+    }
+    return address;
+  }
+
+  free(address) {
+    const end = address + this.taken.get(address);
+    this.taken.delete(address);
+    const i = this.holes.findIndex(([start]) => start >= end);
+    const before = this.holes[i - 1]?.[1] === address;
+    if (this.holes[i][0] === end) {
+      this.holes[i][0] = before ? this.holes[i - 1][0] : address;
+      if (before) this.holes.splice(i - 1, 1);
+    } else if (before) {
+      this.holes[i - 1][1] = end;
+    } else {
+      this.holes.splice(i, 0, [address, end]);
+    }
+    return 0;
+  }
+
+  /** Part of a tensor's bytes. */
+  write(name, offset, content) {
+    new Uint8Array(this.memory.buffer).set(content, this.tensors[name] + offset);
+  }
+
+  async compile() {}
+
+  /** Room for what a session keeps, by the names of inputs. */
+  async state(inputs, sizes) {
+    const buffers = {};
+    for (const input of inputs) {
+      const bytes = bytesOf(input, sizes);
+      buffers[input.name] = this.allot(bytes);
+      new Uint8Array(this.memory.buffer).fill(0, buffers[input.name], buffers[input.name] + bytes);
+    }
+    return { buffers, plans: new Map() };
+  }
+
+  release(state) {
+    Object.values(state.buffers).forEach((address) => this.free(address));
+  }
+
+  /** Run all steps. */
+  async run(state, inputs, sizes) {
+    await breathe();
+    this.grow(sizes);
+    const given = {};
+    try {
+      for (const [name, values] of Object.entries(inputs)) {
+        const typed = TYPES[this.program.inputs.find((input) => input.name === name).dtype].from(values);
+        given[name] = this.allot(typed.byteLength);
+        new Uint8Array(this.memory.buffer).set(new Uint8Array(typed.buffer), given[name]);
+      }
+      for (const { name, numbers, buffers } of this.plan(state, sizes)) {
+        const addresses = buffers.map((reference) => this.address(state, given, reference));
+        if (this.functions[name](...addresses, ...numbers)) throw new BundleError("memory", `${name} found no memory`);
+      }
+    } finally {
+      Object.values(given).forEach((address) => this.free(address));
+    }
+  }
+
+  plan(state, sizes) {
+    const key = String(Object.values(sizes));
+    if (!state.plans.has(key)) {
+      state.plans.set(key, this.program.steps.map((step) => ({
+        name: step.kernels[0], buffers: step.buffers, numbers: step.sizes.map((size) => evaluate(size, sizes)),
+      })));
+    }
+    return state.plans.get(key);
+  }
+
+  address(state, given, reference) {
+    const at = reference.indexOf(":");
+    const [kind, name] = [reference.slice(0, at), reference.slice(at + 1)];
+    if (kind === "scratch") return this.scratch[Number(name)].address;
+    return kind === "input" ? given[name] ?? state.buffers[name] : this.tensors[name];
+  }
+
+  grow(sizes) {
+    this.program.scratch.forEach((size, i) => {
+      const bytes = evaluate(size, sizes);
+      if (this.scratch[i].bytes >= bytes) return;
+      if (this.scratch[i].bytes >= 0) this.free(this.scratch[i].address);
+      this.scratch[i] = { address: this.allot(bytes), bytes };
+    });
+  }
+
+  /** The output, as float32. */
+  async output(state, count) {
+    const address = this.address(state, {}, this.program.output);
+    return new Float32Array(this.memory.buffer, address, count).slice();
+  }
+
+  /** The likeliest token of the last run. */
+  async picked(state, count) {
+    const logits = new Float32Array(this.memory.buffer, this.address(state, {}, this.program.output), count);
+    let best = 0;
+    for (let i = 1; i < count; i++) if (logits[i] > logits[best]) best = i;
+    return best;
+  }
+
+  destroy() {
+    this.functions = this.memory = undefined;
+  }
+}
+
+/** Lets the page draw and listen between two steps. */
+function breathe() {
+  if (globalThis.setImmediate) return new Promise((resolve) => { setImmediate(resolve); });
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => { port1.close(); resolve(); };
+    port2.postMessage(0);
+  });
+}

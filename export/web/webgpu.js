@@ -1,0 +1,256 @@
+// Runs a program's kernels in WGSL on the browser's graphics processor.
+
+import { BundleError, bytesOf, evaluate } from "./program.js";
+
+const UNIFORM_BYTES = 256; // a step's numbers begin at a multiple of this in the uniform buffer
+
+const padded = (bytes) => Math.max(4, Math.ceil(bytes / 4) * 4);
+
+/** The source that a device compiles: constants in front of the kernel's text. */
+export function specialised(record, constants = record.constants) {
+  return Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;\n`).join("") + record.source;
+}
+
+/** A device with a program and its tensors; what a session has on it is a state: caches, inputs, bind groups. */
+export class Engine {
+  kind = "webgpu";
+
+  static async open(manifest, readFile, gpu = globalThis.navigator?.gpu) {
+    const advice = "use a current Chrome, Edge, Firefox or Safari on a machine with a graphics processor";
+    if (!gpu) throw new BundleError("no-webgpu", `this browser has no WebGPU here (it needs https or localhost); ${advice}`);
+    const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
+    if (!adapter) throw new BundleError("no-webgpu", `WebGPU finds no adapter on this device; ${advice}`);
+    const largest = Math.max(0, ...Object.values(manifest.weights.tensors).map((tensor) => padded(tensor.bytes)));
+    const limits = { maxStorageBufferBindingSize: largest, maxBufferSize: largest };
+    const requiredLimits = {};
+    for (const [name, needed] of Object.entries(limits)) {
+      if (needed > adapter.limits[name]) {
+        throw new BundleError("memory", `this device takes buffers of ${adapter.limits[name]} bytes, the model needs one ` +
+          `of ${needed}`);
+      }
+      requiredLimits[name] = adapter.limits[name];
+    }
+    const program = JSON.parse(new TextDecoder().decode(await readFile("webgpu.json")));
+    const requiredFeatures = ["timestamp-query"].filter((name) => adapter.features.has(name));
+    const engine = new Engine(program, await adapter.requestDevice({ requiredLimits, requiredFeatures }));
+    const info = adapter.info ?? {};
+    engine.adapter = [info.vendor, info.architecture, info.description].filter(Boolean).join(" ") || "unknown adapter";
+    engine.tensors = await engine.guarded(() =>
+      Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) => [name, engine.storage(bytes)])));
+    return engine;
+  }
+
+  constructor(program, device) {
+    Object.assign(this, { program, device });
+    this.kernels = {};
+    this.scratch = program.scratch.map(() => undefined);
+    this.generation = 0; // counts reallocations: bind groups of an older one are void
+    this.uniforms = device.createBuffer({
+      size: UNIFORM_BYTES * (program.steps.length + 1),
+      usage: GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_DST,
+    });
+    device.lost.then((info) => { this.lost = info; });
+  }
+
+  storage(bytes) {
+    const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_DST | GPUBufferUsage.COPY_SRC;
+    return this.device.createBuffer({ size: padded(bytes), usage });
+  }
+
+  /** Part of a tensor's bytes. */
+  write(name, offset, content) {
+    this.device.queue.writeBuffer(this.tensors[name], offset, content);
+  }
+
+  /** Run `work`; a device without room for what it allocates becomes an error in words. */
+  async guarded(work) {
+    this.device.pushErrorScope("out-of-memory");
+    const result = work();
+    const error = await this.device.popErrorScope();
+    if (error) throw new BundleError("memory", `this device has too little memory for the model: ${error.message}`);
+    return result;
+  }
+
+  /** Compile all kernels. */
+  async compile() {
+    await Promise.all(Object.entries(this.program.kernels).map(async ([name, record]) => {
+      this.kernels[name] = await this.pipeline(name, record);
+    }));
+  }
+
+  /** One kernel, with its constants or others. */
+  async pipeline(name, record, constants = record.constants) {
+    const types = [...record.buffers.map((access) => access === "write" ? "storage" : "read-only-storage"), "uniform"];
+    const layout = this.device.createBindGroupLayout({
+      entries: types.map((type, binding) => ({ binding, visibility: GPUShaderStage.COMPUTE, buffer: { type } })),
+    });
+    const module = this.device.createShaderModule({ code: specialised(record, constants), label: name });
+    try {
+      const pipeline = await this.device.createComputePipelineAsync({
+        label: name,
+        layout: this.device.createPipelineLayout({ bindGroupLayouts: [layout] }),
+        compute: { module, entryPoint: record.entry ?? "main" },
+      });
+      return { ...record, constants, layout, pipeline };
+    } catch (error) {
+      this.refuseLost();
+      const { messages } = await module.getCompilationInfo();
+      throw new BundleError("damaged", `this browser does not compile the kernel ${name}: ` +
+        `${messages[0]?.message ?? error.message}`);
+    }
+  }
+
+  refuseLost() {
+    if (this.lost) {
+      throw new BundleError("lost", `the graphics device is gone (${this.lost.message || this.lost.reason}); load the ` +
+        "model again");
+    }
+  }
+
+  /** Room for what a session keeps, by the names of inputs. */
+  async state(inputs, sizes) {
+    this.refuseLost();
+    const buffers = await this.guarded(() =>
+      Object.fromEntries(inputs.map((input) => [input.name, this.storage(bytesOf(input, sizes))])));
+    return { buffers, groups: new Map(), plans: new Map(), generation: -1 };
+  }
+
+  release(state) {
+    Object.values(state.buffers).forEach((buffer) => buffer.destroy());
+  }
+
+  /** Run all steps; `pick`: and choose the likeliest token. */
+  async run(state, inputs, sizes, pick = false) {
+    this.refuseLost();
+    const { device } = this;
+    await this.grow(state, inputs, sizes);
+    for (const [name, values] of Object.entries(inputs)) {
+      device.queue.writeBuffer(state.buffers[name], 0, Int32Array.from(values));
+    }
+    const { words, steps } = this.plan(state, sizes, pick);
+    const encoder = device.createCommandEncoder();
+    const pass = encoder.beginComputePass();
+    for (const { kernel, group, groups } of steps) {
+      pass.setPipeline(kernel.pipeline);
+      pass.setBindGroup(0, group);
+      pass.dispatchWorkgroups(...groups);
+    }
+    pass.end();
+    device.queue.writeBuffer(this.uniforms, 0, words);
+    device.queue.submit([encoder.finish()]);
+  }
+
+  /** What to dispatch for these sizes, which are the same for every token of a text but the first ones. */
+  plan(state, sizes, pick) {
+    const key = `${Object.values(sizes)} ${pick}`;
+    if (!state.plans.has(key)) {
+      const { program } = this;
+      const steps = pick
+        ? [...program.steps, { kernels: [program.argmax.kernel], buffers: [program.output, "argmax"], sizes: ["R"] }]
+        : program.steps;
+      const words = new Uint32Array(steps.length * UNIFORM_BYTES / 4);
+      const planned = steps.map((step, i) => {
+        const numbers = step.sizes.map((size) => evaluate(size, sizes));
+        words.set(numbers, i * UNIFORM_BYTES / 4);
+        const [kernel, values] = this.choose(step, numbers);
+        return { kernel, group: this.group(state, step, i, kernel), groups: kernel.groups.map((n) => evaluate(n, values)) };
+      });
+      state.plans.set(key, { words, steps: planned });
+    }
+    return state.plans.get(key);
+  }
+
+  /** Of the kernels that compute a step the first whose limits the numbers keep, and what its expressions know. */
+  choose(step, numbers) {
+    for (const name of step.kernels) {
+      const kernel = this.kernels[name];
+      const values = { ...kernel.constants };
+      kernel.sizes.forEach((size, i) => { values[size] = numbers[i]; });
+      if (Object.entries(kernel.limits ?? {}).every(([size, most]) => values[size] <= most)) return [kernel, values];
+    }
+    throw new BundleError("damaged", `no kernel of ${step.kernels} serves; use the bundle's own runner.js`);
+  }
+
+  group(state, step, index, kernel) {
+    const key = `${index}:${kernel.pipeline.label}`;
+    if (!state.groups.has(key)) {
+      const entries = step.buffers.map((name, binding) => ({ binding, resource: { buffer: this.buffer(state, name) } }));
+      const size = Math.ceil(kernel.sizes.length / 4) * 16;
+      entries.push({
+        binding: entries.length,
+        resource: { buffer: this.uniforms, offset: index * UNIFORM_BYTES, size },
+      });
+      state.groups.set(key, this.device.createBindGroup({ layout: kernel.layout, entries }));
+    }
+    return state.groups.get(key);
+  }
+
+  buffer(state, reference) {
+    const at = reference.indexOf(":");
+    const [kind, name] = [reference.slice(0, at), reference.slice(at + 1)];
+    if (at < 0) return state.buffers[reference];
+    if (kind === "scratch") return this.scratch[Number(name)];
+    return kind === "input" ? state.buffers[name] : this.tensors[name];
+  }
+
+  /** See to it that all buffers are as large as these sizes need. */
+  async grow(state, inputs, sizes) {
+    const wanted = this.program.scratch.map((size) => evaluate(size, sizes));
+    const short = (buffer, bytes) => !(buffer?.size >= bytes);
+    const given = [...Object.entries(inputs).map(([name, values]) => [name, 4 * values.length]), ["argmax", 4]];
+    const isShort = wanted.some((bytes, i) => short(this.scratch[i], bytes));
+    const isNarrow = given.some(([name, bytes]) => short(state.buffers[name], bytes));
+    if (isShort || isNarrow) {
+      await this.guarded(() => {
+        wanted.forEach((bytes, i) => {
+          if (!short(this.scratch[i], bytes)) return;
+          this.scratch[i]?.destroy();
+          this.scratch[i] = this.storage(bytes);
+        });
+        this.generation += isShort ? 1 : 0;
+        for (const [name, bytes] of given) {
+          if (!short(state.buffers[name], bytes)) continue;
+          state.buffers[name]?.destroy();
+          state.buffers[name] = this.storage(bytes);
+        }
+      });
+    }
+    if (isNarrow || state.generation !== this.generation) {
+      state.groups.clear();
+      state.plans.clear();
+      state.generation = this.generation;
+    }
+  }
+
+  /** The output, as float32. */
+  async output(state, count) {
+    return new Float32Array(await this.read(this.buffer(state, this.program.output), 4 * count));
+  }
+
+  /** The token that `run` picked. */
+  async picked(state) {
+    return new Uint32Array(await this.read(state.buffers.argmax, 4))[0];
+  }
+
+  async read(buffer, bytes) {
+    const { device } = this;
+    const copy = device.createBuffer({ size: bytes, usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST });
+    const encoder = device.createCommandEncoder();
+    encoder.copyBufferToBuffer(buffer, 0, copy, 0, bytes);
+    device.queue.submit([encoder.finish()]);
+    try {
+      await copy.mapAsync(GPUMapMode.READ);
+    } catch (error) {
+      await Promise.race([device.lost, new Promise((resolve) => setTimeout(resolve, 1000))]);
+      this.refuseLost();
+      throw error;
+    }
+    const content = copy.getMappedRange().slice(0);
+    copy.destroy();
+    return content;
+  }
+
+  destroy() {
+    this.device.destroy();
+  }
+}
