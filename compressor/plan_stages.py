@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from compressor.codegen.targets.webgpu import Webgpu
 from compressor.graph import ModelInfo, weight_bytes
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost, eager_work, node_costs
@@ -53,6 +54,7 @@ _MANIFEST_BYTES = 6_000
 _SITE_BYTES = 430  # a site and its parameters in the manifest and in the weights' header
 
 _WEB_KERNEL_BYTES, _WEB_KERNELS, _WEB_STEP_BYTES = 6000, 10, 60  # sources are repeated for one token and for several
+_WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def run_costs(
     if evaluation is not None and forward is not None:
         scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
         work["evaluate"] = Counter(forward.work) + scoring
-    bundle_bytes = _bundle_bytes(final, info) if isa is not None else _web_bundle_bytes(final, info)
+    has_wasm = isinstance(target, Webgpu) and target.wasm
+    bundle_bytes = _bundle_bytes(final, info) if isa is not None else _web_bundle_bytes(final, info, has_wasm)
     work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
     work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
     work["check"] = child_work(bundle_bytes)
@@ -282,12 +285,14 @@ def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
     return weight_bytes(final) + files + library + vectors + _MANIFEST_BYTES + _SITE_BYTES * parameters
 
 
-def _web_bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
+def _web_bundle_bytes(final: GraphModule, info: ModelInfo, has_wasm: bool) -> int:
     """The same of a bundle for browsers."""
     shipped = [path for path in (resource("export") / "web").rglob("*") if path.suffix not in ("", ".json")]
     if info.source is not None:
         shipped.append(info.source / "tokenizer.json")
     files = sum(path.stat().st_size for path in shipped if path.is_file())
-    program = _WEB_KERNEL_BYTES * (len(linear_kernels(final)) + _WEB_KERNELS) + _WEB_STEP_BYTES * len(final.graph.nodes)
+    linears = len(linear_kernels(final))
+    program = _WEB_KERNEL_BYTES * (linears + _WEB_KERNELS) + _WEB_STEP_BYTES * len(final.graph.nodes)
+    program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if has_wasm else 0
     parameters = sum(1 for _ in final.parameters())
     return weight_bytes(final) + files + program + _MANIFEST_BYTES + _SITE_BYTES * parameters

@@ -1,4 +1,4 @@
-"""What a run makes for browsers: programs in WGSL and WebAssembly, checked and evaluated where this machine runs them."""
+"""What a run makes for browsers: kernels in WGSL and WebAssembly, checked and evaluated where they run here."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ class WebMaker:
 
     def check(self, folder: Path) -> tuple[float, list[Check]]:
         """The kernels' largest error against the graph."""
-        where = {"webgpu": lambda: adapter_name(), "wasm": lambda: "wasmtime"}
         names, errors, checks = {"webgpu": "WebGPU", "wasm": "WebAssembly"}, [], []
         for engine in self._engines:
             self._bundles[engine] = WebBundle(folder, engine)
             errors.append(self._error(self._bundles[engine]))
-            text = f"all kernels executed on {where[engine]()}, relative error {errors[-1]:.2g}"
+            where = adapter_name() if engine == "webgpu" else "wasmtime"
+            text = f"all kernels executed on {where}, relative error {errors[-1]:.2g}"
             checks.append(Check(names[engine], True, text))
         return max(errors), checks
 

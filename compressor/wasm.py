@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class WasmProgram:
         word, wide = kinds.i32(), kinds.i64()
         linker = wasmtime.Linker(self._store.engine)
         linker.define(self._store, "env", "memory", self._memory)
-        provided = {
+        provided: dict[str, tuple[list[Any], list[Any], Any]] = {
             "TVMBackendAllocWorkspace": ([word, word, wide, word, word], [word], self._allot),
             "TVMBackendFreeWorkspace": ([word, word, word], [word], self._free),
             "TVMFFIEnvModRegisterSystemLibSymbol": ([word, word], [word], lambda *_: 0),
@@ -60,7 +60,7 @@ class WasmProgram:
         for name, (given, returned, function) in provided.items():
             linker.define_func("env", name, wasmtime.FuncType(given, returned), function)
         instance = linker.instantiate(self._store, wasmtime.Module(self._store.engine, module))
-        self._functions = instance.exports(self._store)
+        self._functions = cast(Any, instance.exports(self._store))
         self._top = int(self._functions["__heap_base"].value(self._store))
         self._own: list[tuple[int, int]] = []  # what the running kernel has allotted: end before it, address
         self._tensors = {name: self.upload(array) for name, array in tensors.items()}

@@ -14,7 +14,6 @@ from compressor.codegen.web.kernel import evaluate
 from compressor.wasm import WasmProgram
 from compressor.webgpu import GpuProgram
 
-
 Engine = Literal["webgpu", "wasm"]
 
 

@@ -60,7 +60,7 @@ LAYERS = (
     ),
     ("passes",),
     ("codegen",),
-    ("export", "runtime", "signing", "webgpu"),
+    ("export", "runtime", "signing", "webgpu", "wasm", "web_session"),
     ("evaluate", "embeddings", "verify", "bench", "run", "child", "plan", "machine", "lock", "report", "comparison"),
     ("cli", "inspection", "terminal", "serve"),
 )

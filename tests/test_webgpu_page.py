@@ -1,10 +1,11 @@
-"""The page of a bundle in headless Chromium with a software adapter: tokens, text, offline, faults."""
+"""The page of a bundle in headless Chromium with a software adapter, and without: tokens, text, offline, faults."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +36,11 @@ READY = "window.ready || !document.getElementById('error').hidden"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, require_adapter: None) -> tuple[Path, GraphModule]:
+def made(
+    tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
+) -> tuple[Path, GraphModule]:
     """What the shipped recipe gives, and the graph that was lowered."""
+    require_tool("wasm-ld")
     graphs: list[GraphModule] = []
     with pytest.MonkeyPatch.context() as patch:
         lower = run_web.compile_program
@@ -80,7 +84,7 @@ def serve() -> Iterator[Callable[[Path], str]]:
 def open_page(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[..., Any]]:
     contexts = []
 
-    def start(bundle: Path, script: str = "", spoil: Callable[[], None] = lambda: None) -> Any:
+    def start(bundle: Path, script: str = "", spoil: Callable[[], None] = lambda: None, query: str = "") -> Any:
         contexts.append(browser.new_context(viewport={"width": 420, "height": 800}))
         page = contexts[-1].new_page()
         page.set_default_timeout(120_000)
@@ -88,7 +92,7 @@ def open_page(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[.
             page.add_init_script(script)
         url = serve(bundle)
         spoil()
-        page.goto(url)
+        page.goto(url + query)
         page.wait_for_function(READY)
         return page
 
@@ -112,9 +116,16 @@ GENERATE = """async ([prompt, options]) => {
 }"""
 
 
-def test_tokens_and_logits_are_those_of_pytorch(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+WITHOUT_WEBGPU = "Object.defineProperty(Navigator.prototype, 'gpu', { get: () => undefined });"
+
+
+@pytest.mark.parametrize("engine", ["webgpu", "wasm"])
+def test_tokens_and_logits_are_those_of_pytorch(
+    engine: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
     bundle, graph = made
-    page = open_page(bundle)
+    page = open_page(bundle, WITHOUT_WEBGPU if engine == "wasm" else "")
+    assert page.evaluate("model.device") == engine
     assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == greedy(graph, 32)
     long = [int(i) for i in np.random.default_rng(0).integers(3, 2048, 150)]  # more than one part of a prompt
     found = page.evaluate("async (ids) => Array.from(await (await model.session(200)).logits(ids))", long)
@@ -161,6 +172,7 @@ def test_the_page_continues_a_prompt_and_works_offline(
         ("weights/0000.bin", "flip", "weights/0000.bin is not what the manifest says"),
         ("weights/0000.bin", "cut", "weights/0000.bin has 1000 bytes, the manifest says"),
         ("weights/0000.bin", "remove", "weights/0000.bin cannot be fetched: the server says 404"),
+        ("wasm/kernels.wasm", "flip", "wasm/kernels.wasm is not what the manifest says"),
         ("webgpu.json", "flip", "webgpu.json is not what the manifest says"),
         ("manifest.json", "cut", "manifest.json is not readable as JSON"),
     ],
@@ -179,14 +191,51 @@ def test_damage_is_said_in_words(
         else:
             (bundle / name).write_bytes(content[:1000] if damage == "cut" else content)
 
-    page = open_page(bundle, spoil=spoil)
+    page = open_page(bundle, spoil=spoil, query="?device=wasm" if name.startswith("wasm") else "")
     assert message in page.inner_text("#error")
     assert not page.is_visible("#form")
 
 
-def test_a_browser_without_webgpu_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
-    page = open_page(made[0], "Object.defineProperty(Navigator.prototype, 'gpu', { get: () => undefined });")
+def test_a_browser_without_webgpu_takes_webassembly_and_says_so(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(made[0], WITHOUT_WEBGPU)
+    assert "WebAssembly, which is slower than WebGPU: this browser has no WebGPU here" in page.inner_text("#fallback")
+    assert "WebAssembly on one processor core" in page.inner_text("#facts")
+    page.fill("#tokens", "8")
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
+    assert page.inner_text("#text").startswith("Return the")
+
+
+def test_a_browser_that_is_told_to_take_webgpu_says_that_there_is_none(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(made[0], WITHOUT_WEBGPU, query="?device=webgpu")
     assert "this browser has no WebGPU here" in page.inner_text("#error")
+
+
+def test_node_gives_the_tokens_and_logits_of_pytorch(
+    made: tuple[Path, GraphModule], require_tool: Callable[[str], Path]
+) -> None:
+    bundle, graph = made
+    script = """
+      const [bundle, prompt, long] = JSON.parse(process.argv[1]);
+      const { load } = await import(`file://${bundle}/runner.js`);
+      const model = await load(bundle);
+      const ids = [];
+      for await (const id of model.generateIds(prompt, { maxTokens: 32 })) ids.push(id);
+      const logits = Array.from(await (await model.session(200)).logits(long));
+      const text = [];
+      for await (const piece of model.generate("Return the", { maxTokens: 4 })) text.push(piece);
+      console.log(JSON.stringify({ ids, logits, text: text.join(""), device: model.device, why: model.fallback }));
+    """
+    long = [int(i) for i in np.random.default_rng(0).integers(3, 2048, 150)]
+    command = [str(require_tool("node")), "--input-type=module", "-e", script, json.dumps([str(bundle), PROMPT, long])]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["ids"] == greedy(graph, 32)
+    assert np.abs(np.array(found["logits"]) - np.asarray(GraphLogits(graph)(np.array([long])))[0, -1]).max() < 1e-3
+    assert found["device"] == "wasm" and "no WebGPU here" in found["why"] and found["text"]
 
 
 def test_a_device_without_room_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
@@ -194,8 +243,22 @@ def test_a_device_without_room_says_so(made: tuple[Path, GraphModule], open_page
     script = (
         """Object.defineProperty(GPUSupportedLimits.prototype, 'maxStorageBufferBindingSize', { get: () => 4096 });"""
     )
-    page = open_page(made[0], script)
+    page = open_page(made[0], script, query="?device=webgpu")
     assert "this device takes buffers of 4096 bytes, the model needs one of" in page.inner_text("#error")
+    page = open_page(made[0], script)
+    assert "this device takes buffers of 4096 bytes" in page.inner_text("#fallback")
+
+
+def test_a_tab_with_little_memory_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    """The memory of WebAssembly may not grow beyond what it begins with, while loading and later."""
+    script = """const real = WebAssembly.Memory;
+      WebAssembly.Memory = function () { return new real({ initial: 8, maximum: PAGES }); };"""
+    page = open_page(made[0], script.replace("PAGES", "8"), query="?device=wasm")
+    assert "this tab has too little memory for the model" in page.inner_text("#error")
+    page = open_page(made[0], script.replace("PAGES", "80"), query="?device=wasm")
+    code = page.evaluate("model.session(100000).then(() => '', (error) => error.code)")
+    assert code == "memory"
+    assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 4}]) == greedy(made[1], 4)  # it goes on with less
 
 
 def test_a_lost_device_ends_the_text_with_words(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
@@ -203,7 +266,7 @@ def test_a_lost_device_ends_the_text_with_words(made: tuple[Path, GraphModule], 
     page.fill("#tokens", "500")
     page.click("#go")
     page.wait_for_function("document.getElementById('text').textContent.length > 20")
-    page.evaluate("model.device.destroy()")
+    page.evaluate("model.engine.device.destroy()")
     page.wait_for_function("!document.getElementById('error').hidden")
     assert "the graphics device is gone" in page.inner_text("#error")
     assert "load the model again" in page.inner_text("#error")

@@ -1,7 +1,8 @@
-"""Programs for WebGPU against the graphs they come from."""
+"""Programs for WebGPU and WebAssembly against the graphs they come from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch.fx import GraphModule
 
 from compressor.capture import capture
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
-from compressor.codegen.web.lower import WebProgram, compile_program
+from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate import GraphLogits
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline import Context
+from compressor.wasm import WasmProgram
 from compressor.web_session import Session
 from compressor.webgpu import GpuProgram
 
@@ -34,14 +36,26 @@ def arrays(graph: GraphModule, program: WebProgram) -> dict[str, np.ndarray]:
     } | dict(program.constants)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoder(name: str, tmp_path: Path, require_adapter: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [*((name, "webgpu") for name in DECODERS), ("qwen3", "wasm"), ("gpt2", "wasm"), ("gemma2", "wasm")],
+)
+def test_decoder(
+    name: str, engine: str, tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path]
+) -> None:
     """A prompt at once and steps of several sizes, for two sequences, in one program."""
+    require_tool("wasm-ld")
     model = build(DECODERS[name]())
     (model.bfloat16() if name == "qwen3" else model.half()).save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32", ignore=("lm_head",))
-    program = lowered(graph)
-    loaded, ids = GpuProgram(program.content, arrays(graph, program)), np.random.default_rng(1).integers(3, 97, (2, 12))
+    loaded: GpuProgram | WasmProgram
+    if engine == "webgpu":
+        program = lowered(graph)
+        loaded = GpuProgram(program.content, arrays(graph, program))
+    else:
+        program, module = compile_wasm(graph)
+        loaded = WasmProgram(program.content, module, arrays(graph, program))
+    ids = np.random.default_rng(1).integers(3, 97, (2, 12))
     expected = GraphLogits(graph)(ids).numpy()
     for steps in ((12,), (5, 1, 1, 3, 2)):
         session, begin = Session(loaded, SIZES["vocab_size"], 2, 16), 0

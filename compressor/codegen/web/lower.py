@@ -120,7 +120,9 @@ def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = N
     writer = ProgramWriter(mod, {}, module.add, WASM_BYTES, "wasm_constant")
     content = _write(writer, mod, parameters, info.kind)
     known = {record["name"]: record for record in converter.records}
-    kernels = [known.get(name) or {"name": name, "isa": SIMD128.name, **writer.details[name]} for name in writer.kernels]
+    kernels = [
+        known.get(name) or {"name": name, "isa": SIMD128.name, **writer.details[name]} for name in writer.kernels
+    ]
     with naming("generate"):
         return WebProgram(content, _used(writer), writer.constants, kernels), module.link()
 

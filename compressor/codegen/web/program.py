@@ -221,7 +221,9 @@ def expression(value: Any, names: Mapping[str, Expression]) -> Expression:
     if operator is None and getattr(getattr(value, "op", None), "name", "") == "tirx.shift_right":
         return _folded("//", expression(value.args[0], names), 2 ** int(value.args[1]))
     if operator is None:
-        raise VerificationError(f"lowering for browsers: the size {value} ({type(value).__name__}) cannot be written down")
+        raise VerificationError(
+            f"lowering for browsers: the size {value} ({type(value).__name__}) cannot be written down"
+        )
     return _folded(operator, expression(value.a, names), expression(value.b, names))
 
 
@@ -240,9 +242,8 @@ def _types(var: Any) -> list[relax.TensorType]:
 
 def _variables(value: Any, *, constants: bool = False) -> Any:
     """Tensors, and tuples of them, that a bound value reads, in order."""
-    if isinstance(value, tvm.ir.Var) and isinstance(value.ty, relax.TensorType | relax.TupleType):
-        yield value
-    elif constants and isinstance(value, tvm.ir.GenericConst):
+    is_tensor = isinstance(value, tvm.ir.Var) and isinstance(value.ty, relax.TensorType | relax.TupleType)
+    if is_tensor or (constants and isinstance(value, tvm.ir.GenericConst)):
         yield value
     elif isinstance(value, relax.TupleGetItem):
         yield from _variables(value.tuple_value)

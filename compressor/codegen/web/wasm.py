@@ -88,7 +88,14 @@ class WasmModule:
             built.write_to_file(str(code), "o")
             # Naming what registers the functions with TVM's runtime keeps the linker from calling it.
             exports = [f"--export={name}" for name in (*self._functions, "__heap_base", "__wasm_call_ctors")]
-            options = ["--no-entry", "--import-memory", "--gc-sections", "--strip-all", "-z", f"stack-size={_STACK_BYTES}"]
+            options = [
+                "--no-entry",
+                "--import-memory",
+                "--gc-sections",
+                "--strip-all",
+                "-z",
+                f"stack-size={_STACK_BYTES}",
+            ]
             imports = Path(folder) / "imports"
             imports.write_text("\n".join(IMPORTS), encoding="utf-8")
             options.append(f"--allow-undefined-file={imports}")

@@ -1,0 +1,162 @@
+"""Functions in WebAssembly against the eager operators, through wasmtime."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from codegen.kernel_helpers import OPS, random_packed
+from torch import Tensor
+from tvm import te
+
+from compressor.codegen.elementwise import ScheduleElementwise
+from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
+from compressor.codegen.kernels.vector import SIMD128
+from compressor.codegen.web import wasm
+from compressor.codegen.web.packed_linear import check_format
+from compressor.errors import ToolchainError, UsageError
+from compressor.formats import FORMATS, Format
+from compressor.wasm import WasmProgram
+
+TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
+
+
+@pytest.fixture(autouse=True)
+def linker(require_tool: Callable[[str], Path]) -> None:
+    require_tool("wasm-ld")
+
+
+def served(name: str) -> bool:
+    try:
+        check_format(Format.parse(name))
+    except UsageError:
+        return False
+    return True
+
+
+def bound(x: Tensor) -> np.ndarray:
+    """A tensor as its buffer holds it."""
+    x = x.contiguous()
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def run(func: Any, operands: Sequence[Tensor | None], sizes: Sequence[int], out: Sequence[int]) -> np.ndarray:
+    """One function on operands (None is left out), the output last."""
+    module = wasm.WasmModule()
+    made = module.add(func, "kernel")
+    given = [bound(x) for x in operands if x is not None]
+    assert made.operands == tuple(range(len(given) + 1)) and len(made.sizes) == len(sizes)
+    program = WasmProgram({"scratch": []}, module.link(), {})
+    addresses = [*(program.upload(x) for x in given), program.empty(4 * int(np.prod(out)))]
+    program.call("kernel", addresses, sizes)
+    return program.read(addresses[-1], "float32", out)
+
+
+def error(got: np.ndarray, expected: Tensor) -> float:
+    return float(np.abs(got - expected.numpy()).max() / expected.abs().max())
+
+
+def distinct() -> list[str]:
+    """Of the formats that differ in the sizes of groups and blocks alone the first: kernels treat these alike."""
+    found: dict[Any, str] = {}
+    for name in filter(served, FORMATS):
+        fmt = Format.parse(name)
+        kind = (fmt.element, fmt.planes, fmt.symmetric, fmt.scale_type, fmt.codebook, bool(fmt.group_size))
+        found.setdefault((*kind, bool(fmt.block_tiles)), name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_packed_linear_of_every_format(name: str) -> None:
+    pick, fmt = random.Random(zlib.crc32(name.encode())), Format.parse(name)
+    rows, columns, tokens = pick.randint(17, 70), pick.randint(9, 200), pick.choice([1, 3])
+    rng = torch.Generator().manual_seed(rows)
+    packed, x = random_packed(fmt, rows, columns, rng), torch.randn(1, tokens, columns, generator=rng)
+    bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
+    schedule = packed_linear.Schedule(1, 1, 2)  # small: what differs between formats is the same in all
+    func = packed_linear.packed_linear(rows, columns, fmt, bias is not None, SIMD128, schedule)
+    got = run(func, [x, *packed.parts.values(), bias], [1, tokens], (1, tokens, rows))
+    expected = OPS.packed_linear(x, list(packed.parts.values()), bias, name, columns, rows)
+    assert error(got, expected) < TOLERANCE, (rows, columns, tokens)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 3, True), (16, 64, False), (33, 101, True)])
+def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=rng).to(storage)
+    bias = torch.randn(rows, generator=rng) if has_bias else None
+    stored = {torch.bfloat16: "uint16"}.get(storage, str(storage).removeprefix("torch."))
+    func = dense_linear.dense_linear(rows, columns, stored, has_bias, dense_linear.Schedule(4, 2, 2))
+    for tokens in (1, 3):
+        x = torch.randn(1, tokens, columns, generator=rng)
+        got = run(func, [x, weight, bias], [1, tokens], (1, tokens, rows))
+        assert error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE, tokens
+
+
+def test_every_float16_is_widened_exactly() -> None:
+    """By the embedding, which widens rows of them; infinities and NaN are none that are stored."""
+    table = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16).reshape(4096, 16)
+    table = torch.where(table.isfinite(), table, 0)
+    func = embedding.embedding(4096, 16, "float16")
+    got = run(func, [table, torch.arange(4096)[None]], [1, 4096], (1, 4096, 16))
+    assert np.array_equal(got.view(np.int32), table.float().numpy()[None].view(np.int32))
+
+
+@pytest.mark.parametrize(("centred", "has_bias"), [(False, False), (True, True)])
+def test_norms(centred: bool, has_bias: bool) -> None:
+    x, weight, bias = 3 * torch.randn(1, 5, 100) + 1, torch.randn(100), torch.randn(100) if has_bias else None
+    got = run(norm.norm(100, 1e-5, centred, has_bias), [x, weight, bias], [1, 5], (1, 5, 100))
+    if centred:
+        expected = torch.nn.functional.layer_norm(x, (100,), weight, bias, 1e-5)
+    else:
+        expected = OPS.rms_norm(x, weight, 1e-5)
+    assert np.abs(got - expected.numpy()).max() < TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "window", "softcap", "sinks"),
+    [(4, 2, 16, 0, 0.0, False), (3, 3, 10, 0, 0.0, True), (4, 1, 64, 5, 2.0, False)],
+)
+def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, softcap: float, sinks: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    sink = torch.randn(heads, generator=rng) if sinks else None
+    func = attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, sinks)
+    for batch, past, new, room in [(1, 0, 1, 3), (2, 3, 11, 20), (1, 69, 1, 80)]:
+        q = torch.randn(batch, heads, new, width, generator=rng)
+        k, v = (torch.randn(batch, kv_heads, new, width, generator=rng) for _ in range(2))
+        caches = [torch.randn(batch, kv_heads, room, width, generator=rng) for _ in range(2)]
+        position = torch.arange(past, past + new)
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, softcap, sink)
+        got = run(func, [q, k, v, *caches, position, sink], [batch, new, room], (batch, new, heads, width))
+        assert error(got, expected) < TOLERANCE, (batch, past, new)
+
+
+@pytest.mark.parametrize("name", ["sin", "cos", "exp", "tanh", "sigmoid", "erf", "rsqrt"])
+def test_functions_need_no_library(name: str) -> None:
+    most = 20000 if name in ("sin", "cos") else 50  # angles of the last of many positions
+    x = torch.linspace(-most, most, 4096)
+    x = x.abs() + 0.1 if name == "rsqrt" else x
+    given = te.placeholder((4096,), name="x")
+    computed = te.compute((4096,), lambda i: getattr(tvm.tirx, name)(given[i]), "y")
+    mod = ScheduleElementwise()(tvm.IRModule({"main": te.create_prim_func([given, computed])}))
+    got = run(mod["main"], [x], [], (4096,))
+    expected = (torch.special.erf if name == "erf" else getattr(torch, name))(x.double())
+    assert np.allclose(got, expected.numpy(), rtol=2e-6, atol=4e-7)
+
+
+def test_without_a_linker_the_target_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compressor.codegen.targets.webgpu import Webgpu
+
+    monkeypatch.setattr(wasm.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(wasm.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ToolchainError, match=r"no linker for WebAssembly.*lld.*wasm: false"):
+        Webgpu().check_toolchain()
+    Webgpu(wasm=False).check_toolchain()
