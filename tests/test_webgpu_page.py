@@ -281,3 +281,57 @@ def test_requests_that_the_model_cannot_serve(made: tuple[Path, GraphModule], op
     vocabulary = json.loads((made[0] / "manifest.json").read_text())["model"]["vocab_size"]
     assert vocabulary == 2048
     assert "there is room for" in page.evaluate(failing, [[5] * 3000, {}])
+
+
+@pytest.mark.parametrize("clock", ["timestamps", "queue"])
+def test_tuning_keeps_what_is_faster_and_computes_the_same(
+    clock: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    """Within its budget; with the device's clock, and without."""
+    hidden = """const has = GPUSupportedFeatures.prototype.has;
+      GPUSupportedFeatures.prototype.has = function (name) { return name !== 'timestamp-query' && has.call(this, name); };
+    """
+    page = open_page(made[0], hidden if clock == "queue" else "")
+    seen = "async () => { const seen = []; const report = await model.tune({ onProgress: (p) => seen.push(p) });"
+    report, progress = page.evaluate(f"{seen} return [report, seen]; }}")
+    kernels = report["kernels"]
+    families = ("packed_linear", "dense_linear", "cached_attention")
+    assert {next(f for f in families if kernel["name"].startswith(f)) for kernel in kernels} == set(families)
+    assert report["seconds"] < 5.5 and sum(kernel["tried"] for kernel in kernels) >= 3  # a software adapter is slow
+    assert all(p["budget"] == 5000 for p in progress) and len(progress) >= 3
+    as_good = [kernel for kernel in kernels if kernel["tuned_ms"] <= kernel["default_ms"] <= kernel["worst_ms"]]
+    assert len(as_good) >= 0.8 * len(kernels), kernels
+    for kernel in kernels:
+        print(*(f"{key} {value}" for key, value in kernel.items()))
+    expected = greedy(made[1], 32)
+    assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == expected
+    used = "Object.fromEntries(Object.entries(model.engine.kernels).map(([name, { constants }]) => [name, constants]))"
+    before = page.evaluate(used)
+    assert all(before[kernel["name"]] == kernel["constants"] for kernel in kernels)
+    page.reload()
+    page.wait_for_function(READY)
+    assert page.evaluate(used) == before
+    assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == expected
+    page.evaluate("Object.keys(localStorage).forEach((key) => localStorage.setItem(key, '{\"LANES\": 3}'))")
+    page.reload()
+    page.wait_for_function(READY)
+    shipped = json.loads((made[0] / "webgpu.json").read_text())["kernels"]
+    assert page.evaluate(used) == {name: record["constants"] for name, record in shipped.items()}
+
+
+def test_a_variant_that_computes_something_else_is_not_taken(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    """Variants whose text drops the sums are fastest, and wrong."""
+    page = open_page(made[0])
+    report = page.evaluate("""async () => {
+      const { engine } = model;
+      const pipeline = engine.pipeline.bind(engine);
+      engine.pipeline = (name, record, constants = record.constants) => pipeline(name, constants === record.constants
+        ? record : { ...record, source: record.source.replace(/sum \\+= /g, "sum = 0.0 * ") }, constants);
+      return model.tune({ budget: 4000 });
+    }""")
+    linears = [kernel for kernel in report["kernels"] if "linear" in kernel["name"]]
+    assert any(kernel["tried"] for kernel in linears)
+    shipped = json.loads((made[0] / "webgpu.json").read_text())["kernels"]
+    assert all(kernel["constants"] == shipped[kernel["name"]]["constants"] for kernel in linears)

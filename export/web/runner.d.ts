@@ -57,8 +57,33 @@ export class Model {
   /** The same in token ids. */
   generateIds(prompt: number[], options?: GenerateOptions): AsyncGenerator<number>;
   session(capacity?: number): Promise<Session>;
+  /**
+   * Try other constants for the heavy kernels, and keep those that are faster here, in this model and in local storage.
+   * What is kept is found again by later pages. In WebAssembly there is nothing to tune.
+   */
+  tune(options?: TuneOptions): Promise<TuneReport>;
   /** Give all memory back. */
   destroy(): void;
+}
+
+export interface TuneOptions {
+  /** At most so many ms. Default 5000. */
+  budget?: number;
+  /** Called before each variant. Ms. */
+  onProgress?: (progress: { elapsed: number; budget: number; kernel: string }) => void;
+}
+
+export interface TuneReport {
+  adapter: string;
+  seconds: number;
+  /**
+   * Of each kernel ms a call: as shipped, as it is now, and with the worst constants that were tried; how many tokens it
+   * was timed with, and how many calls such a step has.
+   */
+  kernels: {
+    name: string; tokens: number; calls: number; tried: number; default_ms: number; tuned_ms: number; worst_ms: number;
+    constants: Record<string, number>;
+  }[];
 }
 
 export class Session {

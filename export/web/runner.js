@@ -213,6 +213,13 @@ export class Model {
     }
   }
 
+  /** Find the constants with which kernels are fastest on this device; see runner.d.ts. */
+  async tune(options) {
+    if (this.device !== "webgpu") return { adapter: this.adapter, seconds: 0, kernels: [] };
+    const { tune } = await import("./tune.js");
+    return this.exclusively(() => tune(this.engine, options));
+  }
+
   /** Calls take turns: scratch buffers are shared. */
   exclusively(work) {
     const result = this.turn.then(work);

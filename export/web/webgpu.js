@@ -73,8 +73,11 @@ export class Engine {
 
   /** Compile all kernels. */
   async compile() {
+    const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
+    const { kept } = hasStorage ? await import("./tune.js") : {};
     await Promise.all(Object.entries(this.program.kernels).map(async ([name, record]) => {
-      this.kernels[name] = await this.pipeline(name, record);
+      const constants = record.space && await kept?.(this, name);
+      this.kernels[name] = await this.pipeline(name, record, constants);
     }));
   }
 
@@ -91,7 +94,7 @@ export class Engine {
         layout: this.device.createPipelineLayout({ bindGroupLayouts: [layout] }),
         compute: { module, entryPoint: record.entry ?? "main" },
       });
-      return { ...record, constants, layout, pipeline };
+      return { ...record, name, constants, layout, pipeline };
     } catch (error) {
       this.refuseLost();
       const { messages } = await module.getCompilationInfo();
@@ -112,7 +115,7 @@ export class Engine {
     this.refuseLost();
     const buffers = await this.guarded(() =>
       Object.fromEntries(inputs.map((input) => [input.name, this.storage(bytesOf(input, sizes))])));
-    return { buffers, groups: new Map(), plans: new Map(), generation: -1 };
+    return { buffers, plans: new Map(), generation: -1 };
   }
 
   release(state) {
@@ -152,37 +155,36 @@ export class Engine {
       const planned = steps.map((step, i) => {
         const numbers = step.sizes.map((size) => evaluate(size, sizes));
         words.set(numbers, i * UNIFORM_BYTES / 4);
-        const [kernel, values] = this.choose(step, numbers);
-        return { kernel, group: this.group(state, step, i, kernel), groups: kernel.groups.map((n) => evaluate(n, values)) };
+        const kernel = this.choose(step, numbers);
+        const buffers = step.buffers.map((name) => this.buffer(state, name));
+        return { kernel, numbers, group: this.bind(kernel, buffers, i), groups: this.groupsOf(kernel, numbers) };
       });
       state.plans.set(key, { words, steps: planned });
     }
     return state.plans.get(key);
   }
 
-  /** Of the kernels that compute a step the first whose limits the numbers keep, and what its expressions know. */
+  /** Of the kernels that compute a step the first whose limits the numbers keep. */
   choose(step, numbers) {
-    for (const name of step.kernels) {
-      const kernel = this.kernels[name];
-      const values = { ...kernel.constants };
-      kernel.sizes.forEach((size, i) => { values[size] = numbers[i]; });
-      if (Object.entries(kernel.limits ?? {}).every(([size, most]) => values[size] <= most)) return [kernel, values];
-    }
-    throw new BundleError("damaged", `no kernel of ${step.kernels} serves; use the bundle's own runner.js`);
+    const kernels = step.kernels.map((name) => this.kernels[name]);
+    const serves = ({ sizes, limits = {} }) => sizes.every((size, i) => !(numbers[i] > limits[size]));
+    const found = kernels.find(serves);
+    if (!found) throw new BundleError("damaged", `no kernel of ${step.kernels} serves; use the bundle's own runner.js`);
+    return found;
   }
 
-  group(state, step, index, kernel) {
-    const key = `${index}:${kernel.pipeline.label}`;
-    if (!state.groups.has(key)) {
-      const entries = step.buffers.map((name, binding) => ({ binding, resource: { buffer: this.buffer(state, name) } }));
-      const size = Math.ceil(kernel.sizes.length / 4) * 16;
-      entries.push({
-        binding: entries.length,
-        resource: { buffer: this.uniforms, offset: index * UNIFORM_BYTES, size },
-      });
-      state.groups.set(key, this.device.createBindGroup({ layout: kernel.layout, entries }));
-    }
-    return state.groups.get(key);
+  /** Workgroups along x, y and z. */
+  groupsOf(kernel, numbers) {
+    const values = { ...kernel.constants, ...Object.fromEntries(kernel.sizes.map((size, i) => [size, numbers[i]])) };
+    return kernel.groups.map((n) => evaluate(n, values));
+  }
+
+  /** Buffers for a kernel, and the numbers that stand at a step's place. */
+  bind(kernel, buffers, step) {
+    const size = Math.ceil(kernel.sizes.length / 4) * 16;
+    const resources = [...buffers.map((buffer) => ({ buffer })), { buffer: this.uniforms, offset: step * UNIFORM_BYTES, size }];
+    const entries = resources.map((resource, binding) => ({ binding, resource }));
+    return this.device.createBindGroup({ layout: kernel.layout, entries });
   }
 
   buffer(state, reference) {
@@ -216,7 +218,6 @@ export class Engine {
       });
     }
     if (isNarrow || state.generation !== this.generation) {
-      state.groups.clear();
       state.plans.clear();
       state.generation = this.generation;
     }

@@ -8,10 +8,14 @@ for all queries, then threads add up the values' channels under a maximum and a 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import Buffer, Expression, Kernel
+from compressor.codegen.web.kernel import Buffer, Expression, Kernel, variants
 
 ONE, MANY = {"LANES": 64, "QUERIES": 1}, {"LANES": 64, "QUERIES": 8}
 """Shipped constants for one query, and for several."""
+_ONE_CHOICES = {"LANES": (16, 32, 64, 128, 256), "QUERIES": (1,)}
+_MANY_CHOICES = {"LANES": (16, 32, 64, 128, 256), "QUERIES": (2, 4, 8, 16)}
+_KEYS, _PROMPT = 256, 64
+"""Keys that a query is thought to see, and queries of the kernel for several."""
 
 
 def write_cache(kv_heads: int, width: int) -> Kernel:
@@ -86,9 +90,25 @@ def _kernels(
 
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups: tuple[Expression, ...] = (["ceil", "S", "QUERIES"], ["*", "B", heads], 1)
-        return Kernel(f"{name}{suffix}", family, buffers, sizes, constants, groups, text, limits)
+        space = _space(width, constants, 1 if limits else _PROMPT)
+        return Kernel(f"{name}{suffix}", family, buffers, sizes, constants, groups, text, limits, space)
 
     return kernel("_one", ONE, {"S": 1}), kernel("_many", MANY, {})
+
+
+def _space(width: int, default: dict[str, int], queries: int) -> list[dict[str, int]]:
+    """Other constants, by the steps that one thread takes: products, then what few threads do for all."""
+    channels = 1 if width % 4 else 4
+
+    def shared_bytes(LANES: int, QUERIES: int) -> int:
+        items = QUERIES * width // channels
+        return 4 * (items * channels * (1 + max(1, LANES // items)) + QUERIES * (LANES + 3))
+
+    def cost(LANES: int, QUERIES: int) -> tuple[int, int]:
+        return -(-queries // QUERIES), -(-_KEYS // LANES) * (2 * width * QUERIES + 2 * LANES)
+
+    choices = _ONE_CHOICES if default is ONE else _MANY_CHOICES
+    return variants(choices, default, threads=lambda LANES, **_: LANES, shared_bytes=shared_bytes, cost=cost)
 
 
 def _element(width: int) -> str:

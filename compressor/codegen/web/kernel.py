@@ -7,14 +7,19 @@ runs it writes ``const NAME: u32 = value;`` before it.  Shapes and formats are p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 Expression = int | str | list[Any]
 """A number, the name of one, or ``[operator, left, right]`` with ``+ - * // % min max ceil`` (``ceil``: divided,
 rounded up): what a manifest says of sizes, and a run-time evaluates."""
 
+MOST_THREADS, MOST_SHARED_BYTES = 256, 16384
+"""Of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
+LANES_AT_ONCE = 4096
+"""Threads that a middling device runs side by side: what the order of variants is thought out for."""
 LARGEST_GRID = 65535
 """Workgroups along one dimension that every device takes (maxComputeWorkgroupsPerDimension)."""
 
@@ -44,6 +49,7 @@ class Kernel:
         groups: workgroups along x, y and z, in terms of sizes and constants.
         text: what follows the bindings; its entry point is ``main``.
         limits: the kernel serves calls whose sizes are at most these.
+        space: other constants that a device may run faster with, the likeliest first.
         details: what its record in the manifest says beside.
     """
 
@@ -55,6 +61,7 @@ class Kernel:
     groups: tuple[Expression, ...]
     text: str
     limits: Mapping[str, int] = field(default_factory=dict)
+    space: Sequence[Mapping[str, int]] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,7 +85,32 @@ class Kernel:
             "constants": dict(self.constants),
             "groups": list(self.groups),
             **({"limits": dict(self.limits)} if self.limits else {}),
+            **({"space": [[one[name] for name in self.constants] for one in self.space]} if self.space else {}),
         }
+
+
+def variants(
+    choices: Mapping[str, Iterable[int]],
+    default: Mapping[str, int],
+    threads: Callable[..., int],
+    shared_bytes: Callable[..., int],
+    cost: Callable[..., tuple[int, int]],
+) -> list[dict[str, int]]:
+    """What a device may try in place of the default: all choices that every device takes, the cheapest first.
+
+    Args:
+        threads, shared_bytes: of a workgroup, called with the constants by name.
+        cost: of the call, workgroups and the steps that one of their threads takes; orders the choices, since a device
+            that tunes may not come to the end.
+    """
+
+    def time(choice: Mapping[str, int]) -> float:
+        groups, steps = cost(**choice)
+        return steps * max(1.0, groups * threads(**choice) / LANES_AT_ONCE)
+
+    found = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+    fits = [c for c in found if threads(**c) <= MOST_THREADS and shared_bytes(**c) <= MOST_SHARED_BYTES]
+    return sorted((c for c in fits if c != default), key=time)
 
 
 def specialised(source: str, constants: Mapping[str, int]) -> str:

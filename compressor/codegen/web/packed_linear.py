@@ -7,7 +7,7 @@ each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import Buffer, Expression, Kernel
+from compressor.codegen.web.kernel import Buffer, Expression, Kernel, variants
 from compressor.codegen.web.values import BYTES4, HALF, element_values, quads_of
 from compressor.errors import UsageError
 from compressor.formats import TILE_ROWS, Format
@@ -16,6 +16,12 @@ ONE, MANY = {"LANES": 8, "TILES": 1, "TOKENS": 1}, {"LANES": 2, "TILES": 4, "TOK
 """Shipped constants of decode and of prefill."""
 FEW = 2
 """Tokens up to which the kernel for one token serves."""
+_ONE_CHOICES = {"LANES": (2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (1, 2)}
+_MANY_CHOICES = {"LANES": (1, 2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (4, 8, 16)}
+_PROMPT = 64
+"""Tokens that the kernel for many is thought to be called with."""
+_UNPACKING = 4
+"""What taking a code apart costs, in multiplications."""
 
 
 def check_format(fmt: Format) -> None:
@@ -58,9 +64,29 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups: tuple[Expression, ...] = (["ceil", tiles, "TILES"], ["ceil", "M", "TOKENS"], 1)
         found, details = tuple(buffers), {"format": fmt.name}
-        return Kernel(f"{name}{suffix}", "packed_linear", found, ("M",), constants, groups, text, limits, details)
+        space = _space(tiles, fmt.chunks(columns), fmt.chunk_columns, constants, 1 if limits else _PROMPT)
+        return Kernel(
+            f"{name}{suffix}", "packed_linear", found, ("M",), constants, groups, text, limits, space, details
+        )
 
     return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})
+
+
+def _space(tiles: int, chunks: int, columns: int, default: dict[str, int], tokens: int) -> list[dict[str, int]]:
+    """Other constants, by the multiplications that they make of the call."""
+
+    def cost(LANES: int, TILES: int, TOKENS: int) -> tuple[int, int]:
+        steps = -(-chunks // LANES) * TILES * (_UNPACKING + TOKENS) * columns + TILES * TOKENS  # and their sum
+        return -(-tiles // TILES) * -(-tokens // TOKENS), steps
+
+    choices = _ONE_CHOICES if default is ONE else _MANY_CHOICES
+    return variants(
+        choices,
+        default,
+        threads=lambda LANES, **_: LANES * TILE_ROWS,
+        shared_bytes=lambda LANES, TILES, TOKENS: 4 * LANES * TILE_ROWS * TILES * TOKENS,
+        cost=cost,
+    )
 
 
 def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
