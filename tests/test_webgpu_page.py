@@ -238,6 +238,18 @@ def test_node_gives_the_tokens_and_logits_of_pytorch(
     assert found["device"] == "wasm" and "no WebGPU here" in found["why"] and found["text"]
 
 
+def test_the_package_passes_its_own_tests(
+    made: tuple[Path, GraphModule], require_tool: Callable[[str], Path]
+) -> None:
+    package = resource("export") / "web"
+    command = [str(require_tool("node")), "--test", *map(str, sorted((package / "test").glob("*.mjs")))]
+    environment = {**os.environ, "COMPRESSOR_BUNDLE": str(made[0])}
+    done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "# skipped 0" in done.stdout, done.stdout + done.stderr
+    described = json.loads((package / "package.json").read_text())
+    assert all((package / name).exists() for name in described["files"])
+
+
 def test_a_device_without_room_says_so(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
     """An adapter whose buffers are smaller than the largest weight."""
     script = (
@@ -289,7 +301,8 @@ def test_tuning_keeps_what_is_faster_and_computes_the_same(
 ) -> None:
     """Within its budget; with the device's clock, and without."""
     hidden = """const has = GPUSupportedFeatures.prototype.has;
-      GPUSupportedFeatures.prototype.has = function (name) { return name !== 'timestamp-query' && has.call(this, name); };
+      GPUSupportedFeatures.prototype.has =
+        function (name) { return name !== 'timestamp-query' && has.call(this, name); };
     """
     page = open_page(made[0], hidden if clock == "queue" else "")
     seen = "async () => { const seen = []; const report = await model.tune({ onProgress: (p) => seen.push(p) });"

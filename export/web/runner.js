@@ -160,7 +160,7 @@ export class Model {
   /** The tokenizer, loaded at the first call: `encode(text).ids`, `decode(ids)`. */
   async tokenizer() {
     this.loadedTokenizer ??= (async () => {
-      const { Tokenizer } = await import(new URL("vendor/tokenizers.mjs", this.base).href);
+      const { Tokenizer } = await import("./vendor/tokenizers.mjs");
       const text = new TextDecoder().decode(await readFile(this.base, this.manifest, "tokenizer.json"));
       return new Tokenizer(JSON.parse(text), {});
     })();

@@ -1,0 +1,167 @@
+// Tests of the package in Node: `npm test`; with COMPRESSOR_BUNDLE, the folder of a bundle of the reference model, also
+// of generation.
+
+import assert from "node:assert/strict";
+import { cp, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { describe, test } from "node:test";
+
+import { BundleError, load, TextStream } from "compressor-web";
+
+import { bytesOf, evaluate } from "../program.js";
+import { Engine } from "../wasm.js";
+import { specialised } from "../webgpu.js";
+
+const bundle = process.env.COMPRESSOR_BUNDLE;
+
+describe("sizes", () => {
+  test("are expressions of names and numbers", () => {
+    const names = { S: 7, T: 32 };
+    assert.equal(evaluate(5, names), 5);
+    assert.equal(evaluate("T", names), 32);
+    assert.equal(evaluate(["ceil", ["+", "S", ["*", 2, "T"]], 10], names), 8);
+    assert.deepEqual(["-", "//", "%", "min", "max"].map((o) => evaluate([o, "S", 3], names)), [4, 2, 1, 3, 7]);
+    assert.throws(() => evaluate(["^", 1, 2], names), { code: "damaged" });
+  });
+
+  test("of buffers depend on the type", () => {
+    assert.equal(bytesOf({ shape: ["S", 2], dtype: "float32" }, { S: 3 }), 24);
+    assert.equal(bytesOf({ shape: [], dtype: "int64" }, {}), 8);
+  });
+
+  test("constants stand in front of a source", () => {
+    assert.equal(specialised({ source: "x", constants: { LANES: 8 } }, { LANES: 4 }), "const LANES: u32 = 4u;\nx");
+  });
+});
+
+describe("memory", () => {
+  const heap = () => {
+    const engine = new Engine({ scratch: [], steps: [], inputs: [] });
+    engine.holes = [[1000, Infinity]];
+    return engine;
+  };
+
+  test("holes are filled and grow together again", () => {
+    const engine = heap();
+    const [a, b, c] = [100, 200, 64].map((bytes) => engine.allot(bytes));
+    assert.deepEqual([a, b, c], [1024, 1152, 1408]);
+    engine.free(b);
+    assert.equal(engine.allot(256), b);
+    engine.free(a);
+    engine.free(b);
+    assert.equal(engine.allot(300), a);
+    engine.free(a);
+    engine.free(c);
+    assert.deepEqual(engine.holes, [[1024, Infinity]]);
+  });
+
+  test("any order of allotting and freeing keeps buffers apart", () => {
+    const engine = heap();
+    const taken = new Map();
+    let state = 1;
+    const random = (n) => (state = (state * 48271) % 2147483647) % n;
+    for (let i = 0; i < 3000; i++) {
+      if (taken.size && random(5) < 2) {
+        const address = [...taken.keys()][random(taken.size)];
+        engine.free(address);
+        taken.delete(address);
+      } else {
+        const bytes = random(500);
+        const address = engine.allot(bytes);
+        for (const [other, size] of taken) assert(address + bytes <= other || other + size <= address);
+        assert.equal(address % 64, 0);
+        taken.set(address, bytes);
+      }
+      const starts = engine.holes.map(([start]) => start);
+      assert.deepEqual(starts, [...starts].sort((x, y) => x - y));
+    }
+  });
+
+  test("too little of it is said in words", () => {
+    const engine = heap();
+    engine.memory = new WebAssembly.Memory({ initial: 1, maximum: 2 });
+    assert.throws(() => engine.allot(1 << 20), { code: "memory", message: /this tab has too little memory/ });
+    assert.equal(engine.allot(64), 1024); // and nothing is lost
+  });
+});
+
+describe("text", () => {
+  const tokenizer = { decode: (ids) => new TextDecoder().decode(Uint8Array.from(ids)) };
+
+  test("half a character waits for its end", () => {
+    const stream = new TextStream(tokenizer);
+    assert.deepEqual([..."é!"].flatMap((c) => [...new TextEncoder().encode(c)]).map((byte) => stream.push(byte)), ["", "é", "!"]);
+    assert.equal(stream.end(), "");
+  });
+
+  test("after a prompt only what is new is told", () => {
+    const stream = new TextStream(tokenizer, [72]);
+    assert.equal(stream.push(105), "i");
+  });
+});
+
+describe("bundles", () => {
+  test("that are none are refused in words", async () => {
+    const folder = await mkdtemp(join(tmpdir(), "bundle-"));
+    await assert.rejects(load(folder), (e) => e instanceof BundleError && e.code === "missing");
+    await writeFile(join(folder, "manifest.json"), "{");
+    await assert.rejects(load(folder), { code: "damaged", message: /not readable as JSON/ });
+    await writeFile(join(folder, "manifest.json"), "{}");
+    await assert.rejects(load(folder), { code: "damaged", message: /holds no bundle for browsers/ });
+    const later = { format: "compressor web bundle", schema_version: 99 };
+    await writeFile(join(folder, "manifest.json"), JSON.stringify(later));
+    await assert.rejects(load(folder), { code: "damaged", message: /has schema 99/ });
+    const bare = { format: "compressor web bundle", schema_version: 1, weights: { shards: [], tensors: {} }, files: {} };
+    await writeFile(join(folder, "manifest.json"), JSON.stringify(bare));
+    await assert.rejects(load(folder), { code: "no-webgpu", message: /no WebGPU here/ });
+    await assert.rejects(load(folder, { device: "wasm" }), { code: "no-wasm", message: /has no WebAssembly in it/ });
+    await rm(folder, { recursive: true });
+  });
+
+  test("continue prompts", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {
+    const seen = [];
+    const model = await load(bundle, { onProgress: (progress) => seen.push(progress) });
+    assert.equal(model.device, "wasm");
+    assert.match(model.fallback, /no WebGPU here/);
+    assert.equal(seen.at(-1).loaded, seen.at(-1).total);
+    const texts = async (options) => {
+      const pieces = [];
+      for await (const piece of model.generate("Return the", { maxTokens: 12, ...options })) pieces.push(piece);
+      return pieces.join("");
+    };
+    const text = await texts({});
+    assert(text.length > 12);
+    assert.deepEqual(await Promise.all([texts({}), texts({})]), [text, text]);
+    const sampled = await Promise.all([1, 1, 2].map((seed) => texts({ temperature: 1, topK: 50, topP: 0.9, seed })));
+    assert.equal(sampled[0], sampled[1]);
+    assert.notEqual(sampled[1], sampled[2]);
+    const session = await model.session(64);
+    const logits = await session.logits([1, 403, 263]);
+    session.position = 0;
+    assert.deepEqual(await session.logits([1, 403, 263]), logits);
+    await session.logits([5]);
+    assert.equal(session.position, 4);
+    await assert.rejects(session.logits(Array(61).fill(5)), { code: "request", message: /has room for 64/ });
+    session.destroy();
+    const stop = new AbortController();
+    let count = 0;
+    for await (const _ of model.generateIds([1], { maxTokens: 50, signal: stop.signal })) if (++count === 3) stop.abort();
+    assert.equal(count, 3);
+    assert.deepEqual((await model.tune()).kernels, []);
+    model.destroy();
+  });
+
+  test("that are damaged are refused", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {
+    const folder = await mkdtemp(join(tmpdir(), "bundle-"));
+    await cp(bundle, folder, { recursive: true });
+    for (const name of ["wasm/kernels.wasm", "wasm/program.json", "weights/0000.bin"]) {
+      const path = join(folder, name);
+      const content = await readFile(path);
+      await writeFile(path, content.map((byte, i) => i === 100 ? byte ^ 1 : byte));
+      await assert.rejects(load(folder), { code: "damaged", message: new RegExp(`${name} is not what the manifest says`) });
+      await writeFile(path, content);
+    }
+    await rm(folder, { recursive: true });
+  });
+});
