@@ -55,18 +55,30 @@ class WebBundle:
             if is_gpu
             else WasmProgram(program, (folder / "wasm" / "kernels.wasm").read_bytes(), tensors)
         )
-        self._vocabulary = int(manifest["model"]["vocab_size"])
+
+    def encode(self, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
+        """Last hidden state [B, S, H] of an encoder for ids and mask [B, S]."""
+        return encode(self._program, ids, mask)
 
     def session(self, batch: int, capacity: int) -> Session:
         """A new sequence of tokens per batch entry, of at most ``capacity``."""
-        return Session(self._program, self._vocabulary, batch, capacity)
+        return Session(self._program, batch, capacity)
+
+
+def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
+    """Last hidden state [B, S, H] of an encoder's program for ids and mask [B, S]."""
+    types = {x["name"]: x["dtype"] for x in program.content["inputs"]}
+    given = {"ids": ids, "mask": mask}
+    inputs = {name: program.upload(x.astype(types[name])) for name, x in given.items()}
+    sizes = dict(zip("BS", ids.shape, strict=True))
+    return _read(program, program.run(inputs, sizes), sizes)
 
 
 class Session:
     """A sequence of tokens per batch entry, as ``compressor_runtime.Session``."""
 
-    def __init__(self, program: Program, vocabulary: int, batch: int, capacity: int) -> None:
-        self._program, self._vocabulary, self._batch, self._capacity = program, vocabulary, batch, capacity
+    def __init__(self, program: Program, batch: int, capacity: int) -> None:
+        self._program, self._batch, self._capacity = program, batch, capacity
         self.position = 0
         names, inputs = {"B": batch, "T": capacity}, program.content["inputs"]
         self._types = {x["name"]: x["dtype"] for x in inputs}
@@ -86,4 +98,8 @@ class Session:
         sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
         out = self._program.run(inputs, sizes)
         self.position += count
-        return self._program.read(out, "float32", (self._batch, len(kept), self._vocabulary))
+        return _read(self._program, out, sizes)
+
+
+def _read(program: Program, out: Any, sizes: Mapping[str, int]) -> NDArray[np.float32]:
+    return program.read(out, "float32", [evaluate(n, sizes) for n in program.content["output_shape"]])

@@ -46,6 +46,11 @@ def adapter_name() -> str:
     return str(info["description"] or info["device"] or info["vendor"])
 
 
+def is_software() -> bool:
+    """Whether the adapter is a processor that plays a graphics processor."""
+    return bool(device().adapter.info["adapter_type"] == "CPU")
+
+
 def buffer_of(array: NDArray[Any]) -> Any:
     """A storage buffer with these bytes, filled up to whole words."""
     content = np.ascontiguousarray(array).tobytes()

@@ -238,9 +238,7 @@ def test_node_gives_the_tokens_and_logits_of_pytorch(
     assert found["device"] == "wasm" and "no WebGPU here" in found["why"] and found["text"]
 
 
-def test_the_package_passes_its_own_tests(
-    made: tuple[Path, GraphModule], require_tool: Callable[[str], Path]
-) -> None:
+def test_the_package_passes_its_own_tests(made: tuple[Path, GraphModule], require_tool: Callable[[str], Path]) -> None:
     package = resource("export") / "web"
     command = [str(require_tool("node")), "--test", *map(str, sorted((package / "test").glob("*.mjs")))]
     environment = {**os.environ, "COMPRESSOR_BUNDLE": str(made[0])}

@@ -29,6 +29,14 @@ export function evaluate(expression, names) {
   }
 }
 
+const ARRAYS = { float32: Float32Array, int32: Int32Array };
+
+/** Numbers in the type of the program's input of that name. */
+export function typed({ inputs }, name, values) {
+  const { dtype } = inputs.find((input) => input.name === name);
+  return dtype === "int64" ? BigInt64Array.from(values, (n) => BigInt(n)) : ARRAYS[dtype].from(values);
+}
+
 /** Bytes of an input that has this shape. */
 export function bytesOf({ shape, dtype }, sizes) {
   return shape.reduce((product, n) => product * evaluate(n, sizes), dtype === "int64" ? 8 : 4);

@@ -52,6 +52,10 @@ export class Model {
   /** Why WebAssembly computes in place of WebGPU, in words. */
   readonly fallback?: string;
   tokenizer(): Promise<Tokenizer>;
+  /** An encoder's last hidden states of a text or of token ids, special tokens included: [tokens, width], row by row. */
+  encode(input: string | number[]): Promise<{ data: Float32Array; shape: [number, number] }>;
+  /** A text's embedding: the mean of its last hidden states, scaled to length 1. */
+  embed(input: string | number[]): Promise<Float32Array>;
   /** Continue text or token ids; yields pieces of text. Several at once take turns. */
   generate(prompt: string | number[], options?: GenerateOptions): AsyncGenerator<string>;
   /** The same in token ids. */

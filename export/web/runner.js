@@ -7,7 +7,7 @@
 // A program is data: buffers, kernels, and the steps that call them (docs/web.md).  Engines run it: webgpu.js, or
 // wasm.js where there is no WebGPU.
 
-import { BundleError } from "./program.js";
+import { BundleError, evaluate } from "./program.js";
 
 export { BundleError };
 
@@ -174,6 +174,41 @@ export class Model {
     return new Session(this, capacity, await this.engine.state(caches, { B: 1, T: capacity }));
   }
 
+  /** An encoder's last hidden states of a text or its token ids: `data` [tokens, width], and the shape. */
+  async encode(input) {
+    if (this.manifest.kind !== "encoder") throw new BundleError("request", "only an encoder encodes");
+    const ids = this.checked(typeof input === "string" ? (await this.tokenizer()).encode(input).ids : [...input]);
+    const { max_positions: most } = this.info;
+    if (!ids.length || (most && ids.length > most)) {
+      throw new BundleError("request", `${ids.length} tokens; the model takes between 1 and ${most || "any number"}`);
+    }
+    return this.exclusively(async () => {
+      const sizes = { B: 1, S: ids.length };
+      this.state ??= await this.engine.state([], sizes);
+      await this.engine.run(this.state, { ids, mask: ids.map(() => 1) }, sizes);
+      const shape = this.engine.program.output_shape.slice(1).map((n) => evaluate(n, sizes));
+      return { data: await this.engine.output(this.state, shape[0] * shape[1]), shape };
+    });
+  }
+
+  /** A text's embedding: the mean of its last hidden states, of length 1. */
+  async embed(input) {
+    const { data, shape: [tokens, width] } = await this.encode(input);
+    const sums = Float64Array.from({ length: width }, (_, i) => {
+      let sum = 0;
+      for (let token = 0; token < tokens; token++) sum += data[token * width + i];
+      return sum;
+    });
+    const length = Math.hypot(...sums);
+    return Float32Array.from(sums, (sum) => sum / length);
+  }
+
+  checked(ids) {
+    const wrong = ids.find((id) => !Number.isInteger(id) || id < 0 || id >= this.info.vocab_size);
+    if (wrong !== undefined) throw new BundleError("request", `token ${wrong} is none of this model's`);
+    return ids;
+  }
+
   /** Continue a prompt, text or token ids; yields pieces of text. */
   async *generate(prompt, options = {}) {
     const tokenizer = await this.tokenizer();
@@ -191,8 +226,7 @@ export class Model {
   async *generateIds(prompt, { maxTokens = 64, temperature = 0, topK = 0, topP = 1, seed, signal, session } = {}) {
     const ids = prompt.length || this.info.bos_id == null ? [...prompt] : [this.info.bos_id];
     if (!ids.length) throw new BundleError("request", "the prompt is empty, and this model has no token to begin with");
-    const wrong = ids.find((id) => !Number.isInteger(id) || id < 0 || id >= this.info.vocab_size);
-    if (wrong !== undefined) throw new BundleError("request", `token ${wrong} is none of this model's`);
+    this.checked(ids);
     const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens));
     try {
       const random = generator(seed);

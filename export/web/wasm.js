@@ -1,12 +1,9 @@
 // Runs a program's kernels in WebAssembly, where there is no WebGPU: one memory, in which buffers are addresses.
 
-import { BundleError, bytesOf, evaluate } from "./program.js";
+import { BundleError, bytesOf, evaluate, typed } from "./program.js";
 
 const PAGE_BYTES = 65536;
 const ALIGNMENT_BYTES = 64;
-const TYPES = {
-  float32: Float32Array, int32: Int32Array, int64: { from: (values) => BigInt64Array.from(values, (n) => BigInt(n)) },
-};
 
 /** A module with a program and its tensors; a state is where a session's caches and inputs lie. */
 export class Engine {
@@ -112,9 +109,9 @@ export class Engine {
     const given = {};
     try {
       for (const [name, values] of Object.entries(inputs)) {
-        const typed = TYPES[this.program.inputs.find((input) => input.name === name).dtype].from(values);
-        given[name] = this.allot(typed.byteLength);
-        new Uint8Array(this.memory.buffer).set(new Uint8Array(typed.buffer), given[name]);
+        const content = typed(this.program, name, values);
+        given[name] = this.allot(content.byteLength);
+        new Uint8Array(this.memory.buffer).set(new Uint8Array(content.buffer), given[name]);
       }
       for (const { name, numbers, buffers } of this.plan(state, sizes)) {
         const addresses = buffers.map((reference) => this.address(state, given, reference));

@@ -1,6 +1,6 @@
 // Runs a program's kernels in WGSL on the browser's graphics processor.
 
-import { BundleError, bytesOf, evaluate } from "./program.js";
+import { BundleError, bytesOf, evaluate, typed } from "./program.js";
 
 const UNIFORM_BYTES = 256; // a step's numbers begin at a multiple of this in the uniform buffer
 
@@ -128,7 +128,7 @@ export class Engine {
     const { device } = this;
     await this.grow(state, inputs, sizes);
     for (const [name, values] of Object.entries(inputs)) {
-      device.queue.writeBuffer(state.buffers[name], 0, Int32Array.from(values));
+      device.queue.writeBuffer(state.buffers[name], 0, typed(this.program, name, values));
     }
     const { words, steps } = this.plan(state, sizes, pick);
     const encoder = device.createCommandEncoder();

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from codegen.model_helpers import DECODERS, SIZES, build, quantized, relative_error
+from codegen.model_helpers import DECODERS, SIZES, build, quantized, relative_error, transformers
 from torch.fx import GraphModule
 
 from compressor.capture import capture
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.errors import UsageError, VerificationError
-from compressor.evaluate import GraphLogits
+from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline import Context
 from compressor.wasm import WasmProgram
-from compressor.web_session import Session
+from compressor.web_session import Session, encode
 from compressor.webgpu import GpuProgram
 
 TOLERANCE = 1e-5
@@ -36,6 +36,14 @@ def arrays(graph: GraphModule, program: WebProgram) -> dict[str, np.ndarray]:
     } | dict(program.constants)
 
 
+def on(engine: str, graph: GraphModule) -> GpuProgram | WasmProgram:
+    if engine == "webgpu":
+        program = lowered(graph)
+        return GpuProgram(program.content, arrays(graph, program))
+    program, module = compile_wasm(graph)
+    return WasmProgram(program.content, module, arrays(graph, program))
+
+
 @pytest.mark.parametrize(
     ("name", "engine"),
     [*((name, "webgpu") for name in DECODERS), ("qwen3", "wasm"), ("gpt2", "wasm"), ("gemma2", "wasm")],
@@ -48,21 +56,32 @@ def test_decoder(
     model = build(DECODERS[name]())
     (model.bfloat16() if name == "qwen3" else model.half()).save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32", ignore=("lm_head",))
-    loaded: GpuProgram | WasmProgram
-    if engine == "webgpu":
-        program = lowered(graph)
-        loaded = GpuProgram(program.content, arrays(graph, program))
-    else:
-        program, module = compile_wasm(graph)
-        loaded = WasmProgram(program.content, module, arrays(graph, program))
+    loaded = on(engine, graph)
     ids = np.random.default_rng(1).integers(3, 97, (2, 12))
     expected = GraphLogits(graph)(ids).numpy()
     for steps in ((12,), (5, 1, 1, 3, 2)):
-        session, begin = Session(loaded, SIZES["vocab_size"], 2, 16), 0
+        session, begin = Session(loaded, 2, 16), 0
         for step in steps:
             logits = session.step(ids[:, begin : begin + step], np.arange(step))
             assert relative_error(logits, expected[:, begin : begin + step]) < TOLERANCE, (steps, begin)
             begin += step
+
+
+@pytest.mark.parametrize("engine", ["webgpu", "wasm"])
+def test_encoder(engine: str, tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path]) -> None:
+    """Texts of several lengths, with padding, in one program."""
+    require_tool("wasm-ld")
+    config = transformers.BertConfig(**{**SIZES, "hidden_size": 36, "intermediate_size": 64})  # heads of 9 channels
+    build(config, transformers.AutoModel).save_pretrained(tmp_path)
+    graph = quantized(capture(tmp_path), "W4A16_G32")
+    loaded = on(engine, graph)
+    for batch, length in ((1, 1), (2, 13)):
+        ids = np.random.default_rng(1).integers(3, 97, (batch, length))
+        mask = np.ones(ids.shape, np.float32)
+        mask[1:, -4:] = 0
+        found = encode(loaded, ids, mask)
+        expected = np.asarray(graph_hidden(graph)(ids, mask))
+        assert relative_error(found[mask > 0], expected[mask > 0]) < TOLERANCE
 
 
 def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:

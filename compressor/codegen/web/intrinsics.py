@@ -10,6 +10,8 @@ from typing import Any
 
 from tvm import tirx
 
+from compressor.codegen.kernels.vector import erf
+
 _TWO_OVER_PI = 0.6366197723675814
 _HALF_PI = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
 """Pi / 2 in three parts, the first two of so few bits that their products with whole numbers up to 2^15 are exact: Cody
@@ -72,4 +74,5 @@ tirx.op.register_intrin_lowering("tirx.sin", target="webgpu", f=lambda op: sine(
 tirx.op.register_intrin_lowering("tirx.cos", target="webgpu", f=lambda op: sine(op.args[0], 1), level=99)
 tirx.op.register_intrin_lowering("tirx.pow", target="webgpu", f=power, level=99)
 tirx.op.register_intrin_lowering("tirx.tanh", target="webgpu", f=_tanh, level=99)
+tirx.op.register_intrin_lowering("tirx.erf", target="webgpu", f=lambda op: erf(op.args[0], 1), level=99)
 tirx.op.register_intrin_lowering("tirx.sigmoid", target="webgpu", f=_sigmoid, level=99)

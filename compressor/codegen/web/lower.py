@@ -80,6 +80,7 @@ def compile_program(
     converter, program = WebConverter(), reexport(graph)
     info = graph.meta["model"]
     activations = fixed_sizes(program)
+    _make_narrow(program.graph)
     mod, parameters = import_program(program, converter.table(), _NarrowImporter(info.kind == "decoder"))
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
@@ -127,6 +128,20 @@ def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = N
         return WebProgram(content, _used(writer), writer.constants, kernels), module.link()
 
 
+def _make_narrow(graph: torch.fx.Graph) -> None:
+    """Integers that the graph itself makes are int32: WGSL has no wider ones."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        makes = node.op == "call_function" and any(argument.name == "dtype" for argument in _arguments(node.target))
+        if makes and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+            node.kwargs = {**node.kwargs, "dtype": torch.int32}
+
+
+def _arguments(target: Any) -> Any:
+    schema = getattr(target, "_schema", None)
+    return () if schema is None else schema.arguments
+
+
 def _inputs(mod: tvm.IRModule, parameters: list[str]) -> list[Any]:
     return list(mod["main"].params)[: len(mod["main"].params) - len(parameters)]
 
@@ -137,13 +152,14 @@ def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind
     names = _size_names(kind, inputs)
     references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
     with naming("generate"):
-        output = writer.write(names, references)
+        output, shape = writer.write(names, references)
     return {
         "inputs": [
             {"name": x.name, "dtype": str(x.ty.dtype), "shape": [expression(n, names) for n in x.ty.shape]}
             for x in inputs
         ],
         "output": output,
+        "output_shape": shape,
         "scratch": writer.scratch,
         "steps": writer.steps,
     }
@@ -178,7 +194,8 @@ class _NarrowImporter(Importer):
 
     def create_input_vars(self, exported_program: Any) -> Any:
         parameters, inputs, constraints = super().create_input_vars(exported_program)
-        for name, var in inputs.items():
-            if str(var.ty.dtype) == "int64":
-                inputs[name] = relax.Var(name, relax.TensorType(var.ty.shape, "int32"))
+        for variables in (parameters, inputs):
+            for name, var in variables.items():
+                if str(var.ty.dtype) == "int64":
+                    variables[name] = relax.Var(name, relax.TensorType(var.ty.shape, "int32"))
         return parameters, inputs, constraints

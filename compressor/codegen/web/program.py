@@ -61,8 +61,8 @@ class ProgramWriter:
         self._free: dict[str, list[int]] = {}  # size as text -> scratch buffers
         self._names: dict[str, str] = {}  # symbolic size -> its name in the program
 
-    def write(self, names: Mapping[str, str], references: Sequence[str]) -> str:
-        """Walk ``main``; returns where its output is.
+    def write(self, names: Mapping[str, str], references: Sequence[str]) -> tuple[str, list[Expression]]:
+        """Walk ``main``; returns where its output is, and the output's shape.
 
         Args:
             names: symbolic sizes of its inputs -> their names in the program.
@@ -77,7 +77,8 @@ class ProgramWriter:
             self._bind(binding)
             for var in last.get(i, ()):
                 self._release(var)
-        return self._reference(main.body.body)
+        result = main.body.body
+        return self._reference(result), [self._expression(n) for n in result.ty.shape]
 
     def _last_uses(self, bindings: Sequence[Any], result: Any) -> dict[int, list[Any]]:
         """After which binding each scratch buffer is read no more; views count for what they show."""
