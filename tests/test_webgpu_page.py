@@ -16,7 +16,8 @@ import pytest
 from torch.fx import GraphModule
 
 import compressor.run_web as run_web
-from compressor.evaluate import GraphLogits
+from compressor.capture import capture
+from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.recipe import load_recipe
 from compressor.resources import resource
 from compressor.run import run_recipe
@@ -346,3 +347,44 @@ def test_a_variant_that_computes_something_else_is_not_taken(
     assert any(kernel["tried"] for kernel in linears)
     shipped = json.loads((made[0] / "webgpu.json").read_text())["kernels"]
     assert all(kernel["constants"] == shipped[kernel["name"]]["constants"] for kernel in linears)
+
+
+@pytest.fixture(scope="module")
+def encoder(
+    tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
+) -> tuple[Path, GraphModule]:
+    """A bundle of a tiny random encoder with the reference model's tokenizer, and its graph."""
+    from codegen.model_helpers import SIZES, build, quantized, transformers
+
+    require_tool("wasm-ld")
+    folder = tmp_path_factory.mktemp("encoder")
+    config = transformers.BertConfig(**{**SIZES, "vocab_size": 2048, "pad_token_id": 0})
+    build(config, transformers.AutoModel).save_pretrained(folder / "model")
+    shutil.copyfile(resource("models") / "reference" / "tokenizer.json", folder / "model" / "tokenizer.json")
+    (folder / "recipe.yaml").write_text(f"model: {folder / 'model'}\npasses:\n  - rtn: {{scheme: W4A16_G32}}\ntarget: webgpu\n")
+    outcome = run_recipe(load_recipe(folder / "recipe.yaml"), folder / "bundle")
+    assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
+    return outcome.bundle, quantized(capture(folder / "model"), "W4A16_G32")
+
+
+@pytest.mark.parametrize("engine", ["webgpu", "wasm"])
+def test_an_encoder_embeds_texts(
+    engine: str, encoder: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    bundle, graph = encoder
+    page = open_page(bundle, query=f"?device={engine}")
+    for length in (12, 1, 40):
+        ids = [int(i) for i in np.random.default_rng(length).integers(3, 2048, length)]
+        found = page.evaluate("async (ids) => { const x = await model.encode(ids); return [Array.from(x.data), x.shape]; }", ids)
+        expected = np.asarray(graph_hidden(graph)(np.array([ids]), np.ones((1, length), np.float32)))[0]
+        assert tuple(found[1]) == expected.shape
+        assert np.abs(np.array(found[0]).reshape(expected.shape) - expected).max() < 1e-3
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent.includes('texts in')")
+    assert len(page.inner_text("#text").splitlines()) == 2
+    if engine == "webgpu":
+        report = page.evaluate("model.tune({ budget: 2000 })")
+        assert any(kernel["name"].startswith("masked_attention") for kernel in report["kernels"])
+    refused = page.evaluate("model.session().then(() => '', (error) => error.message)")
+    assert refused == "only a decoder generates"
+    assert "takes between 1 and 64" in page.evaluate("model.encode(Array(65).fill(5)).then(() => '', (e) => e.message)")

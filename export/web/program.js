@@ -41,3 +41,11 @@ export function typed({ inputs }, name, values) {
 export function bytesOf({ shape, dtype }, sizes) {
   return shape.reduce((product, n) => product * evaluate(n, sizes), dtype === "int64" ? 8 : 4);
 }
+
+const PLANS = 8; // lengths of texts that are remembered
+
+/** Put one more into a map, in place of the oldest where it is full. */
+export function keep(map, key, value) {
+  if (map.size >= PLANS) map.delete(map.keys().next().value);
+  map.set(key, value);
+}

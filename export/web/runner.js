@@ -23,8 +23,13 @@ export async function load(url = ".", { onProgress = () => {}, context = 2048, d
   const on = async (kind) => {
     const { Engine } = await (kind === "wasm" ? import("./wasm.js") : import("./webgpu.js"));
     const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), gpu);
-    await fill(engine, base, manifest, onProgress, signal);
-    await engine.compile();
+    try {
+      await fill(engine, base, manifest, onProgress, signal);
+      await engine.compile();
+    } catch (error) {
+      engine.destroy();
+      throw error;
+    }
     return new Model(base, manifest, engine, context);
   };
   if (device !== "auto") return on(device);

@@ -25,10 +25,11 @@ export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}
   const clock = new Clock(engine);
   const tasks = [];
   try {
-    for (const count of [PROMPT, 1]) {
+    for (const count of caches.length ? [PROMPT, 1] : [PROMPT]) { // encoders never see a single token
       const ids = Array.from({ length: count }, (_, i) => i % 7);
       const sizes = { B: 1, S: count, R: 1, T: CAPACITY };
-      await engine.run(state, { ids, position: ids.map((_, i) => CAPACITY - PROMPT - 1 + i), keep: [count - 1] }, sizes);
+      const ofDecoder = { ids, position: ids.map((_, i) => CAPACITY - PROMPT - 1 + i), keep: [count - 1] };
+      await engine.run(state, caches.length ? ofDecoder : { ids, mask: ids.map(() => 1) }, sizes);
       tasks.push(...await collect(engine, state, sizes, clock, new Set(tasks.map((task) => task.name))));
     }
     for (;;) {

@@ -1,6 +1,6 @@
 // Runs a program's kernels in WebAssembly, where there is no WebGPU: one memory, in which buffers are addresses.
 
-import { BundleError, bytesOf, evaluate, typed } from "./program.js";
+import { BundleError, bytesOf, evaluate, keep, typed } from "./program.js";
 
 const PAGE_BYTES = 65536;
 const ALIGNMENT_BYTES = 64;
@@ -125,7 +125,7 @@ export class Engine {
   plan(state, sizes) {
     const key = String(Object.values(sizes));
     if (!state.plans.has(key)) {
-      state.plans.set(key, this.program.steps.map((step) => ({
+      keep(state.plans, key, this.program.steps.map((step) => ({
         name: step.kernels[0], buffers: step.buffers, numbers: step.sizes.map((size) => evaluate(size, sizes)),
       })));
     }

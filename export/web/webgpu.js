@@ -1,6 +1,6 @@
 // Runs a program's kernels in WGSL on the browser's graphics processor.
 
-import { BundleError, bytesOf, evaluate, typed } from "./program.js";
+import { BundleError, bytesOf, evaluate, keep, typed } from "./program.js";
 
 const UNIFORM_BYTES = 256; // a step's numbers begin at a multiple of this in the uniform buffer
 
@@ -32,11 +32,13 @@ export class Engine {
     }
     const program = JSON.parse(new TextDecoder().decode(await readFile("webgpu.json")));
     const requiredFeatures = ["timestamp-query"].filter((name) => adapter.features.has(name));
-    const engine = new Engine(program, await adapter.requestDevice({ requiredLimits, requiredFeatures }));
+    const device = await adapter.requestDevice({ requiredLimits, requiredFeatures });
+    const engine = new Engine(program, device);
     const info = adapter.info ?? {};
     engine.adapter = [info.vendor, info.architecture, info.description].filter(Boolean).join(" ") || "unknown adapter";
-    engine.tensors = await engine.guarded(() =>
-      Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) => [name, engine.storage(bytes)])));
+    const allocate = () => Object.fromEntries(
+      Object.entries(manifest.weights.tensors).map(([name, { bytes }]) => [name, engine.storage(bytes)]));
+    engine.tensors = await engine.guarded(allocate).catch((error) => { device.destroy(); throw error; });
     return engine;
   }
 
@@ -159,7 +161,7 @@ export class Engine {
         const buffers = step.buffers.map((name) => this.buffer(state, name));
         return { kernel, numbers, group: this.bind(kernel, buffers, i), groups: this.groupsOf(kernel, numbers) };
       });
-      state.plans.set(key, { words, steps: planned });
+      keep(state.plans, key, { words, steps: planned });
     }
     return state.plans.get(key);
   }
