@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 SHARD_BYTES = 16 << 20
 """A shard is checked, and kept by the browser, as a whole."""
 _ALIGNMENT_BYTES = 16
-_SHIPPED = (
+SHIPPED: tuple[str, ...] = (
     "runner.js", "program.js", "webgpu.js", "wasm.js", "tune.js", "runner.d.ts", "index.html", "sw.js",
     "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
 def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
     tensors = {name: stored_parameter(parts.graph, name).detach() for name in parts.parameters} | dict(parts.constants)
     web = resource("export") / "web"
-    for name in _SHIPPED:
+    for name in SHIPPED:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(web / name, folder / name)
     write_origin(folder, parts)

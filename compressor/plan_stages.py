@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compressor.codegen.targets.webgpu import Webgpu
+from compressor.export_web import SHIPPED
 from compressor.graph import ModelInfo, weight_bytes
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost, eager_work, node_costs
@@ -287,7 +288,7 @@ def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
 
 def _web_bundle_bytes(final: GraphModule, info: ModelInfo, has_wasm: bool) -> int:
     """The same of a bundle for browsers."""
-    shipped = [path for path in (resource("export") / "web").rglob("*") if path.suffix not in ("", ".json")]
+    shipped = [resource("export") / "web" / name for name in (*SHIPPED, "README-bundle.md")]
     if info.source is not None:
         shipped.append(info.source / "tokenizer.json")
     files = sum(path.stat().st_size for path in shipped if path.is_file())

@@ -361,21 +361,23 @@ def encoder(
     config = transformers.BertConfig(**{**SIZES, "vocab_size": 2048, "pad_token_id": 0})
     build(config, transformers.AutoModel).save_pretrained(folder / "model")
     shutil.copyfile(resource("models") / "reference" / "tokenizer.json", folder / "model" / "tokenizer.json")
-    (folder / "recipe.yaml").write_text(f"model: {folder / 'model'}\npasses:\n  - rtn: {{scheme: W4A16_G32}}\ntarget: webgpu\n")
+    (folder / "recipe.yaml").write_text(
+        f"model: {folder / 'model'}\npasses:\n  - rtn: {{scheme: W4A16_G32}}\ntarget: webgpu\n"
+    )
     outcome = run_recipe(load_recipe(folder / "recipe.yaml"), folder / "bundle")
     assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
     return outcome.bundle, quantized(capture(folder / "model"), "W4A16_G32")
 
 
 @pytest.mark.parametrize("engine", ["webgpu", "wasm"])
-def test_an_encoder_embeds_texts(
-    engine: str, encoder: tuple[Path, GraphModule], open_page: Callable[..., Any]
-) -> None:
+def test_an_encoder_embeds_texts(engine: str, encoder: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
     bundle, graph = encoder
     page = open_page(bundle, query=f"?device={engine}")
     for length in (12, 1, 40):
         ids = [int(i) for i in np.random.default_rng(length).integers(3, 2048, length)]
-        found = page.evaluate("async (ids) => { const x = await model.encode(ids); return [Array.from(x.data), x.shape]; }", ids)
+        found = page.evaluate(
+            "async (ids) => { const x = await model.encode(ids); return [Array.from(x.data), x.shape]; }", ids
+        )
         expected = np.asarray(graph_hidden(graph)(np.array([ids]), np.ones((1, length), np.float32)))[0]
         assert tuple(found[1]) == expected.shape
         assert np.abs(np.array(found[0]).reshape(expected.shape) - expected).max() < 1e-3

@@ -6,9 +6,27 @@ const UNIFORM_BYTES = 256; // a step's numbers begin at a multiple of this in th
 
 const padded = (bytes) => Math.max(4, Math.ceil(bytes / 4) * 4);
 
-/** The source that a device compiles: constants in front of the kernel's text. */
+/** The source that a device compiles: constants, and the kernel's text with its repetitions written out (docs/web.md). */
 export function specialised(record, constants = record.constants) {
-  return Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;\n`).join("") + record.source;
+  const lines = record.source.split("\n");
+  const written = [];
+  let i = 0;
+  const block = (numbers) => {
+    for (; i < lines.length && lines[i].trim() !== "//# end"; i++) {
+      const [, name, count] = /^\s*\/\/# for (\w+) (\w+)$/.exec(lines[i]) ?? [];
+      if (!name) {
+        written.push(lines[i].replace(/\$(\w+)\$/g, (_, number) => numbers[number]));
+        continue;
+      }
+      const start = i + 1;
+      for (let n = 0; n < constants[count]; n++) {
+        i = start;
+        block({ ...numbers, [name]: n });
+      }
+    }
+  };
+  block({});
+  return Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;\n`).join("") + written.join("\n");
 }
 
 /** A device with a program and its tensors; what a session has on it is a state: caches, inputs, bind groups. */

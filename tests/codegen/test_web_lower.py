@@ -18,6 +18,7 @@ from compressor.errors import UsageError, VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline import Context
+from compressor.run_web import WebMaker
 from compressor.wasm import WasmProgram
 from compressor.web_session import Session, encode
 from compressor.webgpu import GpuProgram
@@ -90,6 +91,12 @@ def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
         lowered(quantized(capture(tmp_path), "W4A8_G32"))
     with pytest.raises(UsageError, match="the target webgpu has no kernels for packed caches"):
         lowered(KvCache("INT8").run(capture(tmp_path), Context()))
+
+
+def test_plain_modules_are_refused() -> None:
+    graph = capture(torch.nn.Linear(4, 4), (torch.zeros(2, 4),))
+    with pytest.raises(VerificationError, match="serves decoders and encoders, this is a plain module"):
+        WebMaker(Webgpu(wasm=False), None).compile(graph, "off", None, lambda _isa: None)
 
 
 def test_inputs_that_wgsl_cannot_store_are_refused() -> None:

@@ -164,17 +164,24 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   for (var at = {begin}; at < end; at += LANES) {{
     workgroupBarrier();
     let j = at + thread;
-    var found = array<f32, QUERIES>();
+//# for n QUERIES
+    var found$n$ = 0.0;
+//# end
     if (j < end) {{
       for (var i = 0u; i < {words}u; i++) {{
         let key = keys[(base + j) * {words}u + i];
-        for (var n = 0u; n < QUERIES; n++) {{ found[n] += product(query[n * {words}u + i], key); }}
+//# for n QUERIES
+        found$n$ += product(query[{words}u * $n$u + i], key);
+//# end
       }}
     }}
-    for (var n = 0u; n < QUERIES; n++) {{
-      let score = found[n];
+//# for n QUERIES
+    {{
+      let n = $n$u;
+      let score = found$n$;
       scores[n * LANES + thread] = select(LOWEST, {score}, j < end && {seen});
     }}
+//# end
     workgroupBarrier();
     for (var n = thread; n < QUERIES; n += LANES) {{
       var most = highest[n];

@@ -67,14 +67,19 @@ var<workgroup> sums: array<f32, ROWS * LANES * TOKENS>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
   let row = min(id.x * ROWS + thread / LANES, {rows - 1}u);
   let first = id.y * TOKENS;
-  var total = array<f32, TOKENS>();
+//# for m TOKENS
+  let token$m$ = min(first + $m$u, sizes.M - 1u); // those behind the last are not stored
+  var total$m$ = 0.0;
+//# end
   for (var q = thread % LANES; q < {quads}u; q += LANES) {{
     let w = weight4(row, q);
-    for (var m = 0u; m < TOKENS; m++) {{
-      if (first + m < sizes.M) {{ total[m] += dot(w, x4(first + m, q)); }}
-    }}
+//# for m TOKENS
+    total$m$ += dot(w, x4(token$m$, q));
+//# end
   }}
-  for (var m = 0u; m < TOKENS; m++) {{ sums[m * ROWS * LANES + thread] = total[m]; }}
+//# for m TOKENS
+  sums[$m$u * ROWS * LANES + thread] = total$m$;
+//# end
   workgroupBarrier();
   for (var i = thread; i < TOKENS * ROWS; i += ROWS * LANES) {{
     let m = i / ROWS;

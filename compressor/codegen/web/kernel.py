@@ -2,12 +2,14 @@
 
 Sizes that change from call to call (tokens, sequences) are numbers of a uniform buffer; what a device may want
 otherwise (lanes, tokens at once) are constants in front of the source, so that one text serves all variants and whoever
-runs it writes ``const NAME: u32 = value;`` before it.  Shapes and formats are part of the text.
+runs it writes ``const NAME: u32 = value;`` before it.  What is to be in registers is no array, since not every device's
+compiler unrolls loops: lines are repeated instead, see :func:`specialised`.  Shapes and formats are part of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -16,6 +18,7 @@ Expression = int | str | list[Any]
 """A number, the name of one, or ``[operator, left, right]`` with ``+ - * // % min max ceil`` (``ceil``: divided,
 rounded up): what a manifest says of sizes, and a run-time evaluates."""
 
+_BEGIN, _END, _NUMBER = re.compile(r"\s*//# for (\w+) (\w+)"), "//# end", re.compile(r"\$(\w+)\$")
 MOST_THREADS, MOST_SHARED_BYTES = 256, 16384
 """Of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
 LANES_AT_ONCE = 4096
@@ -114,8 +117,27 @@ def variants(
 
 
 def specialised(source: str, constants: Mapping[str, int]) -> str:
-    """The text that a device compiles."""
-    return "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items()) + source
+    """The text that a device compiles: the constants, and the source with its repetitions written out."""
+    declared = "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items())
+    return declared + "\n".join(_written_out(source.split("\n"), constants, {}))
+
+
+def _written_out(lines: Sequence[str], constants: Mapping[str, int], numbers: Mapping[str, int]) -> Iterator[str]:
+    """Lines between ``//# for NAME COUNT`` and ``//# end`` as often as a constant says, with ``$NAME$`` counting up."""
+    i = 0
+    while i < len(lines):
+        begin = _BEGIN.fullmatch(lines[i])
+        if begin is None:
+            yield _NUMBER.sub(lambda found: str(numbers[found[1]]), lines[i])
+            i += 1
+            continue
+        end, depth = i + 1, 1
+        while depth:
+            depth += (_BEGIN.fullmatch(lines[end]) is not None) - (lines[end].strip() == _END)
+            end += 1
+        for n in range(constants[begin[2]]):
+            yield from _written_out(lines[i + 1 : end - 1], constants, {**numbers, begin[1]: n})
+        i = end
 
 
 def evaluate(expression: Expression, names: Mapping[str, int]) -> int:

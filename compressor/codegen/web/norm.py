@@ -25,9 +25,11 @@ fn total(thread: u32, part: f32) -> f32 {{
   workgroupBarrier();
   sums[thread] = part;
   workgroupBarrier();
-  var sum = 0.0;
-  for (var i = 0u; i < LANES; i++) {{ sum += sums[i]; }}
-  return sum;
+  for (var half = LANES / 2u; half > 0u; half /= 2u) {{
+    if (thread < half) {{ sums[thread] += sums[thread + half]; }}
+    workgroupBarrier();
+  }}
+  return sums[0];
 }}
 
 @compute @workgroup_size(LANES)

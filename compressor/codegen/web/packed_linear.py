@@ -8,7 +8,7 @@ each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` 
 from __future__ import annotations
 
 from compressor.codegen.web.kernel import Buffer, Expression, Kernel, variants
-from compressor.codegen.web.values import BYTES4, HALF, element_values, quads_of
+from compressor.codegen.web.values import BYTES4, HALF, element_values, four_inputs, quads_of
 from compressor.errors import UsageError
 from compressor.formats import TILE_ROWS, Format
 
@@ -93,55 +93,64 @@ def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
     chunks, words, tiles = fmt.chunks(columns), fmt.chunk_words, -(-rows // TILE_ROWS)
     quads, whole = fmt.chunk_columns // 4, columns % fmt.chunk_columns == 0
     group_chunks = fmt.group_size // fmt.chunk_columns if fmt.group_size else chunks
-    loads = "\n".join(f"      w[{words}u * i + {n}u] = codes[base + {TILE_ROWS * n}u];" for n in range(words))
+    loads = "\n".join(f"    let w$i$_{n} = codes[base$i$ + {TILE_ROWS * n}u];" for n in range(words))
     steps = "\n".join(
-        f"""    for (var m = 0u; m < TOKENS; m++) {{ x4[m] = inputs(first + m, c * {quads}u + {n}u); }}
-    for (var i = 0u; i < TILES; i++) {{
-      let v = values({code}, zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) {{ part[i * TOKENS + m] += dot(v, x4[m]); }}
+        f"""    {{
+    //# for m TOKENS
+      let x$m$ = inputs(token$m$, c * {quads}u + {n}u);
+    //# end
+    //# for i TILES
+      let v$i$ = values({code}, zero$i$, table$i$) * scale$i$;
+    //# for m TOKENS
+      total$i$_$m$ += dot(v$i$, x$m$);
+    //# end
+    //# end
     }}"""
-        for n, code in enumerate(quads_of(fmt, f"w[{words}u * i + {{}}u]"))
+        for n, code in enumerate(quads_of(fmt, "w$i$_{}"))
     )
-    block = f"tile / {fmt.block_tiles}u" if fmt.block_tiles else "tile"
+    block = f"tile$i$ / {fmt.block_tiles}u" if fmt.block_tiles else "tile$i$"
     place = f"({block}) * {fmt.groups(columns)}u + group"
     place = place if fmt.block_tiles else f"({place}) * {TILE_ROWS}u + row"
-    zero = f"{fmt.middle!r}" if fmt.symmetric else "f32((zeros[place >> 2u] >> ((place & 3u) * 8u)) & 255u)"
-    table = f"(tile * {fmt.groups(columns)}u + group) * {fmt.levels * TILE_ROWS}u + row" if fmt.codebook else "0u"
-    # Arrays are given their zeros in so many words: naga gives those declared in a loop none but the first time.
+    zero = f"{fmt.middle!r}" if fmt.symmetric else "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
+    table = f"(tile$i$ * {fmt.groups(columns)}u + group) * {fmt.levels * TILE_ROWS}u + row" if fmt.codebook else "0u"
     return f"""
 {HALF}
 {BYTES4}
 {element_values(fmt)}
 {_scale(fmt)}
-{_inputs(columns, guarded=not whole)}
+{_inputs(columns, whole)}
 var<workgroup> sums: array<f32, LANES * {TILE_ROWS}u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * {TILE_ROWS}u)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
   let first = id.y * TOKENS;
   let row = thread % {TILE_ROWS}u;
-  var total = array<f32, TILES * TOKENS>();
+//# for m TOKENS
+  let token$m$ = min(first + $m$u, sizes.M - 1u); // those behind the last are not stored
+//# end
+//# for i TILES
+//# for m TOKENS
+  var total$i$_$m$ = 0.0;
+//# end
+//# end
   for (var c = thread / {TILE_ROWS}u; c < {chunks}u; c += LANES) {{
     let group = c / {group_chunks}u;
-    var w = array<u32, {words}u * TILES>();
-    var zero = array<f32, TILES>();
-    var table = array<u32, TILES>();
-    var scale = array<f32, TILES>();
-    for (var i = 0u; i < TILES; i++) {{
-      let tile = min(id.x * TILES + i, {tiles - 1}u);
-      let place = {place};
-      let base = (tile * {chunks}u + c) * {words * TILE_ROWS}u + row;
+//# for i TILES
+    let tile$i$ = min(id.x * TILES + $i$u, {tiles - 1}u);
+    let place$i$ = {place};
+    let base$i$ = (tile$i$ * {chunks}u + c) * {words * TILE_ROWS}u + row;
 {loads}
-      zero[i] = {zero};
-      table[i] = {table};
-      scale[i] = scale_at(place);
-    }}
-    var x4 = array<vec4<f32>, TOKENS>();
-    var part = array<f32, TILES * TOKENS>();
+    let zero$i$ = {zero};
+    let table$i$ = {table};
+    let scale$i$ = scale_at(place$i$);
+//# end
 {steps}
-    for (var i = 0u; i < TILES * TOKENS; i++) {{ total[i] += scale[i / TOKENS] * part[i]; }}
   }}
-  for (var i = 0u; i < TILES * TOKENS; i++) {{ sums[i * LANES * {TILE_ROWS}u + thread] = total[i]; }}
+//# for i TILES
+//# for m TOKENS
+  sums[($i$u * TOKENS + $m$u) * LANES * {TILE_ROWS}u + thread] = total$i$_$m$;
+//# end
+//# end
   workgroupBarrier();
   for (var i = thread; i < TILES * TOKENS * {TILE_ROWS}u; i += LANES * {TILE_ROWS}u) {{
     let sum_of = i / {TILE_ROWS}u;
@@ -171,15 +180,9 @@ def _scale(fmt: Format) -> str:
     return f"fn scale_at(place: u32) -> f32 {{ return {value}; }}"
 
 
-def _inputs(columns: int, *, guarded: bool) -> str:
-    """``inputs``: four columns of a token, zero beyond the last column and the last token."""
-    if columns % 4 == 0:
-        beyond = f" || q >= {columns // 4}u" if guarded else ""
-        body = f"if (m >= sizes.M{beyond}) {{ return vec4<f32>(); }}\n  return x[m * {columns // 4}u + q];"
-    else:
-        body = f"""var found = vec4<f32>();
-  for (var i = 0u; i < 4u; i++) {{
-    if (m < sizes.M && 4u * q + i < {columns}u) {{ found[i] = x[m * {columns}u + 4u * q + i]; }}
-  }}
-  return found;"""
-    return f"fn inputs(m: u32, q: u32) -> vec4<f32> {{\n  {body}\n}}"
+def _inputs(columns: int, whole: bool) -> str:
+    """``inputs``: four columns of a token, zero beyond the last column; ``whole``: none is asked for beyond."""
+    if columns % 4 == 0 and not whole:
+        guard = f"if (q >= {columns // 4}u) {{ return vec4<f32>(); }}"
+        return f"fn inputs(m: u32, q: u32) -> vec4<f32> {{\n  {guard}\n  return x[m * {columns // 4}u + q];\n}}"
+    return four_inputs("x", columns).replace("fn x4(", "fn inputs(")

@@ -33,6 +33,12 @@ describe("sizes", () => {
   test("constants stand in front of a source", () => {
     assert.equal(specialised({ source: "x", constants: { LANES: 8 } }, { LANES: 4 }), "const LANES: u32 = 4u;\nx");
   });
+
+  test("repeated lines are written out, one repetition inside of another", () => {
+    const source = "a\n//# for i TILES\nb$i$\n//# for m TOKENS\nc$i$_$m$\n//# end\n//# end\nd";
+    const written = specialised({ source, constants: { TILES: 2, TOKENS: 3 } }).split("\n").slice(2).join(" ");
+    assert.equal(written, "a b0 c0_0 c0_1 c0_2 b1 c1_0 c1_1 c1_2 d");
+  });
 });
 
 describe("memory", () => {

@@ -40,15 +40,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   for (var at = u32(max(0, position[first] - 4)); at < end; at += LANES) {
     workgroupBarrier();
     let j = at + thread;
-    var found = array<f32, QUERIES>();
+    var found0 = 0.0;
     if (j < end) {
       for (var i = 0u; i < 4u; i++) {
         let key = keys[(base + j) * 4u + i];
-        for (var n = 0u; n < QUERIES; n++) { found[n] += product(query[n * 4u + i], key); }
+        found0 += product(query[4u * 0u + i], key);
       }
     }
-    for (var n = 0u; n < QUERIES; n++) {
-      let score = found[n];
+    {
+      let n = 0u;
+      let score = found0;
       scores[n * LANES + thread] = select(LOWEST, 2.0 * tanh(clamp(score / 2.0, -20.0, 20.0)), j < end && j <= u32(position[min(first + n, sizes.S - 1u)]) && j + 5u > u32(position[min(first + n, sizes.S - 1u)]));
     }
     workgroupBarrier();

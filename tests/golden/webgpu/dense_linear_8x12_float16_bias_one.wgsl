@@ -20,14 +20,13 @@ var<workgroup> sums: array<f32, ROWS * LANES * TOKENS>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let row = min(id.x * ROWS + thread / LANES, 7u);
   let first = id.y * TOKENS;
-  var total = array<f32, TOKENS>();
+  let token0 = min(first + 0u, sizes.M - 1u); // those behind the last are not stored
+  var total0 = 0.0;
   for (var q = thread % LANES; q < 3u; q += LANES) {
     let w = weight4(row, q);
-    for (var m = 0u; m < TOKENS; m++) {
-      if (first + m < sizes.M) { total[m] += dot(w, x4(first + m, q)); }
-    }
+    total0 += dot(w, x4(token0, q));
   }
-  for (var m = 0u; m < TOKENS; m++) { sums[m * ROWS * LANES + thread] = total[m]; }
+  sums[0u * ROWS * LANES + thread] = total0;
   workgroupBarrier();
   for (var i = thread; i < TOKENS * ROWS; i += ROWS * LANES) {
     let m = i / ROWS;

@@ -30,9 +30,8 @@ fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32> {
   let b = bytes4(codes4); return vec4<f32>(e2m1(b.x), e2m1(b.y), e2m1(b.z), e2m1(b.w));
 }
 fn scale_at(place: u32) -> f32 { return e4m3((scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u) * tensor_scale[0]; }
-fn inputs(m: u32, q: u32) -> vec4<f32> {
-  if (m >= sizes.M) { return vec4<f32>(); }
-  return x[m * 16u + q];
+fn inputs(row: u32, q: u32) -> vec4<f32> {
+  return x[row * 16u + q];
 }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 
@@ -40,37 +39,29 @@ var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let first = id.y * TOKENS;
   let row = thread % 16u;
-  var total = array<f32, TILES * TOKENS>();
+  let token0 = min(first + 0u, sizes.M - 1u); // those behind the last are not stored
+  var total0_0 = 0.0;
   for (var c = thread / 16u; c < 8u; c += LANES) {
     let group = c / 2u;
-    var w = array<u32, 1u * TILES>();
-    var zero = array<f32, TILES>();
-    var table = array<u32, TILES>();
-    var scale = array<f32, TILES>();
-    for (var i = 0u; i < TILES; i++) {
-      let tile = min(id.x * TILES + i, 0u);
-      let place = ((tile) * 4u + group) * 16u + row;
-      let base = (tile * 8u + c) * 16u + row;
-      w[1u * i + 0u] = codes[base + 0u];
-      zero[i] = 8.0;
-      table[i] = 0u;
-      scale[i] = scale_at(place);
+    let tile0 = min(id.x * TILES + 0u, 0u);
+    let place0 = ((tile0) * 4u + group) * 16u + row;
+    let base0 = (tile0 * 8u + c) * 16u + row;
+    let w0_0 = codes[base0 + 0u];
+    let zero0 = 8.0;
+    let table0 = 0u;
+    let scale0 = scale_at(place0);
+    {
+      let x0 = inputs(token0, c * 2u + 0u);
+      let v0 = values(((w0_0 >> 0u) & 0x0f0f0f0fu), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    var x4 = array<vec4<f32>, TOKENS>();
-    var part = array<f32, TILES * TOKENS>();
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 2u + 0u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[1u * i + 0u] >> 0u) & 0x0f0f0f0fu), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 2u + 1u);
+      let v0 = values(((w0_0 >> 4u) & 0x0f0f0f0fu), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 2u + 1u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[1u * i + 0u] >> 4u) & 0x0f0f0f0fu), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
-    }
-    for (var i = 0u; i < TILES * TOKENS; i++) { total[i] += scale[i / TOKENS] * part[i]; }
   }
-  for (var i = 0u; i < TILES * TOKENS; i++) { sums[i * LANES * 16u + thread] = total[i]; }
+  sums[(0u * TOKENS + 0u) * LANES * 16u + thread] = total0_0;
   workgroupBarrier();
   for (var i = thread; i < TILES * TOKENS * 16u; i += LANES * 16u) {
     let sum_of = i / 16u;

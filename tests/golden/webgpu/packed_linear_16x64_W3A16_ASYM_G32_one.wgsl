@@ -16,9 +16,8 @@ fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32> {
   return vec4<f32>(bytes4(codes4)) - zero;
 }
 fn scale_at(place: u32) -> f32 { return half(scales[place >> 1u], place); }
-fn inputs(m: u32, q: u32) -> vec4<f32> {
-  if (m >= sizes.M) { return vec4<f32>(); }
-  return x[m * 16u + q];
+fn inputs(row: u32, q: u32) -> vec4<f32> {
+  return x[row * 16u + q];
 }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 
@@ -26,69 +25,61 @@ var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let first = id.y * TOKENS;
   let row = thread % 16u;
-  var total = array<f32, TILES * TOKENS>();
+  let token0 = min(first + 0u, sizes.M - 1u); // those behind the last are not stored
+  var total0_0 = 0.0;
   for (var c = thread / 16u; c < 2u; c += LANES) {
     let group = c / 1u;
-    var w = array<u32, 3u * TILES>();
-    var zero = array<f32, TILES>();
-    var table = array<u32, TILES>();
-    var scale = array<f32, TILES>();
-    for (var i = 0u; i < TILES; i++) {
-      let tile = min(id.x * TILES + i, 0u);
-      let place = ((tile) * 2u + group) * 16u + row;
-      let base = (tile * 2u + c) * 48u + row;
-      w[3u * i + 0u] = codes[base + 0u];
-      w[3u * i + 1u] = codes[base + 16u];
-      w[3u * i + 2u] = codes[base + 32u];
-      zero[i] = f32((zeros[place >> 2u] >> ((place & 3u) * 8u)) & 255u);
-      table[i] = 0u;
-      scale[i] = scale_at(place);
+    let tile0 = min(id.x * TILES + 0u, 0u);
+    let place0 = ((tile0) * 2u + group) * 16u + row;
+    let base0 = (tile0 * 2u + c) * 48u + row;
+    let w0_0 = codes[base0 + 0u];
+    let w0_1 = codes[base0 + 16u];
+    let w0_2 = codes[base0 + 32u];
+    let zero0 = f32((zeros[place0 >> 2u] >> ((place0 & 3u) * 8u)) & 255u);
+    let table0 = 0u;
+    let scale0 = scale_at(place0);
+    {
+      let x0 = inputs(token0, c * 8u + 0u);
+      let v0 = values(((w0_0 >> 0u) & 0x03030303u) | (((w0_2 >> 0u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    var x4 = array<vec4<f32>, TOKENS>();
-    var part = array<f32, TILES * TOKENS>();
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 0u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 0u] >> 0u) & 0x03030303u) | (((w[3u * i + 2u] >> 0u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 1u);
+      let v0 = values(((w0_0 >> 2u) & 0x03030303u) | (((w0_2 >> 1u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 1u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 0u] >> 2u) & 0x03030303u) | (((w[3u * i + 2u] >> 1u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 2u);
+      let v0 = values(((w0_0 >> 4u) & 0x03030303u) | (((w0_2 >> 2u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 2u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 0u] >> 4u) & 0x03030303u) | (((w[3u * i + 2u] >> 2u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 3u);
+      let v0 = values(((w0_0 >> 6u) & 0x03030303u) | (((w0_2 >> 3u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 3u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 0u] >> 6u) & 0x03030303u) | (((w[3u * i + 2u] >> 3u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 4u);
+      let v0 = values(((w0_1 >> 0u) & 0x03030303u) | (((w0_2 >> 4u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 4u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 1u] >> 0u) & 0x03030303u) | (((w[3u * i + 2u] >> 4u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 5u);
+      let v0 = values(((w0_1 >> 2u) & 0x03030303u) | (((w0_2 >> 5u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 5u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 1u] >> 2u) & 0x03030303u) | (((w[3u * i + 2u] >> 5u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 6u);
+      let v0 = values(((w0_1 >> 4u) & 0x03030303u) | (((w0_2 >> 6u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 6u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 1u] >> 4u) & 0x03030303u) | (((w[3u * i + 2u] >> 6u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
+    {
+      let x0 = inputs(token0, c * 8u + 7u);
+      let v0 = values(((w0_1 >> 6u) & 0x03030303u) | (((w0_2 >> 7u) & 0x01010101u) << 2u), zero0, table0) * scale0;
+      total0_0 += dot(v0, x0);
     }
-    for (var m = 0u; m < TOKENS; m++) { x4[m] = inputs(first + m, c * 8u + 7u); }
-    for (var i = 0u; i < TILES; i++) {
-      let v = values(((w[3u * i + 1u] >> 6u) & 0x03030303u) | (((w[3u * i + 2u] >> 7u) & 0x01010101u) << 2u), zero[i], table[i]);
-      for (var m = 0u; m < TOKENS; m++) { part[i * TOKENS + m] += dot(v, x4[m]); }
-    }
-    for (var i = 0u; i < TILES * TOKENS; i++) { total[i] += scale[i / TOKENS] * part[i]; }
   }
-  for (var i = 0u; i < TILES * TOKENS; i++) { sums[i * LANES * 16u + thread] = total[i]; }
+  sums[(0u * TOKENS + 0u) * LANES * 16u + thread] = total0_0;
   workgroupBarrier();
   for (var i = thread; i < TILES * TOKENS * 16u; i += LANES * 16u) {
     let sum_of = i / 16u;
