@@ -1,7 +1,7 @@
 """Our bundles for browsers against ONNX Runtime Web, in one Chromium on one adapter, in turns.
 
     npm install --prefix peers onnxruntime-web@1.30.0
-    python benchmarks/web_race.py WORK --ort peers/node_modules/onnxruntime-web/dist
+    python -m benchmarks.web_race WORK --ort peers/node_modules/onnxruntime-web/dist
 
 WORK holds our bundles, ``reference`` and ``minilm``, and the peer's models, ``ort_reference_int4`` and the like
 (``peers/web_onnxruntime.py``).  Each runtime has a page of its own that stays open; loading is measured in a new
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import threading
 from collections.abc import Iterator
@@ -211,15 +212,16 @@ def table(title: str, result: Any) -> str:
         cells = [spread(times[name][column]) for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['load_s']:.1f} | {row['bytes'] / 1e6:.1f} | {like} |")
     lines += [f"\nMissing: {name}: {why}" for name, why in result["missing"].items()]
-    ours = {e: [n for n in times if n.startswith("ours") and e in n] for e in ("WebGPU", "WebAssembly")}
-    theirs = {e: [n for n in times if not n.startswith("ours") and e in n] for e in ("WebGPU", "WebAssembly")}
     lines.append("")
-    for engine in ours:
-        for column in columns if theirs[engine] and ours[engine] else ():
-            best = {side: min(statistics.median(times[n][column]) for n in names)
-                    for side, names in (("ours", ours[engine]), ("theirs", theirs[engine]))}  # fmt: skip
-            ratio = best["theirs"] / best["ours"]
-            lines.append(f"{engine}, {column}: ours is {ratio:.2f} times as fast as the best of theirs.\n")
+    for engine in ("WebGPU", "WebAssembly"):
+        for column in columns:
+            best: dict[str, float] = {}
+            for name in (n for n in times if engine in n):
+                who = "ours" if name.startswith("ours") else name.partition(",")[0].split()[-1]
+                best[who] = min(best.get(who, math.inf), statistics.median(times[name][column]))
+            ours = best.pop("ours", math.nan)
+            ratios = ", ".join(f"{ms / ours:.2f} ({who})" for who, ms in best.items())
+            lines.append(f"{engine}, {column}: ours is so many times as fast as their {ratios}.\n")
     return "\n".join(lines)
 
 
