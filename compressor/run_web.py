@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ class WebProcess:
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits [B, S, V] for ids [B, S], from an empty cache."""
-        return self._bundle.session(*ids.shape).step(ids, np.arange(ids.shape[1]))
+        with closing(self._bundle.session(*ids.shape)) as session:
+            return session.step(ids, np.arange(ids.shape[1]))
 
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
         """An encoder's last hidden state [B, S, H] for ids and mask [B, S]."""

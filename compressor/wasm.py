@@ -61,16 +61,37 @@ class WasmProgram:
             linker.define_func("env", name, wasmtime.FuncType(given, returned), function)
         instance = linker.instantiate(self._store, wasmtime.Module(self._store.engine, module))
         self._functions = cast(Any, instance.exports(self._store))
-        self._top = int(self._functions["__heap_base"].value(self._store))
-        self._own: list[tuple[int, int]] = []  # what the running kernel has allotted: end before it, address
+        first = int(self._functions["__heap_base"].value(self._store))
+        self._holes = [[-(-first // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, 1 << 32]]  # beginnings and ends
+        self._taken: dict[int, int] = {}  # address -> bytes
         self._tensors = {name: self.upload(array) for name, array in tensors.items()}
         self._scratch: dict[int, tuple[int, int]] = {}  # number -> address and bytes
 
     def empty(self, size_bytes: int) -> int:
         """A buffer of zeros."""
-        address = -(-self._top // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._top = address + max(4, size_bytes)
-        missing = self._top - self._memory.data_len(self._store)
+        address = self._take(size_bytes)
+        ctypes.memset(self._at(address), 0, size_bytes)
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a buffer back."""
+        end = address + self._taken.pop(address)
+        i = next(i for i, hole in enumerate(self._holes) if hole[0] >= end)
+        self._holes.insert(i, [address, end])
+        for j in (i, i - 1):  # what touches grows together
+            if 0 <= j < len(self._holes) - 1 and self._holes[j][1] == self._holes[j + 1][0]:
+                self._holes[j : j + 2] = [[self._holes[j][0], self._holes[j + 1][1]]]
+
+    def _take(self, size_bytes: int) -> int:
+        """An address with so many bytes behind it, in the first hole that has room."""
+        size = -(-max(4, size_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        hole = next((hole for hole in self._holes if hole[0] + size <= hole[1]), None)
+        if hole is None:
+            raise ToolchainError(f"WebAssembly has no {size} bytes left of its 4 GiB; the model is too large for it")
+        address = hole[0]
+        hole[0] += size
+        self._taken[address] = size
+        missing = address + size - self._memory.data_len(self._store)
         if missing > 0:
             self._memory.grow(self._store, -(-missing // _PAGE_BYTES))
         return address
@@ -78,7 +99,7 @@ class WasmProgram:
     def upload(self, array: NDArray[Any]) -> int:
         """A buffer with these bytes."""
         content = np.ascontiguousarray(array).tobytes()
-        address = self.empty(len(content))
+        address = self._take(len(content))
         ctypes.memmove(self._at(address), content, len(content))
         return address
 
@@ -92,21 +113,18 @@ class WasmProgram:
         for number, size in enumerate(self.content["scratch"]):
             wanted = evaluate(size, sizes)
             if self._scratch.get(number, (0, -1))[1] < wanted:
-                self._scratch[number] = self.empty(wanted), wanted
-        begin = self._top
+                if number in self._scratch:
+                    self.free(self._scratch[number][0])
+                self._scratch[number] = self._take(wanted), wanted
         for step in self.content["steps"]:
             numbers = [evaluate(size, sizes) for size in step["sizes"]]
             addresses = [self._buffer(reference, inputs) for reference in step["buffers"]]
             self.call(step["kernels"][0], addresses, numbers)
-        assert self._top == begin
         return self._buffer(self.content["output"], inputs)
 
     def call(self, name: str, addresses: Sequence[int], numbers: Sequence[int]) -> None:
         """Run one kernel."""
-        begin = self._top
-        failed = self._functions[name](self._store, *addresses, *numbers)
-        assert not failed, f"{name} found no memory"
-        self._top, self._own = begin, []
+        self._functions[name](self._store, *map(_signed, addresses), *numbers)
 
     def _at(self, address: int) -> int:
         pointer = ctypes.cast(self._memory.data_ptr(self._store), ctypes.c_void_p).value
@@ -114,13 +132,10 @@ class WasmProgram:
         return pointer + address
 
     def _allot(self, _type: int, _device: int, size_bytes: int, _code: int, _bits: int) -> int:
-        before, address = self._top, self.empty(size_bytes)
-        self._own.append((before, address))
-        return address
+        return _signed(self._take(size_bytes))
 
     def _free(self, _type: int, _device: int, address: int) -> int:
-        if self._own and self._own[-1][1] == address:  # others are freed when the kernel ends
-            self._top, _ = self._own.pop()
+        self.free(address % (1 << 32))
         return 0
 
     def _buffer(self, reference: str, inputs: Mapping[str, int]) -> int:
@@ -128,3 +143,8 @@ class WasmProgram:
         if kind == "scratch":
             return self._scratch[int(name)][0]
         return inputs[name] if kind == "input" else self._tensors[name]
+
+
+def _signed(address: int) -> int:
+    """An address as the 32-bit integer that functions take."""
+    return address - (1 << 32) if address >> 31 else address

@@ -28,6 +28,9 @@ class Program(Protocol):
     def upload(self, array: NDArray[Any]) -> Any:
         """A buffer with these bytes."""
 
+    def free(self, buffer: Any) -> None:
+        """Give a buffer back."""
+
     def read(self, buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
         """An array of what a buffer holds."""
 
@@ -71,7 +74,7 @@ def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[n
     given = {"ids": ids, "mask": mask}
     inputs = {name: program.upload(x.astype(types[name])) for name, x in given.items()}
     sizes = dict(zip("BS", ids.shape, strict=True))
-    return _read(program, program.run(inputs, sizes), sizes)
+    return _outputs(program, inputs, {}, sizes)
 
 
 class Session:
@@ -94,12 +97,23 @@ class Session:
         kept = np.asarray([count - 1] if keep is None else keep)
         position = np.arange(self.position, self.position + count)
         given = {"ids": tokens, "position": position, "keep": kept}
-        inputs = {name: self._program.upload(x.astype(self._types[name])) for name, x in given.items()} | self._caches
+        inputs = {name: self._program.upload(x.astype(self._types[name])) for name, x in given.items()}
         sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
-        out = self._program.run(inputs, sizes)
         self.position += count
-        return _read(self._program, out, sizes)
+        return _outputs(self._program, inputs, self._caches, sizes)
+
+    def close(self) -> None:
+        """Give its memory back."""
+        for buffer in self._caches.values():
+            self._program.free(buffer)
 
 
-def _read(program: Program, out: Any, sizes: Mapping[str, int]) -> NDArray[np.float32]:
-    return program.read(out, "float32", [evaluate(n, sizes) for n in program.content["output_shape"]])
+def _outputs(
+    program: Program, inputs: Mapping[str, Any], caches: Mapping[str, Any], sizes: Mapping[str, int]
+) -> NDArray[np.float32]:
+    """Run a program; its inputs are given back."""
+    out = program.run({**inputs, **caches}, sizes)
+    found = program.read(out, "float32", [evaluate(n, sizes) for n in program.content["output_shape"]])
+    for buffer in inputs.values():
+        program.free(buffer)
+    return found

@@ -182,6 +182,10 @@ class GpuProgram:
 
     empty, upload, read = staticmethod(empty_buffer), staticmethod(buffer_of), staticmethod(read_buffer)
 
+    def free(self, buffer: Any) -> None:
+        """Give a buffer back."""
+        buffer.destroy()
+
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
         """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
         wanted = [evaluate(size, sizes) for size in self.content["scratch"]]

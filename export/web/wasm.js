@@ -32,7 +32,7 @@ export class Engine {
     const env = {
       memory: this.memory,
       TVMBackendAllocWorkspace: (_type, _device, bytes) => this.allot(Number(bytes)),
-      TVMBackendFreeWorkspace: (_type, _device, address) => this.free(address),
+      TVMBackendFreeWorkspace: (_type, _device, address) => this.free(address >>> 0),
       TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
     };
     try {
