@@ -182,13 +182,23 @@ def race(browser: Browser, server: Server, racing: list[Runtime], kind: str, ids
             pages.pop(runtime.name, None)
             print(runtime.name, "missing:", missing[runtime.name], flush=True)
     times: dict[str, dict[str, list[float]]] = {name: {} for name in pages}
+    last: dict[str, Any] = {}
     for _ in range(rounds):
         for name, page in pages.items():
             found, outputs = turn(page, kind, ids)
-            rows[name]["outputs"] = outputs
+            last[name] = np.array(outputs, np.float64)
             for what, ms in found.items():
                 times[name].setdefault(what, []).append(ms)
+    for name, outputs in last.items():
+        rows[name]["like"] = likeness(outputs, next(iter(last.values())))
     return {"times": times, "rows": {name: rows[name] for name in pages}, "missing": missing}
+
+
+def likeness(outputs: Any, reference: Any) -> str:
+    """Whether a runtime computes what the first does: equal tokens, or the cosine of hidden states."""
+    if len(outputs) == NEW:
+        return f"{int((outputs == reference).sum())} of {NEW} tokens"
+    return f"cosine {outputs @ reference / np.linalg.norm(outputs) / np.linalg.norm(reference):.4f}"
 
 
 def spread(values: list[float]) -> str:
@@ -200,17 +210,13 @@ def table(title: str, result: Any) -> str:
     """One line a runtime."""
     times, rows = result["times"], result["rows"]
     columns = list(next(iter(times.values())))
-    reference = np.array(next(iter(rows.values()))["outputs"], np.float64)
     lines = [f"## {title}", "", "| runtime | " + " | ".join(f"{c}, ms" for c in columns)
              + " | loading, s | downloaded, MB | like ours |", "|---" * (len(columns) + 4) + "|"]  # fmt: skip
     for name, row in rows.items():
-        outputs = np.array(row["outputs"], np.float64)
-        if outputs.dtype.kind == "f" and len(outputs) > NEW:
-            like = f"cosine {outputs @ reference / np.linalg.norm(outputs) / np.linalg.norm(reference):.4f}"
-        else:
-            like = f"{int((outputs == reference).sum())} of {len(outputs)} tokens"
         cells = [spread(times[name][column]) for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} | {row['load_s']:.1f} | {row['bytes'] / 1e6:.1f} | {like} |")
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {row['load_s']:.1f} | {row['bytes'] / 1e6:.1f} | {row['like']} |"
+        )
     lines += [f"\nMissing: {name}: {why}" for name, why in result["missing"].items()]
     lines.append("")
     for engine in ("WebGPU", "WebAssembly"):
