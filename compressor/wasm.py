@@ -106,7 +106,7 @@ class WasmProgram:
     def read(self, address: int, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
         """An array of what lies there."""
         size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.frombuffer(ctypes.string_at(self._at(address), size_bytes), dtype).reshape(shape)
+        return np.frombuffer(ctypes.string_at(self._at(address), size_bytes), dtype).reshape(shape).copy()
 
     def run(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> int:
         """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
