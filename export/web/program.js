@@ -29,6 +29,15 @@ export function evaluate(expression, names) {
   }
 }
 
+/** The inputs that a session keeps: keys and values. */
+export const cachesOf = (program) => program.inputs.filter(({ name }) => /_cache_\d+$/.test(name));
+
+/** In hexadecimal digits. */
+export async function sha256(content) {
+  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
+  return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 const ARRAYS = { float32: Float32Array, int32: Int32Array };
 
 /** Numbers in the type of the program's input of that name. */

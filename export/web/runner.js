@@ -7,7 +7,7 @@
 // A program is data: buffers, kernels, and the steps that call them (docs/web.md).  Engines run it: webgpu.js, or
 // wasm.js where there is no WebGPU.
 
-import { BundleError, evaluate } from "./program.js";
+import { BundleError, cachesOf, evaluate, sha256 } from "./program.js";
 
 export { BundleError };
 
@@ -146,11 +146,6 @@ async function check(name, content, entry) {
   }
 }
 
-async function sha256(content) {
-  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
-  return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
 /** A loaded bundle; made by `load`. */
 export class Model {
   constructor(base, manifest, engine, context) {
@@ -175,7 +170,7 @@ export class Model {
   /** A new sequence of tokens, with room for `capacity` of them. */
   async session(capacity = this.context) {
     if (this.manifest.kind !== "decoder") throw new BundleError("request", "only a decoder generates");
-    const caches = this.engine.program.inputs.filter(({ name }) => /_cache_\d+$/.test(name));
+    const caches = cachesOf(this.engine.program);
     return new Session(this, capacity, await this.engine.state(caches, { B: 1, T: capacity }));
   }
 

@@ -6,7 +6,7 @@
 // what the shipped constants compute, and be faster in a last comparison, turn about.  Winners are kept in local storage,
 // by adapter and kernel.
 
-import { BundleError } from "./program.js";
+import { BundleError, cachesOf, sha256 } from "./program.js";
 
 const PROMPT = 64; // tokens that kernels for several are timed with
 const CAPACITY = 256;
@@ -20,7 +20,7 @@ const TOLERANCE = 1e-4; // of the largest output: sums are added in another orde
 export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}) {
   const begin = performance.now();
   const passed = () => performance.now() - begin;
-  const caches = engine.program.inputs.filter(({ name }) => /_cache_\d+$/.test(name));
+  const caches = cachesOf(engine.program);
   const state = await engine.state(caches, { B: 1, T: CAPACITY });
   const clock = new Clock(engine);
   const tasks = [];
@@ -207,10 +207,8 @@ class Clock {
 }
 
 async function keyOf(engine, name) {
-  const text = new TextEncoder().encode(engine.program.kernels[name].source);
-  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", text));
-  const hash = Array.from(digest.slice(0, 12), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return `compressor ${engine.adapter} ${name} ${hash}`;
+  const hash = await sha256(new TextEncoder().encode(engine.program.kernels[name].source));
+  return `compressor ${engine.adapter} ${name} ${hash.slice(0, 24)}`;
 }
 
 async function keep(engine, name, constants) {

@@ -13,6 +13,7 @@ import pytest
 import torch
 import tvm
 from codegen.kernel_helpers import OPS, random_packed
+from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 from tvm import te
 
@@ -20,25 +21,14 @@ from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.web import wasm
-from compressor.codegen.web.packed_linear import check_format
-from compressor.errors import ToolchainError, UsageError
-from compressor.formats import FORMATS, Format
+from compressor.errors import ToolchainError
+from compressor.formats import Format
 from compressor.wasm import WasmProgram
-
-TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 
 
 @pytest.fixture(autouse=True)
 def linker(require_tool: Callable[[str], Path]) -> None:
     require_tool("wasm-ld")
-
-
-def served(name: str) -> bool:
-    try:
-        check_format(Format.parse(name))
-    except UsageError:
-        return False
-    return True
 
 
 def bound(x: Tensor) -> np.ndarray:
@@ -59,14 +49,10 @@ def run(func: Any, operands: Sequence[Tensor | None], sizes: Sequence[int], out:
     return program.read(addresses[-1], "float32", out)
 
 
-def error(got: np.ndarray, expected: Tensor) -> float:
-    return float(np.abs(got - expected.numpy()).max() / expected.abs().max())
-
-
 def distinct() -> list[str]:
     """Of the formats that differ in the sizes of groups and blocks alone the first: kernels treat these alike."""
     found: dict[Any, str] = {}
-    for name in filter(served, FORMATS):
+    for name in SERVED:
         fmt = Format.parse(name)
         kind = (fmt.element, fmt.planes, fmt.symmetric, fmt.scale_type, fmt.codebook, bool(fmt.group_size))
         found.setdefault((*kind, bool(fmt.block_tiles)), name)

@@ -13,28 +13,17 @@ import numpy as np
 import pytest
 import torch
 from codegen.kernel_helpers import OPS, random_packed
+from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 
 from compressor.codegen.web import argmax, attention, dense_linear, embedding, norm
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
-from compressor.codegen.web.packed_linear import check_format, packed_linear
+from compressor.codegen.web.packed_linear import packed_linear
 from compressor.errors import UsageError
 from compressor.formats import FORMATS, Format
 from compressor.webgpu import run_kernels
 
-TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 GOLDEN = Path(__file__).parents[1] / "golden" / "webgpu"
-
-
-def served(name: str) -> bool:
-    try:
-        check_format(Format.parse(name))
-    except UsageError:
-        return False
-    return True
-
-
-SERVED = [name for name in FORMATS if served(name)]
 
 
 def bound(x: Tensor) -> np.ndarray:
@@ -51,10 +40,6 @@ def run(kernels: Sequence[Kernel], operands: Sequence[Tensor | None], sizes: Seq
     records = {kernel.name: kernel.record() for kernel in kernels}
     (found,) = run_kernels(records, given, sizes, {len(given): ("float32", out)})
     return found
-
-
-def error(got: np.ndarray, expected: Tensor) -> float:
-    return float(np.abs(got - expected.numpy()).max() / expected.abs().max())
 
 
 def small(kernels: Sequence[Kernel], constants: dict[str, int]) -> list[Kernel]:

@@ -49,7 +49,9 @@ class Webgpu:
         """TVM's target, with WebGPU's default limits."""
         import tvm
 
-        limits = {"max_num_threads": 256, "max_shared_memory_per_block": 16384}
+        from compressor.codegen.web.kernel import MOST_SHARED_BYTES, MOST_THREADS
+
+        limits = {"max_num_threads": MOST_THREADS, "max_shared_memory_per_block": MOST_SHARED_BYTES}
         return tvm.target.Target({"kind": "webgpu", **limits}, host=tvm.target.Target("llvm"))
 
     def check_toolchain(self) -> None:

@@ -8,14 +8,14 @@ for all queries, then threads add up the values' channels under a maximum and a 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import Buffer, Expression, Kernel, variants
+from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
 
 ONE, MANY = {"LANES": 64, "QUERIES": 1}, {"LANES": 64, "QUERIES": 8}
 """Shipped constants for one query, and for several."""
 _ONE_CHOICES = {"LANES": (16, 32, 64, 128, 256), "QUERIES": (1,)}
 _MANY_CHOICES = {"LANES": (16, 32, 64, 128, 256), "QUERIES": (2, 4, 8, 16)}
-_KEYS, _PROMPT = 256, 64
-"""Keys that a query is thought to see, and queries of the kernel for several."""
+_KEYS = 256
+"""Keys that a query is thought to see."""
 
 
 def write_cache(kv_heads: int, width: int) -> Kernel:
@@ -90,7 +90,7 @@ def _kernels(
 
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups: tuple[Expression, ...] = (["ceil", "S", "QUERIES"], ["*", "B", heads], 1)
-        space = _space(width, constants, 1 if limits else _PROMPT)
+        space = _space(width, constants, 1 if limits else PROMPT_TOKENS)
         return Kernel(f"{name}{suffix}", family, buffers, sizes, constants, groups, text, limits, space)
 
     return kernel("_one", ONE, {"S": 1}), kernel("_many", MANY, {})

@@ -6,15 +6,13 @@ A workgroup computes ``ROWS`` rows: thread ``row * LANES + lane`` takes every ``
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import Buffer, Kernel, variants
+from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Kernel, variants
 from compressor.codegen.web.values import four_inputs, four_stored, stored_element
 
 ONE, MANY = {"ROWS": 4, "LANES": 16, "TOKENS": 1}, {"ROWS": 8, "LANES": 8, "TOKENS": 8}
 FEW = 2
 _ONE_CHOICES = {"ROWS": (1, 2, 4, 8, 16), "LANES": (8, 16, 32, 64), "TOKENS": (1, 2)}
 _MANY_CHOICES = {"ROWS": (2, 4, 8, 16), "LANES": (4, 8, 16, 32), "TOKENS": (4, 8, 16)}
-_PROMPT = 64
-"""Tokens that the kernel for many is thought to be called with."""
 
 
 def dense_linear(rows: int, columns: int, storage: str, has_bias: bool) -> tuple[Kernel, ...]:
@@ -34,7 +32,7 @@ def dense_linear(rows: int, columns: int, storage: str, has_bias: bool) -> tuple
 
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups = (["ceil", rows, "ROWS"], ["ceil", "M", "TOKENS"], 1)
-        space = _space(rows, -(-columns // 4), constants, 1 if limits else _PROMPT)
+        space = _space(rows, -(-columns // 4), constants, 1 if limits else PROMPT_TOKENS)
         return Kernel(f"{name}{suffix}", "dense_linear", buffers, ("M",), constants, groups, text, limits, space)
 
     return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})

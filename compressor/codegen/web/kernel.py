@@ -23,6 +23,8 @@ MOST_THREADS, MOST_SHARED_BYTES = 256, 16384
 """Of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
 LANES_AT_ONCE = 4096
 """Threads that a middling device runs side by side: what the order of variants is thought out for."""
+PROMPT_TOKENS = 64
+"""Tokens that kernels for many are thought to be called with."""
 LARGEST_GRID = 65535
 """Workgroups along one dimension that every device takes (maxComputeWorkgroupsPerDimension)."""
 

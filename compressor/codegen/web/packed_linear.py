@@ -7,7 +7,7 @@ each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import Buffer, Expression, Kernel, variants
+from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
 from compressor.codegen.web.values import BYTES4, HALF, element_values, four_inputs, quads_of
 from compressor.errors import UsageError
 from compressor.formats import TILE_ROWS, Format
@@ -18,8 +18,6 @@ FEW = 2
 """Tokens up to which the kernel for one token serves."""
 _ONE_CHOICES = {"LANES": (2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (1, 2)}
 _MANY_CHOICES = {"LANES": (1, 2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (4, 8, 16)}
-_PROMPT = 64
-"""Tokens that the kernel for many is thought to be called with."""
 _UNPACKING = 4
 """What taking a code apart costs, in multiplications."""
 
@@ -64,7 +62,7 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups: tuple[Expression, ...] = (["ceil", tiles, "TILES"], ["ceil", "M", "TOKENS"], 1)
         found, details = tuple(buffers), {"format": fmt.name}
-        space = _space(tiles, fmt.chunks(columns), fmt.chunk_columns, constants, 1 if limits else _PROMPT)
+        space = _space(tiles, fmt.chunks(columns), fmt.chunk_columns, constants, 1 if limits else PROMPT_TOKENS)
         return Kernel(
             f"{name}{suffix}", "packed_linear", found, ("M",), constants, groups, text, limits, space, details
         )
@@ -118,7 +116,7 @@ def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
 {BYTES4}
 {element_values(fmt)}
 {_scale(fmt)}
-{_inputs(columns, whole)}
+{four_inputs("x", columns, "inputs", is_guarded=not whole)}
 var<workgroup> sums: array<f32, LANES * {TILE_ROWS}u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * {TILE_ROWS}u)
@@ -178,11 +176,3 @@ def _scale(fmt: Format) -> str:
         code = "(scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u"
         value = f"bitcast<f32>(({code}) << 23u)" if fmt.scale_type == "E8M0" else f"e4m3({code}) * tensor_scale[0]"
     return f"fn scale_at(place: u32) -> f32 {{ return {value}; }}"
-
-
-def _inputs(columns: int, whole: bool) -> str:
-    """``inputs``: four columns of a token, zero beyond the last column; ``whole``: none is asked for beyond."""
-    if columns % 4 == 0 and not whole:
-        guard = f"if (q >= {columns // 4}u) {{ return vec4<f32>(); }}"
-        return f"fn inputs(m: u32, q: u32) -> vec4<f32> {{\n  {guard}\n  return x[m * {columns // 4}u + q];\n}}"
-    return four_inputs("x", columns).replace("fn x4(", "fn inputs(")

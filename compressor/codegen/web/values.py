@@ -104,14 +104,20 @@ def four_stored(name: str, columns: int, storage: str) -> str:
     return f"fn {name}4(row: u32, q: u32) -> vec4<f32> {{\n  {body}\n}}"
 
 
-def four_inputs(name: str, columns: int) -> str:
-    """The same of a matrix of float32."""
+def four_inputs(name: str, columns: int, function: str = "", *, is_guarded: bool = False) -> str:
+    """The same of a matrix of float32.
+
+    Args:
+        function: what it is called, if not ``<name>4``.
+        is_guarded: whole quadruples beyond the last column are asked for, too.
+    """
     if columns % 4 == 0:
-        body = f"return {name}[row * {columns // 4}u + q];"
+        guard = f"if (q >= {columns // 4}u) {{ return vec4<f32>(); }}\n  " if is_guarded else ""
+        body = f"{guard}return {name}[row * {columns // 4}u + q];"
     else:
         body = f"""var found = vec4<f32>();
   for (var i = 0u; i < 4u; i++) {{
     if (4u * q + i < {columns}u) {{ found[i] = {name}[row * {columns}u + 4u * q + i]; }}
   }}
   return found;"""
-    return f"fn {name}4(row: u32, q: u32) -> vec4<f32> {{\n  {body}\n}}"
+    return f"fn {function or name + '4'}(row: u32, q: u32) -> vec4<f32> {{\n  {body}\n}}"
