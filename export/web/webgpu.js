@@ -52,6 +52,8 @@ export class Engine {
     const requiredFeatures = ["timestamp-query"].filter((name) => adapter.features.has(name));
     const device = await adapter.requestDevice({ requiredLimits, requiredFeatures });
     const engine = new Engine(program, device);
+    engine.prefix = Object.entries(program.polyfills ?? {})
+      .filter(([feature]) => !gpu.wgslLanguageFeatures?.has(feature)).map(([, text]) => text).join("");
     const info = adapter.info ?? {};
     engine.adapter = [info.vendor, info.architecture, info.description].filter(Boolean).join(" ") || "unknown adapter";
     const allocate = () => Object.fromEntries(
@@ -107,7 +109,7 @@ export class Engine {
     const layout = this.device.createBindGroupLayout({
       entries: types.map((type, binding) => ({ binding, visibility: GPUShaderStage.COMPUTE, buffer: { type } })),
     });
-    const module = this.device.createShaderModule({ code: specialised(record, constants), label: name });
+    const module = this.device.createShaderModule({ code: this.prefix + specialised(record, constants), label: name });
     try {
       const pipeline = await this.device.createComputePipelineAsync({
         label: name,

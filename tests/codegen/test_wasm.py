@@ -54,8 +54,8 @@ def distinct() -> list[str]:
     found: dict[Any, str] = {}
     for name in SERVED:
         fmt = Format.parse(name)
-        kind = (fmt.element, fmt.planes, fmt.symmetric, fmt.scale_type, fmt.codebook, bool(fmt.group_size))
-        found.setdefault((*kind, bool(fmt.block_tiles)), name)
+        kind = (fmt.element, fmt.planes, fmt.sliced, fmt.symmetric, fmt.scale_type, fmt.codebook, bool(fmt.group_size))
+        found.setdefault((*kind, bool(fmt.block_tiles), fmt.activations), name)
     return list(found.values())
 
 

@@ -17,8 +17,9 @@ from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 
 from compressor.codegen.web import argmax, attention, dense_linear, embedding, norm
+from compressor.codegen.web.activations import Rounded, round_activations
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
-from compressor.codegen.web.packed_linear import packed_linear
+from compressor.codegen.web.packed_linear import packed_linear, stored_parts
 from compressor.errors import UsageError
 from compressor.formats import FORMATS, Format
 from compressor.webgpu import run_kernels
@@ -47,6 +48,24 @@ def small(kernels: Sequence[Kernel], constants: dict[str, int]) -> list[Kernel]:
     return [dataclasses.replace(k, constants={**k.constants, **constants}, limits={}) for k in kernels[1:]]
 
 
+def fed(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
+    """What the linear's kernel reads in place of its input."""
+    if fmt.activations is None:
+        return [x]
+    kernel, (tokens, columns) = round_activations(x.shape[-1], fmt), (x.shape[1], x.shape[2])
+    given = [x, *([parts["input_scale"]] if "input_scale" in parts else [])]
+    outputs = {len(given): ("float32", (1, tokens, columns))}
+    if fmt.integer_products:
+        layout = Rounded.of(columns, fmt)
+        outputs = {len(given): ("int32", (tokens, layout.words)), len(given) + 1: ("float32", (tokens, layout.numbers))}
+    found = run_kernels({kernel.name: kernel.record()}, [bound(one) for one in given], [tokens], outputs)
+    return [torch.from_numpy(one) for one in found]
+
+
+def operands(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
+    return [*fed(fmt, x, parts), *(parts[name] for name in stored_parts(fmt))]
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_packed_linear_of_every_format(name: str, require_adapter: None) -> None:
     pick, fmt = random.Random(zlib.crc32(name.encode())), Format.parse(name)
@@ -55,19 +74,20 @@ def test_packed_linear_of_every_format(name: str, require_adapter: None) -> None
     packed, x = random_packed(fmt, rows, columns, rng), torch.randn(1, tokens, columns, generator=rng)
     bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
     kernels = small(packed_linear(rows, columns, fmt, bias is not None), {"LANES": 2, "TILES": 2, "TOKENS": 2})
-    got = run(kernels, [x, *packed.parts.values(), bias], [tokens], (1, tokens, rows))
+    got = run(kernels, [*operands(fmt, x, packed.parts), bias], [tokens], (1, tokens, rows))
     expected = OPS.packed_linear(x, list(packed.parts.values()), bias, name, columns, rows)
     assert error(got, expected) < TOLERANCE, (rows, columns, tokens)
 
 
-@pytest.mark.parametrize("name", ["W4A16_G32", "W3A16_ASYM_G32", "NF4_G64", "LUT3"])
+@pytest.mark.parametrize("name", ["W4A16_G32", "W3A16_ASYM_G32", "NF4_G64", "LUT3", "W8A8", "W4A8_ASYM_G32"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 5), (16, 64), (33, 100)])
 def test_packed_linear_as_shipped(name: str, rows: int, columns: int, require_adapter: None) -> None:
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
     packed = random_packed(fmt, rows, columns, rng)
     for tokens in (1, 2, 3, 9):
         x = torch.randn(1, tokens, columns, generator=rng)
-        got = run(packed_linear(rows, columns, fmt, False), [x, *packed.parts.values()], [tokens], (1, tokens, rows))
+        kernels = packed_linear(rows, columns, fmt, False)
+        got = run(kernels, operands(fmt, x, packed.parts), [tokens], (1, tokens, rows))
         expected = OPS.packed_linear(x, list(packed.parts.values()), None, name, columns, rows)
         assert error(got, expected) < TOLERANCE, tokens
 
@@ -167,6 +187,10 @@ def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
         *packed_linear(33, 72, Format.parse("W4A16_G32"), True)[:1],
         *packed_linear(16, 64, Format.parse("W3A16_ASYM_G32"), False)[:1],
         *packed_linear(16, 64, Format.parse("NVFP4"), False)[:1],
+        *packed_linear(16, 64, Format.parse("W8A8"), False)[:1],
+        *packed_linear(16, 64, Format.parse("W4A8_ASYM_G32"), False)[:1],
+        round_activations(72, Format.parse("W8A8")),
+        round_activations(72, Format.parse("NVFP4_ANVFP4")),
         *dense_linear.dense_linear(8, 12, "float16", True)[:1],
         *attention.cached_attention(4, 2, 16, 0.25, 5, 2.0, True)[:1],
         norm.norm(64, 1e-5, True, True),

@@ -24,6 +24,7 @@ from compressor.web_session import Session, encode
 from compressor.webgpu import GpuProgram
 
 TOLERANCE = 1e-5
+ROUNDED_TOLERANCE = 1e-3
 
 
 def lowered(graph: GraphModule) -> WebProgram:
@@ -69,6 +70,24 @@ def test_decoder(
 
 
 @pytest.mark.parametrize("engine", ["webgpu", "wasm"])
+@pytest.mark.parametrize("form", ["W4A8_G32", "W8A8", "MXFP8_E4M3_AMXFP8_E4M3"])
+def test_rounded_activations(
+    engine: str, form: str, tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path]
+) -> None:
+    """Once for all linears that read the same; equal but for values that fall on the other side of a tie."""
+    require_tool("wasm-ld")
+    build(DECODERS["llama"]()).save_pretrained(tmp_path)
+    graph = quantized(capture(tmp_path), form, ignore=("lm_head",))
+    ids = np.random.default_rng(1).integers(3, 97, (2, 12))
+    logits = Session(on(engine, graph), 2, 16).step(ids, np.arange(12))
+    assert relative_error(logits, GraphLogits(graph)(ids).numpy()) < ROUNDED_TOLERANCE
+    if engine == "webgpu":
+        used = [step["kernels"][0] for step in lowered(graph).content["steps"]]
+        linears = sum(name.startswith("packed_linear") for name in used)
+        assert sum(name.startswith("round_") for name in used) == linears * 4 // 7  # q, k and v share, gate and up
+
+
+@pytest.mark.parametrize("engine", ["webgpu", "wasm"])
 def test_encoder(engine: str, tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path]) -> None:
     """Texts of several lengths, with padding, in one program."""
     require_tool("wasm-ld")
@@ -87,8 +106,8 @@ def test_encoder(engine: str, tmp_path: Path, require_adapter: None, require_too
 
 def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
     build(DECODERS["llama"]()).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="W4A8_G32: the target webgpu has no kernels for activations"):
-        lowered(quantized(capture(tmp_path), "W4A8_G32"))
+    with pytest.raises(UsageError, match="W4A8_G32_S1: the target webgpu has no kernels for single weights"):
+        lowered(quantized(capture(tmp_path), "W4A8_G32_S1"))
     with pytest.raises(UsageError, match="the target webgpu has no kernels for packed caches"):
         lowered(KvCache("INT8").run(capture(tmp_path), Context()))
 

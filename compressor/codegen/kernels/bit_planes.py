@@ -117,8 +117,10 @@ def add_ones(acc: Any, word: Any, negative: bool, fmt: Format, isa: Isa) -> Any:
 
 
 def _ones_of_bytes(word: Any, isa: Isa) -> Any:
-    """The ones in each byte, by a table of halves of a byte."""
+    """The ones in each byte, by a table of halves of a byte; WebAssembly counts them."""
     octets = 4 * isa.lanes
+    if isa.lanes == 4:
+        return T.reinterpret(T.popcount(T.reinterpret(word, dtype=f"int8x{octets}")), dtype="int32x4")
     name = "llvm.x86.avx512.pshuf.b.512" if isa.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     words = [int.from_bytes([(4 * i + j).bit_count() for j in range(4)], "little") for i in range(4)]
     every = T.Shuffle([T.int32(words[i % 4]) for i in range(isa.lanes)], list(range(isa.lanes)))

@@ -199,6 +199,24 @@ def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
         name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
         return T.call_llvm_pure_intrin(name, acc, T.reinterpret(codes, dtype=octets), a, dtype=f"int32x{lanes}")
 
+    if lanes == 4:  # WebAssembly multiplies 16-bit numbers and adds them by pairs
+        eight = T.broadcast(T.int16(8), 2 * lanes)
+
+        def halves(value: Any) -> Any:
+            return T.reinterpret(value, dtype=f"int16x{2 * lanes}")
+
+        unsigned, signed = halves(codes), halves(activation)
+        low = T.bitwise_and(unsigned, T.broadcast(T.int16(255), 2 * lanes))
+        high = halves(T.bitwise_and(T.shift_right(codes, splat(8, lanes)), splat(0x00FF00FF, lanes)))
+        pairs_of = (
+            (low, T.shift_right(T.shift_left(signed, eight), eight)),
+            (high, T.shift_right(signed, eight)),
+        )
+        name = T.llvm_lookup_intrinsic_id("llvm.wasm.dot")
+        for one, other in pairs_of:
+            acc = acc + T.call_llvm_pure_intrin(name, one, other, dtype=f"int32x{lanes}")
+        return acc
+
     def products(unsigned: Any) -> Any:
         pairs = T.call_llvm_pure_intrin(
             T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.ub.sw"),

@@ -16,7 +16,7 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.convert import index_rows, slice_rows
-from compressor.codegen.web import attention, dense_linear, embedding, norm, packed_linear
+from compressor.codegen.web import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.web.kernel import Kernel
 from compressor.errors import UsageError
 from compressor.formats import Format
@@ -28,7 +28,7 @@ class Dispatch:
 
     Attributes:
         kernels: the first whose limits are kept computes it.
-        operands: for each of their buffers which operand of the call it is; -1 is the call's output.
+        operands: for each of their buffers which operand of the call it is; -1 is the call's last output.
         sizes: from the shapes of the operands to the kernels' sizes.
     """
 
@@ -48,6 +48,7 @@ class WebConverter:
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
+        self._fed: dict[Any, list[Any]] = {}  # activations, their scale and the kernel -> what it made of them
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Operator name -> converter."""
@@ -74,7 +75,7 @@ class WebConverter:
     def _rowwise(self, importer: Any, kernels: tuple[Kernel, ...], x: Any, rest: list[Any], width: int) -> Any:
         """Kernels over the last dimension of ``x``, whose only size is the number of rows."""
         operands = [x, *(part for part in rest if part is not None)]
-        dispatch = Dispatch(kernels, (*range(len(operands)), -1), lambda shapes: [_product(shapes[0][:-1])])
+        dispatch = _of_rows(kernels, len(operands), 1)
         out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
         return self._call(importer, kernels[0].name, [dispatch], operands, out)
 
@@ -88,8 +89,30 @@ class WebConverter:
     def _packed_linear(self, node: fx.Node, importer: Any) -> Any:
         x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
         self.smallest_packed = min(rows * columns, self.smallest_packed or rows * columns)
-        kernels = packed_linear.packed_linear(rows, columns, Format.parse(format_name), bias is not None)
-        return self._rowwise(importer, kernels, x, [*parts, bias], rows)
+        fmt = Format.parse(format_name)
+        kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None)
+        stored = dict(zip(fmt.parts(rows, columns), parts, strict=True))
+        fed = [x] if fmt.activations is None else self._rounded(importer, x, fmt, stored.get("input_scale"))
+        rest = [*fed[1:], *(stored[name] for name in packed_linear.stored_parts(fmt)), bias]
+        return self._rowwise(importer, kernels, fed[0], rest, rows)
+
+    def _rounded(self, importer: Any, x: Any, fmt: Format, input_scale: Any) -> list[Any]:
+        """Activations as the linears of a format take them, made once for all of these."""
+        columns, leading = int(x.ty.shape[-1]), list(x.ty.shape)[:-1]
+        kernel = activations.round_activations(columns, fmt)
+        key = (x, input_scale, kernel.name)
+        if key in self._fed:
+            return self._fed[key]
+        operands = [x, *([] if input_scale is None else [input_scale])]
+        made = [(columns, "float32")]
+        if fmt.integer_products:
+            layout = activations.Rounded.of(columns, fmt)
+            made = [(layout.words, "uint32"), (layout.numbers, "float32")]
+        dispatch = _of_rows((kernel,), len(operands), len(made))
+        out = [relax.TensorType([*leading, width], dtype) for width, dtype in made]
+        found = self._call(importer, kernel.name, [dispatch], operands, out if len(out) > 1 else out[0])
+        parts = [found] if len(out) == 1 else [importer.block_builder.emit(relax.TupleGetItem(found, i)) for i in range(len(out))]
+        return self._fed.setdefault(key, parts)
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
         x, weight, eps = importer.retrieve_args(node)
@@ -140,6 +163,12 @@ class WebConverter:
         dispatch = Dispatch((kernel,), (0, 1, -1), lambda shapes: [_product(shapes[1])])
         out = relax.TensorType([*ids.ty.shape, width], "float32")
         return self._call(importer, kernel.name, [dispatch], [table, ids], out)
+
+
+def _of_rows(kernels: tuple[Kernel, ...], operands: int, outputs: int) -> Dispatch:
+    """Kernels over the last dimension of their first operand, whose only size is the number of rows."""
+    buffers = (*range(operands), *range(-outputs, 0))
+    return Dispatch(kernels, buffers, lambda shapes: [_product(shapes[0][:-1])])
 
 
 def _split(node: fx.Node, importer: Any) -> Any:

@@ -24,6 +24,7 @@ from compressor.codegen.tune import Tuner
 from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate
+from compressor.codegen.web.products import POLYFILLS, PRODUCT
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.wasm import WasmModule, wasm_target
 from compressor.errors import VerificationError
@@ -94,6 +95,8 @@ def compile_program(
         content["argmax"] = {"kernel": sampler.name}
         writer.kernels[sampler.name] = sampler.record()
         writer.details[sampler.name] = {"family": sampler.family}
+    if any(PRODUCT in record["source"] for record in writer.kernels.values()):
+        content["polyfills"] = POLYFILLS
     kernels = [{"name": name, **details} for name, details in writer.details.items()]
     if dump is not None:
         dump("wgsl", "\n".join(f"// {name}\n{record['source']}" for name, record in writer.kernels.items()))

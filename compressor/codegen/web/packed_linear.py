@@ -2,13 +2,17 @@
 
 A workgroup computes ``TILES`` tiles of 16 rows: thread ``16 * lane + row`` takes every ``LANES``-th chunk of its row in
 each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` tokens.  Layout:
-:mod:`compressor.formats`.
+:mod:`compressor.formats`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.activations`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from compressor.codegen.web.activations import Rounded
 from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
-from compressor.codegen.web.values import BYTES4, HALF, element_values, four_inputs, quads_of
+from compressor.codegen.web.products import FloatLoop, IntegerLoop
+from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
 from compressor.formats import TILE_ROWS, Format
 
@@ -27,7 +31,6 @@ def check_format(fmt: Format) -> None:
     missing = [
         what
         for what, used in (
-            (f"activations rounded to {fmt.activations}", fmt.activations is not None),
             ("single weights in float16 (_S)", fmt.outlier_percent),
             ("columns in float16 (_F)", fmt.float_columns),
         )
@@ -35,24 +38,31 @@ def check_format(fmt: Format) -> None:
     ]
     if missing:
         raise UsageError(
-            f"format {fmt.name}: the target webgpu has no kernels for {' and '.join(missing)}; take a format of "
-            "weights alone, such as W4A16_G128, W8A16 or NF4_G64"
+            f"format {fmt.name}: the target webgpu has no kernels for {' and '.join(missing)}; take a format without "
+            "them, such as W4A16_G128, W8A8 or NF4_G64"
         )
 
 
 def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple[Kernel, ...]:
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
-    Buffers: x f32 [M, columns], the format's parts as words, bias f32 [rows] (where there is one), y f32 [M, rows].
-    Sizes: M.
+    Buffers: x f32 [M, columns], or where products are of integers x u32 [M, words] and numbers f32 [M, numbers]
+    (:class:`compressor.codegen.web.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where there
+    is one), y f32 [M, rows].  Sizes: M.
 
     Raises:
-        UsageError: the format is none of weights alone.
+        UsageError: the format stores weights as floats.
     """
     check_format(fmt)
-    parts = {name: kind for name, (kind, _) in fmt.parts(rows, columns).items()}
-    buffers = [Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")]
-    buffers += [Buffer(name, "f32" if kind == "float32" else "u32") for name, kind in parts.items()]
+    if not fmt.integer_products:
+        fmt = replace(fmt, activations=None)
+    if fmt.integer_products:
+        layout = Rounded.of(columns, fmt)
+        step, buffers = layout.step_columns, [Buffer("x", "vec4<u32>" if layout.is_vector else "u32"), Buffer("numbers")]
+    else:
+        step, buffers = fmt.chunk_columns, [Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")]
+    kinds = fmt.parts(rows, columns)
+    buffers += [Buffer(name, "f32" if kinds[name][0] == "float32" else "u32") for name in stored_parts(fmt)]
     buffers += [Buffer("bias")] * has_bias
     buffers.append(Buffer("y", written=True))
     tiles = -(-rows // TILE_ROWS)
@@ -62,12 +72,17 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
         groups: tuple[Expression, ...] = (["ceil", tiles, "TILES"], ["ceil", "M", "TOKENS"], 1)
         found, details = tuple(buffers), {"format": fmt.name}
-        space = _space(tiles, fmt.chunks(columns), fmt.chunk_columns, constants, 1 if limits else PROMPT_TOKENS)
+        space = _space(tiles, -(-columns // step), step, constants, 1 if limits else PROMPT_TOKENS)
         return Kernel(
             f"{name}{suffix}", "packed_linear", found, ("M",), constants, groups, text, limits, space, details
         )
 
     return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})
+
+
+def stored_parts(fmt: Format) -> list[str]:
+    """Names of the parts that products read: all but the scale with which activations were rounded."""
+    return [name for name in fmt.parts(TILE_ROWS, fmt.chunk_columns) if name != "input_scale"]
 
 
 def _space(tiles: int, chunks: int, columns: int, default: dict[str, int], tokens: int) -> list[dict[str, int]]:
@@ -88,35 +103,11 @@ def _space(tiles: int, chunks: int, columns: int, default: dict[str, int], token
 
 
 def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
-    chunks, words, tiles = fmt.chunks(columns), fmt.chunk_words, -(-rows // TILE_ROWS)
-    quads, whole = fmt.chunk_columns // 4, columns % fmt.chunk_columns == 0
-    group_chunks = fmt.group_size // fmt.chunk_columns if fmt.group_size else chunks
-    loads = "\n".join(f"    let w$i$_{n} = codes[base$i$ + {TILE_ROWS * n}u];" for n in range(words))
-    steps = "\n".join(
-        f"""    {{
-    //# for m TOKENS
-      let x$m$ = inputs(token$m$, c * {quads}u + {n}u);
-    //# end
-    //# for i TILES
-      let v$i$ = values({code}, zero$i$, table$i$) * scale$i$;
-    //# for m TOKENS
-      total$i$_$m$ += dot(v$i$, x$m$);
-    //# end
-    //# end
-    }}"""
-        for n, code in enumerate(quads_of(fmt, "w$i$_{}"))
-    )
-    block = f"tile$i$ / {fmt.block_tiles}u" if fmt.block_tiles else "tile$i$"
-    place = f"({block}) * {fmt.groups(columns)}u + group"
-    place = place if fmt.block_tiles else f"({place}) * {TILE_ROWS}u + row"
-    zero = f"{fmt.middle!r}" if fmt.symmetric else "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
-    table = f"(tile$i$ * {fmt.groups(columns)}u + group) * {fmt.levels * TILE_ROWS}u + row" if fmt.codebook else "0u"
+    loop = IntegerLoop(rows, columns, fmt) if fmt.integer_products else FloatLoop(rows, columns, fmt)
     return f"""
 {HALF}
-{BYTES4}
-{element_values(fmt)}
+{loop.functions()}
 {_scale(fmt)}
-{four_inputs("x", columns, "inputs", is_guarded=not whole)}
 var<workgroup> sums: array<f32, LANES * {TILE_ROWS}u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * {TILE_ROWS}u)
@@ -131,19 +122,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   var total$i$_$m$ = 0.0;
 //# end
 //# end
-  for (var c = thread / {TILE_ROWS}u; c < {chunks}u; c += LANES) {{
-    let group = c / {group_chunks}u;
-//# for i TILES
-    let tile$i$ = min(id.x * TILES + $i$u, {tiles - 1}u);
-    let place$i$ = {place};
-    let base$i$ = (tile$i$ * {chunks}u + c) * {words * TILE_ROWS}u + row;
-{loads}
-    let zero$i$ = {zero};
-    let table$i$ = {table};
-    let scale$i$ = scale_at(place$i$);
-//# end
-{steps}
-  }}
+{loop.text()}
 //# for i TILES
 //# for m TOKENS
   sums[($i$u * TOKENS + $m$u) * LANES * {TILE_ROWS}u + thread] = total$i$_$m$;

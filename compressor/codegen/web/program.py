@@ -123,7 +123,7 @@ class ProgramWriter:
             )
 
     def _call(self, name: str, operands: list[Any], out: Any) -> None:
-        references = [self._reference(x) for x in operands] + self._allocate(out, [-1], [])
+        references = [self._reference(x) for x in operands] + self._allocate(out, [-1] * len(_types(out)), [])
         shapes = [list(x.ty.shape) for x in operands]
         for dispatch in self._calls[name]:
             for kernel in dispatch.kernels:

@@ -29,10 +29,10 @@ fn e2m1(code: u32) -> f32 {
 fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32> {
   let b = bytes4(codes4); return vec4<f32>(e2m1(b.x), e2m1(b.y), e2m1(b.z), e2m1(b.w));
 }
-fn scale_at(place: u32) -> f32 { return e4m3((scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u) * tensor_scale[0]; }
 fn inputs(row: u32, q: u32) -> vec4<f32> {
   return x[row * 16u + q];
 }
+fn scale_at(place: u32) -> f32 { return e4m3((scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u) * tensor_scale[0]; }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * 16u)
@@ -44,7 +44,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   for (var c = thread / 16u; c < 8u; c += LANES) {
     let group = c / 2u;
     let tile0 = min(id.x * TILES + 0u, 0u);
-    let place0 = ((tile0) * 4u + group) * 16u + row;
+    let place0 = (tile0 * 4u + group) * 16u + row;
     let base0 = (tile0 * 8u + c) * 16u + row;
     let w0_0 = codes[base0 + 0u];
     let zero0 = 8.0;

@@ -15,10 +15,10 @@ fn bytes4(word: u32) -> vec4<u32> {
 fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32> {
   return vec4<f32>(bytes4(codes4)) - zero;
 }
-fn scale_at(place: u32) -> f32 { return half(scales[place >> 1u], place); }
 fn inputs(row: u32, q: u32) -> vec4<f32> {
   return x[row * 18u + q];
 }
+fn scale_at(place: u32) -> f32 { return half(scales[place >> 1u], place); }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * 16u)
@@ -30,7 +30,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   for (var c = thread / 16u; c < 9u; c += LANES) {
     let group = c / 4u;
     let tile0 = min(id.x * TILES + 0u, 2u);
-    let place0 = ((tile0) * 3u + group) * 16u + row;
+    let place0 = (tile0 * 3u + group) * 16u + row;
     let base0 = (tile0 * 9u + c) * 16u + row;
     let w0_0 = codes[base0 + 0u];
     let zero0 = 8.0;

@@ -1,0 +1,173 @@
+"""Rounded activations in WGSL, as :func:`compressor.activations_rounding.round_activations` defines them.
+
+A kernel of its own, once for all linears that read the same: a workgroup takes the columns of a token that share a
+scale.  For products of floats it leaves floats; for products of integers bytes, four columns a word, and beside them
+each span's scale and each step's sum (:class:`Rounded`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from compressor.activations import Activations
+from compressor.activations_rounding import SMALLEST
+from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel
+from compressor.elements import Element
+from compressor.formats import Format
+
+_VECTOR_COLUMNS = 16
+"""Bytes of WGSL's widest load."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Integer activations of a token, as the products of a format take them.
+
+    Attributes:
+        step_columns: of a step, within which weights and activations each have one scale.
+        steps: of a row; the last is filled up with zeros.
+        spans: of a row, columns with one scale of activations; their scales come first, then the sums of the steps.
+    """
+
+    step_columns: int
+    steps: int
+    spans: int
+
+    @classmethod
+    def of(cls, columns: int, fmt: Format) -> Rounded:
+        """Of a linear's input."""
+        assert fmt.activations is not None
+        chunk, fed = fmt.chunk_columns, fmt.activations.group_size
+        shared = gcd(_VECTOR_COLUMNS, fmt.group_size or _VECTOR_COLUMNS, fed or _VECTOR_COLUMNS)
+        step = max(chunk, shared)
+        return cls(step, -(-columns // step), -(-columns // (fed or columns)))
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether a step is whole vectors of four words."""
+        return self.step_columns % _VECTOR_COLUMNS == 0
+
+    @property
+    def words(self) -> int:
+        """Words of a row."""
+        return self.steps * self.step_columns // 4
+
+    @property
+    def numbers(self) -> int:
+        """Scales and sums of a row."""
+        return self.spans + self.steps
+
+
+def round_activations(columns: int, fmt: Format) -> Kernel:
+    """Rounds what a linear of a format reads.
+
+    Buffers: x f32 [M, columns]; input_scale f32 [1], where the format has one; then y f32 [M, columns], or, where
+    products are of integers, codes u32 [M, words] and numbers f32 [M, numbers] as in :class:`Rounded`.  Sizes: M.
+    """
+    fed = fmt.activations
+    assert fed is not None
+    span = fed.group_size or columns
+    buffers = [Buffer("x"), *[Buffer("input_scale")] * fed.calibrated]
+    layout = Rounded.of(columns, fmt) if fmt.integer_products else None
+    if layout is None:
+        buffers.append(Buffer("y", written=True))
+        steps = f"""for (var i = begin + thread; i < end; i += LANES) {{
+    y[row * {columns}u + i] = on_grid(x[row * {columns}u + i] * inverse, inverse) * scale;
+  }}"""
+    else:
+        buffers += [Buffer("codes", "u32", written=True), Buffer("numbers", written=True)]
+        steps = _bytes(columns, layout)
+    kind = f"{fed.numbers}{fed.scales}" + (f"_by{layout.step_columns}" if layout else "")
+    text = f"""
+{_scale_functions(fed)}
+var<workgroup> tops: array<f32, LANES>;
+
+@compute @workgroup_size(LANES)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
+  let row = id.z * {LARGEST_GRID}u + id.y;
+  if (row >= sizes.M) {{ return; }}
+  let begin = id.x * {span}u;
+  let end = min(begin + {span}u, {columns}u);
+  var part = 0.0;
+  for (var i = begin + thread; i < end; i += LANES) {{ part = join(part, abs(x[row * {columns}u + i])); }}
+  tops[thread] = part;
+  workgroupBarrier();
+  for (var half = LANES / 2u; half > 0u; half /= 2u) {{
+    if (thread < half) {{ tops[thread] = join(tops[thread], tops[thread + half]); }}
+    workgroupBarrier();
+  }}
+  let scale = scale_of(tops[0], f32(end - begin));
+  let inverse = select(0.0, 1.0 / scale, scale > {SMALLEST!r});
+  {steps}
+}}
+"""
+    spans = -(-columns // span)
+    groups = (spans, ["min", "M", LARGEST_GRID], ["ceil", "M", LARGEST_GRID])
+    lanes = 64 if span > _VECTOR_COLUMNS else 16
+    return Kernel(
+        f"round_{columns}_{kind}", "round_activations", tuple(buffers), ("M",), {"LANES": lanes}, groups, text
+    )
+
+
+def _bytes(columns: int, layout: Rounded) -> str:
+    """A thread writes the words of a step, and their sum."""
+    step, words = layout.step_columns, layout.step_columns // 4
+    return f"""for (var s = begin / {step}u + thread; s * {step}u < end; s += LANES) {{
+    var sum = 0;
+    for (var w = 0u; w < {words}u; w++) {{
+      var word = 0u;
+      for (var i = 0u; i < 4u; i++) {{
+        let column = s * {step}u + 4u * w + i;
+        if (column < {columns}u) {{
+          let code = i32(on_grid(x[row * {columns}u + column] * inverse, inverse));
+          word |= (u32(code) & 255u) << (8u * i);
+          sum += code;
+        }}
+      }}
+      codes[row * {layout.words}u + s * {words}u + w] = word;
+    }}
+    numbers[row * {layout.numbers}u + {layout.spans}u + s] = f32(sum);
+  }}
+  if (thread == 0u) {{ numbers[row * {layout.numbers}u + id.x] = scale; }}"""
+
+
+def _scale_functions(fed: Activations) -> str:
+    """``join``: what a scale is made of; ``scale_of`` that of a span; ``on_grid``: scaled values, rounded."""
+    largest, grid = fed.largest, "round(near)"
+    functions = [f"fn join(a: f32, b: f32) -> f32 {{ return {'a + b' if fed.is_sign else 'max(a, b)'}; }}"]
+    elements = {fed.element} if fed.element is not None else set()
+    scale = f"top / {largest!r}"
+    if fed.is_sign:
+        scale = "top / columns"
+    elif fed.scale_type == "E8M0":
+        assert fed.element is not None
+        scale = f"bitcast<f32>(bitcast<u32>(top) & 0x7f800000u) * {2.0**-fed.element.largest_exponent!r}"
+    elif fed.scale_type == "E4M3":
+        elements.add(e4m3 := Element("E4M3", 4, 3))
+        scale = f"{_rounding(e4m3)}(min(top / (input_scale[0] * {largest!r}), 448.0)) * input_scale[0]"
+    elif fed.granularity == "tensor":
+        scale = "input_scale[0]"
+    if fed.element is not None:
+        grid = f"{_rounding(fed.element)}(near)"
+    functions += [_rounding_function(element) for element in sorted(elements, key=lambda e: e.name)]
+    functions.append(f"fn scale_of(top: f32, columns: f32) -> f32 {{ return {scale}; }}")
+    body = f"let near = clamp(value, -{largest!r}, {largest!r}); return {grid};"
+    if fed.is_sign:
+        body = "return select(0.0, select(1.0, -1.0, value < 0.0), inverse > 0.0);"
+    functions.append(f"fn on_grid(value: f32, inverse: f32) -> f32 {{ {body} }}")
+    return "\n".join(functions)
+
+
+def _rounding(element: Element) -> str:
+    return f"to_{element.name.lower()}"
+
+
+def _rounding_function(element: Element) -> str:
+    """The nearest value of a float: within its binade an even number of steps, powers of two, whose inverse is exact."""
+    smallest = 2.0 ** (1 - element.bias)
+    return f"""fn {_rounding(element)}(value: f32) -> f32 {{
+  let binade = max(bitcast<f32>(bitcast<u32>(value) & 0x7f800000u), {smallest!r});
+  let inverse = bitcast<f32>({254 + element.mantissa_bits << 23}u - bitcast<u32>(binade));
+  return round(value * inverse) * (binade * {2.0**-element.mantissa_bits!r});
+}}"""
