@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from compressor.codegen.web.kernel import evaluate, specialised
 from compressor.errors import ToolchainError
 
+HALF = "shader-f16"
+"""WebGPU's feature with which shaders compute in float16."""
+
 
 @cache
 def device() -> Any:
@@ -37,13 +40,21 @@ def device() -> Any:
         raise ToolchainError(
             f"no adapter for WebGPU ({error}); a software one is in Debian's mesa-vulkan-drivers and libvulkan1"
         ) from error
-    return adapter.request_device_sync(required_limits={"max-storage-buffers-per-shader-stage": 8})
+    wanted = [HALF] if HALF in adapter.features else []
+    return adapter.request_device_sync(
+        required_features=wanted, required_limits={"max-storage-buffers-per-shader-stage": 8}
+    )
 
 
 def adapter_name() -> str:
     """What the adapter calls itself."""
     info = device().adapter.info
     return str(info["description"] or info["device"] or info["vendor"])
+
+
+def has_half() -> bool:
+    """Whether the adapter computes in float16."""
+    return HALF in device().features
 
 
 def is_software() -> bool:
@@ -84,10 +95,11 @@ class Pipelines:
 
     Args:
         records: kernels by name, see :meth:`compressor.codegen.web.kernel.Kernel.record`.
+        half: products of floats are computed in float16; the adapter must have :data:`HALF`.
     """
 
-    def __init__(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        self.records = records
+    def __init__(self, records: Mapping[str, Mapping[str, Any]], *, half: bool = False) -> None:
+        self.records, self._half = records, half
         self._compiled: dict[str, Any] = {}
 
     def dispatch(self, encoder: Any, names: Sequence[str], buffers: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -128,7 +140,8 @@ class Pipelines:
             import wgpu
 
             record = self.records[name]
-            module = device().create_shader_module(code=specialised(record["source"], record["constants"]))
+            text = specialised(record["source"], record["constants"], half=self._half)
+            module = device().create_shader_module(code=text)
             kinds = {"read": wgpu.BufferBindingType.read_only_storage, "write": wgpu.BufferBindingType.storage}
             types = [kinds[access] for access in record["buffers"]] + [wgpu.BufferBindingType.uniform]
             stage = wgpu.ShaderStage.COMPUTE
@@ -147,12 +160,15 @@ def run_kernels(
     inputs: Sequence[NDArray[Any]],
     sizes: Sequence[int],
     outputs: Mapping[int, tuple[str, Sequence[int]]],
+    *,
+    half: bool = False,
 ) -> list[NDArray[Any]]:
     """One dispatch of kernels that compute the same.
 
     Args:
         inputs: arrays in the order of the bindings, outputs left out.
         outputs: binding -> type and shape of what the kernel writes from scratch.
+        half: see :class:`Pipelines`.
     """
     given = iter(inputs)
     count = len(next(iter(records.values()))["buffers"])
@@ -162,7 +178,7 @@ def run_kernels(
         for i in range(count)
     ]  # fmt: skip
     encoder = device().create_command_encoder()
-    Pipelines(records).dispatch(encoder, list(records), buffers, sizes)
+    Pipelines(records, half=half).dispatch(encoder, list(records), buffers, sizes)
     device().queue.submit([encoder.finish()])
     return [read_buffer(buffers[i], dtype, shape) for i, (dtype, shape) in outputs.items()]
 
@@ -173,10 +189,11 @@ class GpuProgram:
     Args:
         content: see :class:`compressor.codegen.web.lower.WebProgram`.
         tensors: parameters and constants by name.
+        half: see :class:`Pipelines`.
     """
 
-    def __init__(self, content: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:
-        self.content, self._pipelines = content, Pipelines(content["kernels"])
+    def __init__(self, content: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], *, half: bool = False) -> None:
+        self.content, self._pipelines = content, Pipelines(content["kernels"], half=half)
         self._tensors = {name: buffer_of(array) for name, array in tensors.items()}
         self._scratch: dict[int, Any] = {}
 

@@ -15,6 +15,8 @@ from compressor.threads import wait_passively
 
 wait_passively()  # as the command does; before torch is imported
 
+from page_helpers import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files that generated kernels must equal")
@@ -32,6 +34,17 @@ def require_adapter() -> None:
         if os.environ.get("CI"):
             pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def require_half(require_adapter: None) -> None:
+    """The same, that computes in float16."""
+    from compressor.webgpu import has_half
+
+    if not has_half():
+        if os.environ.get("CI"):
+            pytest.fail("the adapter has no shader-f16; Mesa's lavapipe has it", pytrace=False)
+        pytest.skip("the adapter has no shader-f16")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,9 @@ export interface LoadOptions {
   signal?: AbortSignal;
   /** What computes. Default `auto`: WebGPU, and WebAssembly where that is missing or has too little memory. */
   device?: "auto" | "webgpu" | "wasm";
+  /** What WebGPU's linears multiply floats in. Default `f32`, which is what the bundle's figures are of; `f16` where the
+      device has `shader-f16`, see `Model.precision`. Sums are float32 either way. */
+  precision?: "f32" | "f16";
   /** Another WebGPU than the browser's. */
   gpu?: GPU;
 }
@@ -49,6 +52,8 @@ export class Model {
   readonly device: "webgpu" | "wasm";
   /** What computes, in words. */
   readonly adapter: string;
+  /** What linears multiply floats in. */
+  readonly precision: "f32" | "f16";
   /** Why WebAssembly computes in place of WebGPU, in words. */
   readonly fallback?: string;
   tokenizer(): Promise<Tokenizer>;

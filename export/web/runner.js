@@ -4,8 +4,7 @@
 //   const model = await load(".", { onProgress: ({ loaded, total }) => {} });
 //   for await (const piece of model.generate("Once upon a time", { maxTokens: 64 })) console.log(piece);
 //
-// A program is data: buffers, kernels, and the steps that call them (docs/web.md).  Engines run it: webgpu.js, or
-// wasm.js where there is no WebGPU.
+// A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
 import { BundleError, cachesOf, evaluate, sha256 } from "./program.js";
 
@@ -16,16 +15,16 @@ const PROMPT_PART = 128; // tokens of a prompt that are computed at once: scratc
 const CACHE = "compressor-bundles";
 
 /** Load the bundle at `url`. See runner.d.ts for the options. */
-export async function load(url = ".", { onProgress = () => {}, context = 2048, device = "auto", signal, gpu } = {}) {
+export async function load(url = ".", { onProgress = () => {}, context = 2048, device = "auto", precision = "f32", signal, gpu } = {}) {
   const here = globalThis.location?.href ?? `file://${globalThis.process?.cwd()}/`;
   const base = new URL(String(url).replace(/\/?$/, "/"), here);
   const manifest = await readManifest(base, signal);
   const on = async (kind) => {
     const { Engine } = await (kind === "wasm" ? import("./wasm.js") : import("./webgpu.js"));
-    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), gpu);
+    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), { precision, gpu });
     try {
+      engine.compile?.();
       await fill(engine, base, manifest, onProgress, signal);
-      await engine.compile();
     } catch (error) {
       engine.destroy();
       throw error;
@@ -154,6 +153,7 @@ export class Model {
     this.context = Math.min(context, this.info.max_positions || context);
     this.device = engine.kind;
     this.adapter = engine.adapter;
+    this.precision = engine.precision;
     this.turn = Promise.resolve();
   }
 
@@ -229,7 +229,8 @@ export class Model {
     this.checked(ids);
     const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens));
     try {
-      const random = generator(seed);
+      const { generator, sample } = temperature > 0 ? await import("./sampling.js") : {};
+      const random = generator?.(seed);
       const room = own.capacity - own.position;
       if (ids.length > room) throw new BundleError("request", `a prompt of ${ids.length} tokens, there is room for ${room}`);
       const most = Math.min(maxTokens, room - ids.length + 1);
@@ -330,26 +331,4 @@ export class TextStream {
   end() {
     return this.ids.length ? this.tokenizer.decode(this.ids).slice(this.shown.length) : "";
   }
-}
-
-/** Random numbers in [0, 1): mulberry32; without a seed, another sequence each time. */
-function generator(seed = Math.floor(Math.random() * 2 ** 32)) {
-  let state = seed >>> 0;
-  return () => {
-    state = (state + 0x6d2b79f5) >>> 0;
-    let t = Math.imul(state ^ (state >>> 15), state | 1);
-    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
-    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
-  };
-}
-
-/** A token by its probability, among the `topK` likeliest (0: all) and the fewest that reach `topP` together. */
-function sample(logits, temperature, topK, topP, random) {
-  const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]).slice(0, topK || logits.length);
-  const weights = order.map((id) => Math.exp((logits[id] - logits[order[0]]) / temperature));
-  let limit = topP * weights.reduce((sum, weight) => sum + weight, 0);
-  let kept = 0;
-  for (; kept < weights.length && limit > 0; kept++) limit -= weights[kept];
-  let point = random() * weights.slice(0, Math.max(1, kept)).reduce((sum, weight) => sum + weight, 0);
-  return order[weights.findIndex((weight) => (point -= weight) < 0)] ?? order[0];
 }

@@ -9,6 +9,7 @@ const ALIGNMENT_BYTES = 64;
 export class Engine {
   kind = "wasm";
   adapter = "one processor core";
+  precision = "f32";
 
   static async open(manifest, readFile) {
     if (!manifest.engines?.includes("wasm")) throw new BundleError("no-wasm", "the bundle has no WebAssembly in it");
@@ -84,8 +85,6 @@ export class Engine {
   write(name, offset, content) {
     new Uint8Array(this.memory.buffer).set(content, this.tensors[name] + offset);
   }
-
-  async compile() {}
 
   /** Room for what a session keeps, by the names of inputs. */
   async state(inputs, sizes) {

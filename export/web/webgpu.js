@@ -3,11 +3,10 @@
 import { BundleError, bytesOf, evaluate, keep, typed } from "./program.js";
 
 const UNIFORM_BYTES = 256; // a step's numbers begin at a multiple of this in the uniform buffer
-
 const padded = (bytes) => Math.max(4, Math.ceil(bytes / 4) * 4);
 
 /** The source that a device compiles: constants, and the kernel's text with its repetitions written out (docs/web.md). */
-export function specialised(record, constants = record.constants) {
+export function specialised(record, constants = record.constants, precision = "f32") {
   const lines = record.source.split("\n");
   const written = [];
   let i = 0;
@@ -26,14 +25,16 @@ export function specialised(record, constants = record.constants) {
     }
   };
   block({});
-  return Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;\n`).join("") + written.join("\n");
+  const declared = Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;\n`);
+  const text = declared.join("") + written.join("\n");
+  return precision === "f16" ? `enable f16;\n${text.replace("alias Real = f32;", "alias Real = f16;")}` : text;
 }
 
 /** A device with a program and its tensors; what a session has on it is a state: caches, inputs, bind groups. */
 export class Engine {
   kind = "webgpu";
 
-  static async open(manifest, readFile, gpu = globalThis.navigator?.gpu) {
+  static async open(manifest, readFile, { precision, gpu = globalThis.navigator?.gpu } = {}) {
     const advice = "use a current Chrome, Edge, Firefox or Safari on a machine with a graphics processor";
     if (!gpu) throw new BundleError("no-webgpu", `this browser has no WebGPU here (it needs https or localhost); ${advice}`);
     const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
@@ -49,10 +50,13 @@ export class Engine {
       requiredLimits[name] = adapter.limits[name];
     }
     const program = JSON.parse(new TextDecoder().decode(await readFile("webgpu.json")));
-    const requiredFeatures = ["timestamp-query"].filter((name) => adapter.features.has(name));
+    const half = precision === "f16" && adapter.features.has("shader-f16");
+    const wanted = ["timestamp-query", ...half ? ["shader-f16"] : []];
+    const requiredFeatures = wanted.filter((name) => adapter.features.has(name));
     const device = await adapter.requestDevice({ requiredLimits, requiredFeatures });
     const engine = new Engine(program, device);
-    engine.prefix = Object.entries(program.polyfills ?? {})
+    engine.precision = half ? "f16" : "f32";
+    engine.polyfills = Object.entries(program.polyfills ?? {})
       .filter(([feature]) => !gpu.wgslLanguageFeatures?.has(feature)).map(([, text]) => text).join("");
     const info = adapter.info ?? {};
     engine.adapter = [info.vendor, info.architecture, info.description].filter(Boolean).join(" ") || "unknown adapter";
@@ -93,14 +97,22 @@ export class Engine {
     return result;
   }
 
-  /** Compile all kernels. */
-  async compile() {
-    const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
-    const { kept } = hasStorage ? await import("./tune.js") : {};
-    await Promise.all(Object.entries(this.program.kernels).map(async ([name, record]) => {
-      const constants = record.space && await kept?.(this, name);
-      this.kernels[name] = await this.pipeline(name, record, constants);
-    }));
+  /** Begin to compile, first what prompts take: runs wait for what they need. */
+  compile() {
+    const { steps, argmax, kernels } = this.program;
+    const first = [...steps.map((step) => step.kernels.at(-1)), ...argmax ? [argmax.kernel] : []];
+    for (const name of [...first, ...Object.keys(kernels)]) this.compiled(name).catch(() => {});
+  }
+
+  /** A kernel, with the constants of an earlier tuning where there was one. */
+  compiled(name) {
+    this.kernels[name] ??= (async () => {
+      const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
+      const record = this.program.kernels[name];
+      const { kept } = hasStorage && record.space ? await import("./tune.js") : {};
+      return this.pipeline(name, record, await kept?.(this, name));
+    })();
+    return this.kernels[name];
   }
 
   /** One kernel, with its constants or others. */
@@ -109,7 +121,8 @@ export class Engine {
     const layout = this.device.createBindGroupLayout({
       entries: types.map((type, binding) => ({ binding, visibility: GPUShaderStage.COMPUTE, buffer: { type } })),
     });
-    const module = this.device.createShaderModule({ code: this.prefix + specialised(record, constants), label: name });
+    const code = specialised(record, constants, this.precision) + this.polyfills;
+    const module = this.device.createShaderModule({ code, label: name });
     try {
       const pipeline = await this.device.createComputePipelineAsync({
         label: name,
@@ -152,7 +165,7 @@ export class Engine {
     for (const [name, values] of Object.entries(inputs)) {
       device.queue.writeBuffer(state.buffers[name], 0, typed(this.program, name, values));
     }
-    const { words, steps } = this.plan(state, sizes, pick);
+    const { words, steps } = await this.plan(state, sizes, pick);
     const encoder = device.createCommandEncoder();
     const pass = encoder.beginComputePass();
     for (const { kernel, group, groups } of steps) {
@@ -166,7 +179,7 @@ export class Engine {
   }
 
   /** What to dispatch for these sizes, which are the same for every token of a text but the first ones. */
-  plan(state, sizes, pick) {
+  async plan(state, sizes, pick) {
     const key = `${Object.values(sizes)} ${pick}`;
     if (!state.plans.has(key)) {
       const { program } = this;
@@ -174,13 +187,13 @@ export class Engine {
         ? [...program.steps, { kernels: [program.argmax.kernel], buffers: [program.output, "argmax"], sizes: ["R"] }]
         : program.steps;
       const words = new Uint32Array(steps.length * UNIFORM_BYTES / 4);
-      const planned = steps.map((step, i) => {
+      const planned = await Promise.all(steps.map(async (step, i) => {
         const numbers = step.sizes.map((size) => evaluate(size, sizes));
         words.set(numbers, i * UNIFORM_BYTES / 4);
-        const kernel = this.choose(step, numbers);
+        const kernel = await this.compiled(this.choose(step, numbers));
         const buffers = step.buffers.map((name) => this.buffer(state, name));
         return { kernel, numbers, group: this.bind(kernel, buffers, i), groups: this.groupsOf(kernel, numbers) };
-      });
+      }));
       keep(state.plans, key, { words, steps: planned });
     }
     return state.plans.get(key);
@@ -188,9 +201,8 @@ export class Engine {
 
   /** Of the kernels that compute a step the first whose limits the numbers keep. */
   choose(step, numbers) {
-    const kernels = step.kernels.map((name) => this.kernels[name]);
     const serves = ({ sizes, limits = {} }) => sizes.every((size, i) => !(numbers[i] > limits[size]));
-    const found = kernels.find(serves);
+    const found = step.kernels.find((name) => serves(this.program.kernels[name]));
     if (!found) throw new BundleError("damaged", `no kernel of ${step.kernels} serves; use the bundle's own runner.js`);
     return found;
   }

@@ -20,6 +20,7 @@ from compressor.codegen.web import argmax, attention, dense_linear, embedding, n
 from compressor.codegen.web.activations import Rounded, round_activations
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
 from compressor.codegen.web.packed_linear import packed_linear, stored_parts
+from compressor.codegen.web.products import POLYFILLS
 from compressor.errors import UsageError
 from compressor.formats import FORMATS, Format
 from compressor.webgpu import run_kernels
@@ -35,11 +36,18 @@ def bound(x: Tensor) -> np.ndarray:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def run(kernels: Sequence[Kernel], operands: Sequence[Tensor | None], sizes: Sequence[int], out: Any) -> np.ndarray:
+def run(
+    kernels: Sequence[Kernel],
+    operands: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    out: Any,
+    *,
+    half: bool = False,
+) -> np.ndarray:
     """Operands (None is left out) in the order of the bindings, the output last."""
     given = [bound(x) for x in operands if x is not None]
     records = {kernel.name: kernel.record() for kernel in kernels}
-    (found,) = run_kernels(records, given, sizes, {len(given): ("float32", out)})
+    (found,) = run_kernels(records, given, sizes, {len(given): ("float32", out)}, half=half)
     return found
 
 
@@ -90,6 +98,35 @@ def test_packed_linear_as_shipped(name: str, rows: int, columns: int, require_ad
         got = run(kernels, operands(fmt, x, packed.parts), [tokens], (1, tokens, rows))
         expected = OPS.packed_linear(x, list(packed.parts.values()), None, name, columns, rows)
         assert error(got, expected) < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("name", ["W4A16_G32", "W8A16", "NF4_G64", "LUT3", "MXFP4", "FP6_E3M2_G32", "dense"])
+def test_products_in_float16(name: str, require_half: None) -> None:
+    """Weights and activations are rounded to 11 bits; sums of four products, too."""
+    rng, rows, columns, tokens = torch.Generator().manual_seed(0), 33, 100, 5
+    x = torch.randn(1, tokens, columns, generator=rng)
+    if name == "dense":
+        weight = torch.randn(rows, columns, generator=rng)
+        given, kernels = [x, weight], dense_linear.dense_linear(rows, columns, "float32", False)
+        expected = OPS.dense_linear(x, weight, None)
+    else:
+        fmt = Format.parse(name)
+        packed = random_packed(fmt, rows, columns, rng)
+        given, kernels = operands(fmt, x, packed.parts), packed_linear(rows, columns, fmt, False)
+        expected = OPS.packed_linear(x, list(packed.parts.values()), None, name, columns, rows)
+    assert 1e-5 < error(run(kernels, given, [tokens], (1, tokens, rows), half=True), expected) < 2e-3
+
+
+def test_without_the_integer_product_a_polyfill_serves(require_adapter: None) -> None:
+    """A function of the text hides WGSL's own of the same name."""
+    fmt, rng = Format.parse("W4A8_G32"), torch.Generator().manual_seed(0)
+    packed, x = random_packed(fmt, 33, 100, rng), torch.randn(1, 3, 100, generator=rng)
+    (text,) = POLYFILLS.values()
+    kernels = [dataclasses.replace(k, text=k.text + text) for k in packed_linear(33, 100, fmt, False)]
+    got = run(kernels, operands(fmt, x, packed.parts), [3], (1, 3, 33))
+    assert error(got, OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, 100, 33)) < TOLERANCE
+    wrong = [dataclasses.replace(k, text=k.text.replace("down);", "down) + 1;")) for k in kernels]
+    assert error(run(wrong, operands(fmt, x, packed.parts), [3], (1, 3, 33)), torch.from_numpy(got)) > TOLERANCE
 
 
 @pytest.mark.parametrize("name", [*sorted(set(FORMATS) - set(SERVED))[:3], "W4A16_G128_S0.45"])

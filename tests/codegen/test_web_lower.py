@@ -104,6 +104,14 @@ def test_encoder(engine: str, tmp_path: Path, require_adapter: None, require_too
         assert relative_error(found[mask > 0], expected[mask > 0]) < TOLERANCE
 
 
+def test_float16(tmp_path: Path, require_half: None) -> None:
+    build(DECODERS["llama"]()).save_pretrained(tmp_path)
+    graph = quantized(capture(tmp_path), "W4A16_G32", ignore=("lm_head",))
+    program, ids = lowered(graph), np.random.default_rng(1).integers(3, 97, (2, 12))
+    logits = Session(GpuProgram(program.content, arrays(graph, program), half=True), 2, 16).step(ids, np.arange(12))
+    assert 1e-5 < relative_error(logits, GraphLogits(graph)(ids).numpy()) < 2e-3
+
+
 def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
     build(DECODERS["llama"]()).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="W4A8_G32_S1: the target webgpu has no kernels for single weights"):

@@ -164,7 +164,7 @@ def _rounding(element: Element) -> str:
 
 
 def _rounding_function(element: Element) -> str:
-    """The nearest value of a float: within its binade an even number of steps, powers of two, whose inverse is exact."""
+    """The nearest value of a float: a number of its binade's steps, which are powers of two with exact inverses."""
     smallest = 2.0 ** (1 - element.bias)
     return f"""fn {_rounding(element)}(value: f32) -> f32 {{
   let binade = max(bitcast<f32>(bitcast<u32>(value) & 0x7f800000u), {smallest!r});

@@ -6,7 +6,7 @@ A workgroup computes ``ROWS`` rows: thread ``row * LANES + lane`` takes every ``
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Kernel, variants
+from compressor.codegen.web.kernel import PROMPT_TOKENS, SINGLE, Buffer, Kernel, variants
 from compressor.codegen.web.values import four_inputs, four_stored, stored_element
 
 ONE, MANY = {"ROWS": 4, "LANES": 16, "TOKENS": 1}, {"ROWS": 8, "LANES": 8, "TOKENS": 8}
@@ -57,6 +57,7 @@ def _space(rows: int, quads: int, default: dict[str, int], tokens: int) -> list[
 def _text(rows: int, columns: int, storage: str, has_bias: bool) -> str:
     quads = -(-columns // 4)
     return f"""
+{SINGLE}
 {four_inputs("x", columns)}
 {four_stored("weight", columns, storage)}
 var<workgroup> sums: array<f32, ROWS * LANES * TOKENS>;
@@ -70,9 +71,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   var total$m$ = 0.0;
 //# end
   for (var q = thread % LANES; q < {quads}u; q += LANES) {{
-    let w = weight4(row, q);
+    let w = vec4<Real>(weight4(row, q));
 //# for m TOKENS
-    total$m$ += dot(w, x4(token$m$, q));
+    total$m$ += f32(dot(w, vec4<Real>(x4(token$m$, q))));
 //# end
   }}
 //# for m TOKENS

@@ -25,6 +25,8 @@ LANES_AT_ONCE = 4096
 """Threads that a middling device runs side by side: what the order of variants is thought out for."""
 PROMPT_TOKENS = 64
 """Tokens that kernels for many are thought to be called with."""
+SINGLE, HALF_PRECISION = "alias Real = f32;", "alias Real = f16;"
+"""What products of floats are computed in; a kernel that has some says so with the first of these lines."""
 LARGEST_GRID = 65535
 """Workgroups along one dimension that every device takes (maxComputeWorkgroupsPerDimension)."""
 
@@ -118,9 +120,15 @@ def variants(
     return sorted((c for c in fits if c != default), key=time)
 
 
-def specialised(source: str, constants: Mapping[str, int]) -> str:
-    """The text that a device compiles: the constants, and the source with its repetitions written out."""
+def specialised(source: str, constants: Mapping[str, int], *, half: bool = False) -> str:
+    """The text that a device compiles: the constants, and the source with its repetitions written out.
+
+    Args:
+        half: products of floats are computed in float16, and added up in float32; needs WebGPU's ``shader-f16``.
+    """
     declared = "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items())
+    if half:
+        declared, source = "enable f16;\n" + declared, source.replace(SINGLE, HALF_PRECISION)
     return declared + "\n".join(_written_out(source.split("\n"), constants, {}))
 
 

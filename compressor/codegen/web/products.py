@@ -7,6 +7,7 @@ around them, :mod:`compressor.codegen.web.packed_linear`.
 from __future__ import annotations
 
 from compressor.codegen.web.activations import Rounded
+from compressor.codegen.web.kernel import SINGLE
 from compressor.codegen.web.values import BYTES4, element_values, four_inputs, quads_of
 from compressor.formats import TILE_ROWS, Format
 
@@ -19,7 +20,7 @@ POLYFILLS = {
 }}
 """
 }
-"""What stands before a kernel's text where WGSL lacks a feature of the language, by its name."""
+"""What is added to a kernel's text where WGSL lacks a feature of the language, by its name."""
 
 
 class FloatLoop:
@@ -32,7 +33,8 @@ class FloatLoop:
     def functions(self) -> str:
         """Functions that the text calls."""
         is_whole = self.columns % self.fmt.chunk_columns == 0
-        return f"{BYTES4}\n{element_values(self.fmt)}\n{four_inputs('x', self.columns, 'inputs', is_guarded=not is_whole)}"
+        inputs = four_inputs("x", self.columns, "inputs", is_guarded=not is_whole)
+        return f"{SINGLE}\n{BYTES4}\n{element_values(self.fmt)}\n{inputs}"
 
     def text(self) -> str:
         """The loop."""
@@ -44,12 +46,12 @@ class FloatLoop:
         steps = "\n".join(
             f"""    {{
     //# for m TOKENS
-      let x$m$ = inputs(token$m$, c * {quads}u + {n}u);
+      let x$m$ = vec4<Real>(inputs(token$m$, c * {quads}u + {n}u));
     //# end
     //# for i TILES
-      let v$i$ = values({code}, zero$i$, table$i$) * scale$i$;
+      let v$i$ = vec4<Real>(values({code}, zero$i$, table$i$) * scale$i$);
     //# for m TOKENS
-      total$i$_$m$ += dot(v$i$, x$m$);
+      total$i$_$m$ += f32(dot(v$i$, x$m$));
     //# end
     //# end
     }}"""

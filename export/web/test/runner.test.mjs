@@ -34,6 +34,11 @@ describe("sizes", () => {
     assert.equal(specialised({ source: "x", constants: { LANES: 8 } }, { LANES: 4 }), "const LANES: u32 = 4u;\nx");
   });
 
+  test("floats are multiplied in float16 where that is wanted", () => {
+    const record = { source: "alias Real = f32;\nx", constants: { LANES: 8 } };
+    assert.equal(specialised(record, record.constants, "f16"), "enable f16;\nconst LANES: u32 = 8u;\nalias Real = f16;\nx");
+  });
+
   test("repeated lines are written out, one repetition inside of another", () => {
     const source = "a\n//# for i TILES\nb$i$\n//# for m TOKENS\nc$i$_$m$\n//# end\n//# end\nd";
     const written = specialised({ source, constants: { TILES: 2, TOKENS: 3 } }).split("\n").slice(2).join(" ");

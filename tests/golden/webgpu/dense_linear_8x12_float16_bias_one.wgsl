@@ -7,6 +7,7 @@ const TOKENS: u32 = 1u;
 @group(0) @binding(3) var<storage, read_write> y: array<f32>;
 struct Sizes { M: u32 }
 @group(0) @binding(4) var<uniform> sizes: Sizes;
+alias Real = f32;
 fn x4(row: u32, q: u32) -> vec4<f32> {
   return x[row * 3u + q];
 }
@@ -23,8 +24,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let token0 = min(first + 0u, sizes.M - 1u); // those behind the last are not stored
   var total0 = 0.0;
   for (var q = thread % LANES; q < 3u; q += LANES) {
-    let w = weight4(row, q);
-    total0 += dot(w, x4(token0, q));
+    let w = vec4<Real>(weight4(row, q));
+    total0 += f32(dot(w, vec4<Real>(x4(token0, q))));
   }
   sums[0u * ROWS * LANES + thread] = total0;
   workgroupBarrier();

@@ -9,6 +9,7 @@ const TOKENS: u32 = 1u;
 struct Sizes { M: u32 }
 @group(0) @binding(5) var<uniform> sizes: Sizes;
 fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }
+alias Real = f32;
 fn bytes4(word: u32) -> vec4<u32> {
   return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
 }
@@ -51,14 +52,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let table0 = 0u;
     let scale0 = scale_at(place0);
     {
-      let x0 = inputs(token0, c * 2u + 0u);
-      let v0 = values(((w0_0 >> 0u) & 0x0f0f0f0fu), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 2u + 0u));
+      let v0 = vec4<Real>(values(((w0_0 >> 0u) & 0x0f0f0f0fu), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 2u + 1u);
-      let v0 = values(((w0_0 >> 4u) & 0x0f0f0f0fu), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 2u + 1u));
+      let v0 = vec4<Real>(values(((w0_0 >> 4u) & 0x0f0f0f0fu), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
   }
   sums[(0u * TOKENS + 0u) * LANES * 16u + thread] = total0_0;

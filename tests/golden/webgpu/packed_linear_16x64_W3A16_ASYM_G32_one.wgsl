@@ -9,6 +9,7 @@ const TOKENS: u32 = 1u;
 struct Sizes { M: u32 }
 @group(0) @binding(5) var<uniform> sizes: Sizes;
 fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }
+alias Real = f32;
 fn bytes4(word: u32) -> vec4<u32> {
   return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
 }
@@ -39,44 +40,44 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let table0 = 0u;
     let scale0 = scale_at(place0);
     {
-      let x0 = inputs(token0, c * 8u + 0u);
-      let v0 = values(((w0_0 >> 0u) & 0x03030303u) | (((w0_2 >> 0u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 0u));
+      let v0 = vec4<Real>(values(((w0_0 >> 0u) & 0x03030303u) | (((w0_2 >> 0u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 1u);
-      let v0 = values(((w0_0 >> 2u) & 0x03030303u) | (((w0_2 >> 1u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 1u));
+      let v0 = vec4<Real>(values(((w0_0 >> 2u) & 0x03030303u) | (((w0_2 >> 1u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 2u);
-      let v0 = values(((w0_0 >> 4u) & 0x03030303u) | (((w0_2 >> 2u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 2u));
+      let v0 = vec4<Real>(values(((w0_0 >> 4u) & 0x03030303u) | (((w0_2 >> 2u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 3u);
-      let v0 = values(((w0_0 >> 6u) & 0x03030303u) | (((w0_2 >> 3u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 3u));
+      let v0 = vec4<Real>(values(((w0_0 >> 6u) & 0x03030303u) | (((w0_2 >> 3u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 4u);
-      let v0 = values(((w0_1 >> 0u) & 0x03030303u) | (((w0_2 >> 4u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 4u));
+      let v0 = vec4<Real>(values(((w0_1 >> 0u) & 0x03030303u) | (((w0_2 >> 4u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 5u);
-      let v0 = values(((w0_1 >> 2u) & 0x03030303u) | (((w0_2 >> 5u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 5u));
+      let v0 = vec4<Real>(values(((w0_1 >> 2u) & 0x03030303u) | (((w0_2 >> 5u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 6u);
-      let v0 = values(((w0_1 >> 4u) & 0x03030303u) | (((w0_2 >> 6u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 6u));
+      let v0 = vec4<Real>(values(((w0_1 >> 4u) & 0x03030303u) | (((w0_2 >> 6u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
     {
-      let x0 = inputs(token0, c * 8u + 7u);
-      let v0 = values(((w0_1 >> 6u) & 0x03030303u) | (((w0_2 >> 7u) & 0x01010101u) << 2u), zero0, table0) * scale0;
-      total0_0 += dot(v0, x0);
+      let x0 = vec4<Real>(inputs(token0, c * 8u + 7u));
+      let v0 = vec4<Real>(values(((w0_1 >> 6u) & 0x03030303u) | (((w0_2 >> 7u) & 0x01010101u) << 2u), zero0, table0) * scale0);
+      total0_0 += f32(dot(v0, x0));
     }
   }
   sums[(0u * TOKENS + 0u) * LANES * 16u + thread] = total0_0;

@@ -10,9 +10,6 @@ const TOKENS: u32 = 1u;
 struct Sizes { M: u32 }
 @group(0) @binding(6) var<uniform> sizes: Sizes;
 fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }
-fn bytes4(word: u32) -> vec4<u32> {
-  return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
-}
 
 fn scale_at(place: u32) -> f32 { return half(scales[place >> 1u], place); }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;

@@ -9,9 +9,6 @@ const TOKENS: u32 = 1u;
 struct Sizes { M: u32 }
 @group(0) @binding(5) var<uniform> sizes: Sizes;
 fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }
-fn bytes4(word: u32) -> vec4<u32> {
-  return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
-}
 
 fn scale_at(place: u32) -> f32 { return half(scales[place >> 1u], place); }
 var<workgroup> sums: array<f32, LANES * 16u * TILES * TOKENS>;
@@ -44,7 +41,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let factor0 = numbers[token0 * 5u + 0u];
   let place0 = (tile0 * 1u + 0u) * 16u + row;
   let scale0 = scale_at(place0);
-  let zero0 = 128.0 - 128.0;
   total0_0 += f32(sum0_0) * (scale0 * factor0);
   sums[(0u * TOKENS + 0u) * LANES * 16u + thread] = total0_0;
   workgroupBarrier();

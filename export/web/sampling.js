@@ -1,0 +1,23 @@
+// Picks tokens by their probability.
+
+/** Random numbers in [0, 1): mulberry32; without a seed, another sequence each time. */
+export function generator(seed = Math.floor(Math.random() * 2 ** 32)) {
+  let state = seed >>> 0;
+  return () => {
+    state = (state + 0x6d2b79f5) >>> 0;
+    let t = Math.imul(state ^ (state >>> 15), state | 1);
+    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
+    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+/** A token by its probability, among the `topK` likeliest (0: all) and the fewest that reach `topP` together. */
+export function sample(logits, temperature, topK, topP, random) {
+  const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]).slice(0, topK || logits.length);
+  const weights = order.map((id) => Math.exp((logits[id] - logits[order[0]]) / temperature));
+  let limit = topP * weights.reduce((sum, weight) => sum + weight, 0);
+  let kept = 0;
+  for (; kept < weights.length && limit > 0; kept++) limit -= weights[kept];
+  let point = random() * weights.slice(0, Math.max(1, kept)).reduce((sum, weight) => sum + weight, 0);
+  return order[weights.findIndex((weight) => (point -= weight) < 0)] ?? order[0];
+}
