@@ -81,7 +81,9 @@ def serve() -> Iterator[Callable[[Path], str]]:
 def open_page(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[..., Any]]:
     contexts = []
 
-    def start(bundle: Path, script: str = "", spoil: Callable[[], None] = lambda: None, query: str = "") -> Any:
+    def start(
+        bundle: Path, script: str = "", spoil: Callable[[], None] = lambda: None, query: str = "?device=webgpu"
+    ) -> Any:
         contexts.append(browser.new_context(viewport={"width": 420, "height": 800}))
         page = contexts[-1].new_page()
         page.set_default_timeout(120_000)

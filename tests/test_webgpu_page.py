@@ -24,7 +24,7 @@ def test_tokens_and_logits_are_those_of_pytorch(
     engine: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any]
 ) -> None:
     bundle, graph = made
-    page = open_page(bundle, WITHOUT_WEBGPU if engine == "wasm" else "")
+    page = open_page(bundle, WITHOUT_WEBGPU, query="") if engine == "wasm" else open_page(bundle)
     assert page.evaluate("model.device") == engine
     assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == greedy(graph, 32)
     long = [int(i) for i in np.random.default_rng(0).integers(3, 2048, 150)]  # more than one part of a prompt
@@ -91,7 +91,7 @@ def test_damage_is_said_in_words(
         else:
             (bundle / name).write_bytes(content[:1000] if damage == "cut" else content)
 
-    page = open_page(bundle, spoil=spoil, query="?device=wasm" if name.startswith("wasm") else "")
+    page = open_page(bundle, spoil=spoil, query=f"?device={'wasm' if name.startswith('wasm') else 'webgpu'}")
     assert message in page.inner_text("#error")
     assert not page.is_visible("#form")
 
@@ -99,8 +99,9 @@ def test_damage_is_said_in_words(
 def test_a_browser_without_webgpu_takes_webassembly_and_says_so(
     made: tuple[Path, GraphModule], open_page: Callable[..., Any]
 ) -> None:
-    page = open_page(made[0], WITHOUT_WEBGPU)
-    assert "WebAssembly, which is slower than WebGPU: this browser has no WebGPU here" in page.inner_text("#fallback")
+    page = open_page(made[0], WITHOUT_WEBGPU, query="")
+    said = page.inner_text("#fallback")
+    assert "WebAssembly, not on a graphics processor: this browser has no WebGPU here" in said
     assert "WebAssembly on one processor core" in page.inner_text("#facts")
     page.fill("#tokens", "8")
     page.click("#go")
@@ -108,10 +109,18 @@ def test_a_browser_without_webgpu_takes_webassembly_and_says_so(
     assert page.inner_text("#text").startswith("Return the")
 
 
+def test_webassembly_is_taken_before_a_software_adapter(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    page = open_page(made[0], query="")
+    assert page.evaluate("model.device") == "wasm"
+    assert "WebGPU is a processor's work here" in page.inner_text("#fallback")
+
+
 def test_a_browser_that_is_told_to_take_webgpu_says_that_there_is_none(
     made: tuple[Path, GraphModule], open_page: Callable[..., Any]
 ) -> None:
-    page = open_page(made[0], WITHOUT_WEBGPU, query="?device=webgpu")
+    page = open_page(made[0], WITHOUT_WEBGPU)
     assert "this browser has no WebGPU here" in page.inner_text("#error")
 
 
@@ -153,9 +162,10 @@ def test_a_device_without_room_says_so(made: tuple[Path, GraphModule], open_page
     script = (
         """Object.defineProperty(GPUSupportedLimits.prototype, 'maxStorageBufferBindingSize', { get: () => 4096 });"""
     )
-    page = open_page(made[0], script, query="?device=webgpu")
-    assert "this device takes buffers of 4096 bytes, the model needs one of" in page.inner_text("#error")
     page = open_page(made[0], script)
+    assert "this device takes buffers of 4096 bytes, the model needs one of" in page.inner_text("#error")
+    hardware = "Object.defineProperty(GPUAdapterInfo.prototype, 'isFallbackAdapter', { get: () => false });"
+    page = open_page(made[0], script + hardware, query="")
     assert "this device takes buffers of 4096 bytes" in page.inner_text("#fallback")
 
 

@@ -10,7 +10,8 @@ export interface LoadOptions {
   context?: number;
   /** Ends the loading with an AbortError. */
   signal?: AbortSignal;
-  /** What computes. Default `auto`: WebGPU, and WebAssembly where that is missing or has too little memory. */
+  /** What computes. Default `auto`: WebGPU, and WebAssembly where that is missing, has too little memory, or is only
+      software on the processor, which WebAssembly uses better. */
   device?: "auto" | "webgpu" | "wasm";
   /** What WebGPU's linears multiply floats in. Default `f32`, which is what the bundle's figures are of; `f16` where the
       device has `shader-f16`, see `Model.precision`. Sums are float32 either way. */

@@ -21,7 +21,7 @@ export async function load(url = ".", { onProgress = () => {}, context = 2048, d
   const manifest = await readManifest(base, signal);
   const on = async (kind) => {
     const { Engine } = await (kind === "wasm" ? import("./wasm.js") : import("./webgpu.js"));
-    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), { precision, gpu });
+    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), { precision, isAuto: device === "auto", gpu });
     try {
       engine.compile?.();
       await fill(engine, base, manifest, onProgress, signal);

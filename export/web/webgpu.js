@@ -34,11 +34,14 @@ export function specialised(record, constants = record.constants, precision = "f
 export class Engine {
   kind = "webgpu";
 
-  static async open(manifest, readFile, { precision, gpu = globalThis.navigator?.gpu } = {}) {
+  static async open(manifest, readFile, { precision, isAuto, gpu = globalThis.navigator?.gpu } = {}) {
     const advice = "use a current Chrome, Edge, Firefox or Safari on a machine with a graphics processor";
     if (!gpu) throw new BundleError("no-webgpu", `this browser has no WebGPU here (it needs https or localhost); ${advice}`);
     const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
     if (!adapter) throw new BundleError("no-webgpu", `WebGPU finds no adapter on this device; ${advice}`);
+    if (isAuto && adapter.info?.isFallbackAdapter && manifest.engines?.includes("wasm")) {
+      throw new BundleError("no-webgpu", "WebGPU is a processor's work here, without a graphics processor");
+    }
     const largest = Math.max(0, ...Object.values(manifest.weights.tensors).map((tensor) => padded(tensor.bytes)));
     const limits = { maxStorageBufferBindingSize: largest, maxBufferSize: largest };
     const requiredLimits = {};
