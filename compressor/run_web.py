@@ -119,6 +119,7 @@ class WebMaker:
             errors.append(self._error(self._bundles[engine]))
             where = adapter_name() if engine == "webgpu" else "wasmtime"
             text = f"all kernels executed on {where}, relative error {errors[-1]:.2g}"
+            text += "; evaluations run on them" if engine == self._evaluator() else ""
             checks.append(Check(names[engine], True, text))
         return max(errors), checks
 
@@ -136,13 +137,14 @@ class WebMaker:
         errors = output_errors(found.reshape(-1, found.shape[-1]).astype(np.float64), stored, 0)
         return worst_error(errors, float(stored["tolerance"][0]))
 
-    def process(self, folder: Path) -> WebProcess:
-        """The bundle on this machine, to be evaluated; as checked, its kernels are compiled already.
-
-        A software adapter is much slower than WebAssembly, which computes the same within the check's tolerance.
-        """
+    def _evaluator(self) -> Engine:
+        """A software adapter is much slower than WebAssembly, which computes the same within the check's tolerance."""
         is_slow = "webgpu" not in self._engines or is_software()
-        engine: Engine = "wasm" if "wasm" in self._engines and is_slow else "webgpu"
+        return "wasm" if "wasm" in self._engines and is_slow else "webgpu"
+
+    def process(self, folder: Path) -> WebProcess:
+        """The bundle on this machine, to be evaluated; as checked, its kernels are compiled already."""
+        engine = self._evaluator()
         return WebProcess(self._bundles.get(engine) or WebBundle(folder, engine))
 
     def why_not(self) -> str:

@@ -181,6 +181,22 @@ def test_a_tab_with_little_memory_says_so(made: tuple[Path, GraphModule], open_p
     assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 4}]) == greedy(made[1], 4)  # it goes on with less
 
 
+def test_a_kernel_that_does_not_compile_is_said_when_it_is_needed(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+) -> None:
+    """Only those that a text takes keep it from being written."""
+    script = """const real = GPUDevice.prototype.createComputePipelineAsync;
+      GPUDevice.prototype.createComputePipelineAsync = function (about) {
+        return /^packed.*_one$/.test(about.label) ? Promise.reject(new Error("none")) : real.call(this, about);
+      };"""
+    page = open_page(made[0], script)
+    page.evaluate("model.session(8).then((session) => session.logits([1, 403, 263]))")
+    page.click("#go")
+    page.wait_for_function("!document.getElementById('error').hidden")
+    assert "this browser does not compile the kernel" in page.inner_text("#error")
+    assert "WebAssembly may serve" in page.inner_text("#error")
+
+
 def test_a_lost_device_ends_the_text_with_words(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
     page = open_page(made[0])
     page.fill("#tokens", "500")

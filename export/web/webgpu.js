@@ -137,7 +137,7 @@ export class Engine {
       this.refuseLost();
       const { messages } = await module.getCompilationInfo();
       throw new BundleError("damaged", `this browser does not compile the kernel ${name}: ` +
-        `${messages[0]?.message ?? error.message}`);
+        `${messages[0]?.message ?? error.message}; WebAssembly may serve: device: "wasm"`);
     }
   }
 

@@ -10,10 +10,45 @@ import { describe, test } from "node:test";
 import { BundleError, load, TextStream } from "compressor-web";
 
 import { bytesOf, evaluate } from "../program.js";
+import { generator, sample } from "../sampling.js";
 import { Engine } from "../wasm.js";
 import { specialised } from "../webgpu.js";
 
 const bundle = process.env.COMPRESSOR_BUNDLE;
+
+describe("sampling", () => {
+  const logits = Float32Array.from({ length: 1000 }, (_, i) => i === 400 ? 2 : i === 7 ? 1 : i === 900 ? 0 : -50);
+  const drawn = (temperature, topK, topP) => {
+    const random = generator(3), counts = {};
+    for (let i = 0; i < 20000; i++) {
+      const id = sample(logits, temperature, topK, topP, random);
+      counts[id] = (counts[id] ?? 0) + 1 / 20000;
+    }
+    return counts;
+  };
+
+  test("follows the probabilities", () => {
+    for (const temperature of [1, 2]) {
+      const weights = [2, 1, 0].map((logit) => Math.exp(logit / temperature));
+      const sum = weights.reduce((a, b) => a + b);
+      const counts = drawn(temperature, 0, 1);
+      [400, 7, 900].forEach((id, i) => assert.ok(Math.abs(counts[id] - weights[i] / sum) < 0.015));
+      assert.equal(Object.keys(counts).length, 3);
+    }
+  });
+
+  test("keeps to the likeliest", () => {
+    assert.deepEqual(Object.keys(drawn(1, 2, 1)), ["7", "400"]);
+    assert.deepEqual(Object.keys(drawn(1, 0, 0.8)), ["7", "400"]); // 0.67 and 0.24
+    assert.deepEqual(Object.keys(drawn(1, 0, 0.5)), ["400"]);
+    assert.deepEqual(Object.keys(drawn(0.01, 0, 1)), ["400"]);
+  });
+
+  test("is repeated by its seed", () => {
+    const [a, b, c] = [5, 5, 6].map((seed) => generator(seed)());
+    assert.ok(a === b && a !== c);
+  });
+});
 
 describe("sizes", () => {
   test("are expressions of names and numbers", () => {
