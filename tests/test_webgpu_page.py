@@ -18,6 +18,13 @@ from torch.fx import GraphModule
 from compressor.evaluate import GraphLogits
 from compressor.resources import resource
 
+WITH_ALL_LOGITS = """async (given) => {{
+  const session = await model.session(64);
+  session.candidates = (ids) => session.logits(ids);
+  given[1].session = session;
+  return ({generate})(given);
+}}"""
+
 
 @pytest.mark.parametrize("engine", ["webgpu", "wasm"])
 def test_tokens_and_logits_are_those_of_pytorch(
@@ -33,6 +40,9 @@ def test_tokens_and_logits_are_those_of_pytorch(
     assert np.abs(np.array(found) - expected).max() < 1e-3
     sampled = [page.evaluate(GENERATE, [PROMPT, {"maxTokens": 8, "temperature": 0.8, "seed": n}]) for n in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
+    few = {"maxTokens": 8, "temperature": 0.8, "topK": 5, "seed": 1}
+    drawn = page.evaluate(GENERATE, [PROMPT, few])
+    assert drawn == page.evaluate(WITH_ALL_LOGITS.format(generate=GENERATE), [PROMPT, few])
     both = page.evaluate(
         f"async (given) => Promise.all([({GENERATE})(given), ({GENERATE})(given)])", [PROMPT, {"maxTokens": 8}]
     )

@@ -104,6 +104,9 @@ export class Session {
   logits(ids: number[]): Promise<Float32Array>;
   /** Take tokens; the likeliest token after them, picked where it was computed. */
   likeliest(ids: number[]): Promise<number>;
+  /** Take tokens; what one of the `count` likeliest tokens after them is drawn from: token and logit of each of these and
+      perhaps more, found where they were computed; or all logits, where `count` is 0 or too large for that. */
+  candidates(ids: number[], count: number): Promise<Float32Array | [number, number][]>;
   destroy(): void;
 }
 

@@ -237,7 +237,7 @@ export class Model {
       let next = ids;
       for (let count = 0; count < most && !signal?.aborted; count++) {
         const id = temperature > 0
-          ? sample(await own.logits(next), temperature, topK, topP, random)
+          ? sample(await own.candidates(next, topK), temperature, topK, topP, random)
           : await own.likeliest(next);
         if (this.info.eos_ids.includes(id)) return;
         yield id;
@@ -278,17 +278,24 @@ export class Session {
   /** Logits of the last of `ids`: Float32Array. */
   logits(ids) {
     const { engine, info } = this.model;
-    return this.advance(ids, false, () => engine.output(this.state, info.vocab_size));
+    return this.advance(ids, "", () => engine.output(this.state, info.vocab_size));
   }
 
   /** The likeliest token after `ids`, picked on the device. */
   likeliest(ids) {
     const { engine, info } = this.model;
-    return this.advance(ids, true, () => engine.picked(this.state, info.vocab_size));
+    return this.advance(ids, "argmax", () => engine.picked(this.state, info.vocab_size));
+  }
+
+  /** What one of the `count` likeliest tokens (0: all) after `ids` is drawn from: [token, logit] each, or all logits. */
+  candidates(ids, count) {
+    const { engine } = this.model;
+    if (!count || !engine.likeliest || !(count <= engine.program.top_k?.most)) return this.logits(ids);
+    return this.advance(ids, "top_k", () => engine.likeliest(this.state), count);
   }
 
   /** Compute tokens, in parts, move on, and read what came of it. */
-  advance(ids, pick, read) {
+  advance(ids, pick, read, count = 0) {
     return this.model.exclusively(async () => {
       if (this.position + ids.length > this.capacity) {
         throw new BundleError("request", `${this.position} + ${ids.length} tokens; the session has room for ` +
@@ -297,8 +304,8 @@ export class Session {
       for (let i = 0; i < ids.length; i += PROMPT_PART) {
         const part = Array.from(ids.slice(i, i + PROMPT_PART));
         const inputs = { ids: part, position: part.map((_, j) => this.position + j), keep: [part.length - 1] };
-        const sizes = { B: 1, S: part.length, R: 1, T: this.capacity };
-        await this.model.engine.run(this.state, inputs, sizes, pick && i + PROMPT_PART >= ids.length);
+        const sizes = { B: 1, S: part.length, R: 1, T: this.capacity, K: count };
+        await this.model.engine.run(this.state, inputs, sizes, i + PROMPT_PART < ids.length ? "" : pick);
         this.position += part.length;
       }
       return read();

@@ -160,8 +160,8 @@ export class Engine {
     Object.values(state.buffers).forEach((buffer) => buffer.destroy());
   }
 
-  /** Run all steps; `pick`: and choose the likeliest token. */
-  async run(state, inputs, sizes, pick = false) {
+  /** Run all steps; `pick`: and `argmax`, the likeliest token, or `top_k`, the `sizes.K` likeliest. */
+  async run(state, inputs, sizes, pick = "") {
     this.refuseLost();
     const { device } = this;
     await this.grow(state, inputs, sizes);
@@ -186,8 +186,9 @@ export class Engine {
     const key = `${Object.values(sizes)} ${pick}`;
     if (!state.plans.has(key)) {
       const { program } = this;
+      const size = pick === "top_k" ? "K" : "R";
       const steps = pick
-        ? [...program.steps, { kernels: [program.argmax.kernel], buffers: [program.output, "argmax"], sizes: ["R"] }]
+        ? [...program.steps, { kernels: [program[pick].kernel], buffers: [program.output, pick], sizes: [size] }]
         : program.steps;
       const words = new Uint32Array(steps.length * UNIFORM_BYTES / 4);
       const planned = await Promise.all(steps.map(async (step, i) => {
@@ -236,7 +237,8 @@ export class Engine {
   async grow(state, inputs, sizes) {
     const wanted = this.program.scratch.map((size) => evaluate(size, sizes));
     const short = (buffer, bytes) => !(buffer?.size >= bytes);
-    const given = [...Object.entries(inputs).map(([name, values]) => [name, 4 * values.length]), ["argmax", 4]];
+    const given = [...Object.entries(inputs).map(([name, values]) => [name, 4 * values.length]), ["argmax", 4],
+      ["top_k", 4 + 16 * (this.program.top_k?.most ?? 0)]];
     const isShort = wanted.some((bytes, i) => short(this.scratch[i], bytes));
     const isNarrow = given.some(([name, bytes]) => short(state.buffers[name], bytes));
     if (isShort || isNarrow) {
@@ -268,6 +270,14 @@ export class Engine {
   /** The token that `run` picked. */
   async picked(state) {
     return new Uint32Array(await this.read(state.buffers.argmax, 4))[0];
+  }
+
+  /** The tokens that `run` found likeliest, in no order: [token, logit] each. */
+  async likeliest(state) {
+    const words = new Uint32Array(await this.read(state.buffers.top_k, state.buffers.top_k.size));
+    const logits = new Float32Array(words.buffer);
+    const count = Math.min(words[0], 2 * this.program.top_k.most);
+    return Array.from({ length: count }, (_, i) => [words[1 + 2 * i], logits[2 + 2 * i]]);
   }
 
   async read(buffer, bytes) {

@@ -16,7 +16,7 @@ from codegen.kernel_helpers import OPS, random_packed
 from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 
-from compressor.codegen.web import argmax, attention, dense_linear, embedding, norm
+from compressor.codegen.web import argmax, attention, dense_linear, embedding, norm, top_k
 from compressor.codegen.web.activations import Rounded, round_activations
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
 from compressor.codegen.web.packed_linear import packed_linear, stored_parts
@@ -210,6 +210,22 @@ def test_masked_attention(require_adapter: None) -> None:
     assert error(got, OPS.masked_attention(q, k, v, mask, 0.4)) < 2 * TOLERANCE
 
 
+@pytest.mark.parametrize("width", [3, 97, 2048, 20000])
+def test_top_k(width: int, require_adapter: None) -> None:
+    """Signs, equal numbers, more than there are."""
+    x = torch.randn(width, generator=torch.Generator().manual_seed(width))
+    x = (x * 8).round() / 8 if width == 2048 else x
+    for count in (1, 2, 40, top_k.MOST):
+        record = top_k.top_k(width).record()
+        (found,) = run_kernels({"top_k": record}, [x.numpy()], [count], {1: ("uint32", (1 + 4 * top_k.MOST,))})
+        kth = float(x.sort(descending=True).values[min(count, width) - 1])
+        expected = {i: float(x[i]) for i in range(width) if float(x[i]) >= kth}
+        assert found[0] == len(expected)
+        stored = min(len(expected), 2 * top_k.MOST)
+        got = dict(zip(found[1::2][:stored].tolist(), found[2::2][:stored].view(np.float32).tolist(), strict=True))
+        assert got.items() <= expected.items() and len(got) == stored
+
+
 def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
     x = torch.randn(4, 1003)
     x[0, [17, 900]], x[1, 1002], x[2] = 9.0, 9.0, -1.0
@@ -233,6 +249,7 @@ def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
         norm.norm(64, 1e-5, True, True),
         embedding.embedding(11, 6, "bfloat16"),
         argmax.argmax(97),
+        top_k.top_k(97),
     ],
     ids=lambda kernel: kernel.name,
 )

@@ -111,11 +111,9 @@ class WebConverter:
         dispatch = _of_rows((kernel,), len(operands), len(made))
         out = [relax.TensorType([*leading, width], dtype) for width, dtype in made]
         found = self._call(importer, kernel.name, [dispatch], operands, out if len(out) > 1 else out[0])
-        parts = (
-            [found]
-            if len(out) == 1
-            else [importer.block_builder.emit(relax.TupleGetItem(found, i)) for i in range(len(out))]
-        )
+        parts = [found]
+        if len(out) > 1:
+            parts = [importer.block_builder.emit(relax.TupleGetItem(found, i)) for i in range(len(out))]
         return self._fed.setdefault(key, parts)
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:

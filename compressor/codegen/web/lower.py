@@ -26,6 +26,7 @@ from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate
 from compressor.codegen.web.products import POLYFILLS, PRODUCT
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
+from compressor.codegen.web.top_k import MOST, top_k
 from compressor.codegen.web.wasm import WasmModule, wasm_target
 from compressor.errors import VerificationError
 
@@ -91,10 +92,12 @@ def compile_program(
     writer = ProgramWriter(mod, converter.calls, partial(generate, target=target), WGSL_BYTES)
     content = _write(writer, mod, parameters, info.kind) | {"kernels": writer.kernels}
     if info.kind == "decoder":
-        sampler = argmax(info.vocab_size)
-        content["argmax"] = {"kernel": sampler.name}
-        writer.kernels[sampler.name] = sampler.record()
-        writer.details[sampler.name] = {"family": sampler.family}
+        samplers = {"argmax": argmax(info.vocab_size), "top_k": top_k(info.vocab_size)}
+        content["argmax"] = {"kernel": samplers["argmax"].name}
+        content["top_k"] = {"kernel": samplers["top_k"].name, "most": MOST}
+        for sampler in samplers.values():
+            writer.kernels[sampler.name] = sampler.record()
+            writer.details[sampler.name] = {"family": sampler.family}
     if any(PRODUCT in record["source"] for record in writer.kernels.values()):
         content["polyfills"] = POLYFILLS
     kernels = [{"name": name, **details} for name, details in writer.details.items()]

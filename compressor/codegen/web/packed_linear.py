@@ -58,10 +58,8 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
         fmt = replace(fmt, activations=None)
     if fmt.integer_products:
         layout = Rounded.of(columns, fmt)
-        step, buffers = (
-            layout.step_columns,
-            [Buffer("x", "vec4<u32>" if layout.is_vector else "u32"), Buffer("numbers")],
-        )
+        step = layout.step_columns
+        buffers = [Buffer("x", "vec4<u32>" if layout.is_vector else "u32"), Buffer("numbers")]
     else:
         step, buffers = fmt.chunk_columns, [Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")]
     kinds = fmt.parts(rows, columns)

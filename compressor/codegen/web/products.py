@@ -23,12 +23,30 @@ POLYFILLS = {
 """What is added to a kernel's text where WGSL lacks a feature of the language, by its name."""
 
 
-class FloatLoop:
-    """Codes become floats, chunk by chunk; a thread takes every ``LANES``-th chunk."""
+class _Loop:
+    """What both know of a weight: its tiles, chunks and groups, and where a scale or a zero point is."""
 
     def __init__(self, rows: int, columns: int, fmt: Format) -> None:
         self.fmt, self.columns = fmt, columns
         self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
+
+    def _tile(self) -> str:
+        return f"min(id.x * TILES + $i$u, {self.tiles - 1}u)"
+
+    def _place(self, group: str) -> str:
+        """Of a scale and a zero point."""
+        if self.fmt.block_tiles:
+            return f"(tile$i$ / {self.fmt.block_tiles}u) * {self.groups}u + {group}"
+        return f"(tile$i$ * {self.groups}u + {group}) * {TILE_ROWS}u + row"
+
+    def _zero(self) -> str:
+        if self.fmt.symmetric:
+            return f"{self.fmt.middle!r}"
+        return "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
+
+
+class FloatLoop(_Loop):
+    """Codes become floats, chunk by chunk; a thread takes every ``LANES``-th chunk."""
 
     def functions(self) -> str:
         """Functions that the text calls."""
@@ -71,22 +89,8 @@ class FloatLoop:
 {steps}
   }}"""
 
-    def _tile(self) -> str:
-        return f"min(id.x * TILES + $i$u, {self.tiles - 1}u)"
 
-    def _place(self, group: str) -> str:
-        """Of a scale and a zero point."""
-        if self.fmt.block_tiles:
-            return f"(tile$i$ / {self.fmt.block_tiles}u) * {self.groups}u + {group}"
-        return f"(tile$i$ * {self.groups}u + {group}) * {TILE_ROWS}u + row"
-
-    def _zero(self) -> str:
-        if self.fmt.symmetric:
-            return f"{self.fmt.middle!r}"
-        return "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
-
-
-class IntegerLoop(FloatLoop):
+class IntegerLoop(_Loop):
     """Bytes are multiplied, four an instruction, and added up as integers; then scaled, at each step or at the end.
 
     A thread takes every ``LANES``-th step of :class:`compressor.codegen.web.activations.Rounded`.  Bytes are signed:

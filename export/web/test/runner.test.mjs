@@ -44,6 +44,17 @@ describe("sampling", () => {
     assert.deepEqual(Object.keys(drawn(0.01, 0, 1)), ["400"]);
   });
 
+  test("draws the same from the likeliest as from all", () => {
+    const all = Float32Array.from({ length: 300 }, (_, i) => Math.round(40 * Math.sin(i * i)) / 10); // many are equal
+    const last = [...all].sort((a, b) => b - a)[19];
+    const pairs = [...all.entries()].filter(([, logit]) => logit >= last).reverse();
+    const draw = (candidates) => {
+      const random = generator(1);
+      return Array.from({ length: 50 }, () => sample(candidates, 1, 20, 0.9, random));
+    };
+    assert.deepEqual(draw(pairs), draw(all));
+  });
+
   test("is repeated by its seed", () => {
     const [a, b, c] = [5, 5, 6].map((seed) => generator(seed)());
     assert.ok(a === b && a !== c);
