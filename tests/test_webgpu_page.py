@@ -124,7 +124,7 @@ def test_webassembly_is_taken_before_a_software_adapter(
 ) -> None:
     page = open_page(made[0], query="")
     assert page.evaluate("model.device") == "wasm"
-    assert "WebGPU is a processor's work here" in page.inner_text("#fallback")
+    assert "all that WebGPU finds here is software" in page.inner_text("#fallback")
 
 
 def test_a_browser_that_is_told_to_take_webgpu_says_that_there_is_none(

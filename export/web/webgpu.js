@@ -40,7 +40,7 @@ export class Engine {
     const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
     if (!adapter) throw new BundleError("no-webgpu", `WebGPU finds no adapter on this device; ${advice}`);
     if (isAuto && adapter.info?.isFallbackAdapter && manifest.engines?.includes("wasm")) {
-      throw new BundleError("no-webgpu", "WebGPU is a processor's work here, without a graphics processor");
+      throw new BundleError("no-webgpu", "all that WebGPU finds here is software on the processor");
     }
     const largest = Math.max(0, ...Object.values(manifest.weights.tensors).map((tensor) => padded(tensor.bytes)));
     const limits = { maxStorageBufferBindingSize: largest, maxBufferSize: largest };
