@@ -53,12 +53,11 @@ export class Engine {
       requiredLimits[name] = adapter.limits[name];
     }
     const program = JSON.parse(new TextDecoder().decode(await readFile("webgpu.json")));
-    const half = precision === "f16" && adapter.features.has("shader-f16");
-    const wanted = ["timestamp-query", ...half ? ["shader-f16"] : []];
+    const wanted = ["timestamp-query", ...precision === "f16" ? ["shader-f16"] : []];
     const requiredFeatures = wanted.filter((name) => adapter.features.has(name));
     const device = await adapter.requestDevice({ requiredLimits, requiredFeatures });
     const engine = new Engine(program, device);
-    engine.precision = half ? "f16" : "f32";
+    engine.precision = requiredFeatures.includes("shader-f16") ? "f16" : "f32";
     engine.polyfills = Object.entries(program.polyfills ?? {})
       .filter(([feature]) => !gpu.wgslLanguageFeatures?.has(feature)).map(([, text]) => text).join("");
     const info = adapter.info ?? {};
@@ -103,6 +102,8 @@ export class Engine {
   /** Begin to compile, first what prompts take: runs wait for what they need. */
   compile() {
     const { steps, argmax, kernels } = this.program;
+    const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
+    this.tuned = hasStorage ? import("./tune.js") : {};
     const first = [...steps.map((step) => step.kernels.at(-1)), ...argmax ? [argmax.kernel] : []];
     for (const name of [...first, ...Object.keys(kernels)]) this.compiled(name).catch(() => {});
   }
@@ -110,10 +111,9 @@ export class Engine {
   /** A kernel, with the constants of an earlier tuning where there was one. */
   compiled(name) {
     this.kernels[name] ??= (async () => {
-      const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
       const record = this.program.kernels[name];
-      const { kept } = hasStorage && record.space ? await import("./tune.js") : {};
-      return this.pipeline(name, record, await kept?.(this, name));
+      const { kept } = await this.tuned;
+      return this.pipeline(name, record, record.space && await kept?.(this, name));
     })();
     return this.kernels[name];
   }
