@@ -58,6 +58,8 @@ export class Model {
   /** Why WebAssembly computes in place of WebGPU, in words. */
   readonly fallback?: string;
   tokenizer(): Promise<Tokenizer>;
+  /** What turns token ids that come one after another into text. */
+  textStream(prompt?: number[]): Promise<TextStream>;
   /** An encoder's last hidden states of a text or of token ids, special tokens included: [tokens, width], row by row. */
   encode(input: string | number[]): Promise<{ data: Float32Array; shape: [number, number] }>;
   /** A text's embedding: the mean of its last hidden states, scaled to length 1. */
@@ -110,9 +112,8 @@ export class Session {
   destroy(): void;
 }
 
-/** Text of a growing sequence of tokens after a prompt: what is certain, as soon as it is. */
-export class TextStream {
-  constructor(tokenizer: Tokenizer, prompt?: number[]);
+/** Text of a growing sequence of tokens after a prompt: what is certain, as soon as it is; made by `Model.textStream`. */
+export interface TextStream {
   /** The text that one more token makes certain; empty while a character is incomplete. */
   push(id: number): string;
   /** What is left. */

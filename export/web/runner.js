@@ -77,24 +77,18 @@ async function readManifest(base, signal) {
 }
 
 async function fetchFile(base, name, signal) {
-  if (base.protocol === "file:") return readLocal(new URL(name, base), name);
+  const isLocal = base.protocol === "file:"; // outside of browsers
+  const get = isLocal ? async (url) => new Response(await (await import("node:fs/promises")).readFile(url)) : fetch;
   let response;
   try {
-    response = await fetch(new URL(name, base), { signal });
+    response = await get(new URL(name, base), { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new BundleError("missing", `${name} cannot be fetched: no connection to ${base.host}`, { cause: error });
+    const why = isLocal ? error.message : `no connection to ${base.host}`;
+    throw new BundleError("missing", `${name} cannot be fetched: ${why}`, { cause: error });
   }
   if (!response.ok) throw new BundleError("missing", `${name} cannot be fetched: the server says ${response.status}`);
   return response;
-}
-
-/** A file on disk, outside of browsers. */
-async function readLocal(url, name) {
-  const { readFile: read } = await import("node:fs/promises");
-  return read(url).then((content) => new Response(content)).catch((error) => {
-    throw new BundleError("missing", `${name} cannot be read: ${error.message}`, { cause: error });
-  });
 }
 
 async function readFile(base, manifest, name, signal) {
@@ -167,6 +161,12 @@ export class Model {
     return this.loadedTokenizer;
   }
 
+  /** Text of a growing sequence of tokens after a prompt. */
+  async textStream(prompt = []) {
+    const [tokenizer, { TextStream }] = await Promise.all([this.tokenizer(), import("./text.js")]);
+    return new TextStream(tokenizer, prompt);
+  }
+
   /** A new sequence of tokens, with room for `capacity` of them. */
   async session(capacity = this.context) {
     if (this.manifest.kind !== "decoder") throw new BundleError("request", "only a decoder generates");
@@ -211,9 +211,8 @@ export class Model {
 
   /** Continue a prompt, text or token ids; yields pieces of text. */
   async *generate(prompt, options = {}) {
-    const tokenizer = await this.tokenizer();
-    const ids = typeof prompt === "string" ? tokenizer.encode(prompt).ids : [...prompt];
-    const text = new TextStream(tokenizer, ids);
+    const ids = typeof prompt === "string" ? (await this.tokenizer()).encode(prompt).ids : [...prompt];
+    const text = await this.textStream(ids);
     for await (const id of this.generateIds(ids, options)) {
       const piece = text.push(id);
       if (piece) yield piece;
@@ -315,27 +314,5 @@ export class Session {
   /** Give its memory back. */
   destroy() {
     this.model.engine.release(this.state);
-  }
-}
-
-/** Text of a growing sequence of tokens: what is certain, as soon as it is. */
-export class TextStream {
-  constructor(tokenizer, prompt = []) {
-    this.tokenizer = tokenizer;
-    this.ids = [...prompt];
-    this.shown = prompt.length ? tokenizer.decode(this.ids) : "";
-  }
-
-  push(id) {
-    this.ids.push(id);
-    const text = this.tokenizer.decode(this.ids);
-    if (text.endsWith("\ufffd")) return ""; // half a character
-    const piece = text.slice(this.shown.length);
-    this.shown = text;
-    return piece;
-  }
-
-  end() {
-    return this.ids.length ? this.tokenizer.decode(this.ids).slice(this.shown.length) : "";
   }
 }

@@ -43,14 +43,12 @@ export class Engine {
       throw new BundleError("no-webgpu", "all that WebGPU finds here is software on the processor");
     }
     const largest = Math.max(0, ...Object.values(manifest.weights.tensors).map((tensor) => padded(tensor.bytes)));
-    const limits = { maxStorageBufferBindingSize: largest, maxBufferSize: largest };
     const requiredLimits = {};
-    for (const [name, needed] of Object.entries(limits)) {
-      if (needed > adapter.limits[name]) {
-        throw new BundleError("memory", `this device takes buffers of ${adapter.limits[name]} bytes, the model needs one ` +
-          `of ${needed}`);
+    for (const name of ["maxStorageBufferBindingSize", "maxBufferSize"]) {
+      const most = requiredLimits[name] = adapter.limits[name];
+      if (largest > most) {
+        throw new BundleError("memory", `this device takes buffers of ${most} bytes, the model needs one of ${largest}`);
       }
-      requiredLimits[name] = adapter.limits[name];
     }
     const program = JSON.parse(new TextDecoder().decode(await readFile("webgpu.json")));
     const wanted = ["timestamp-query", ...precision === "f16" ? ["shader-f16"] : []];

@@ -7,10 +7,11 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { describe, test } from "node:test";
 
-import { BundleError, load, TextStream } from "compressor-web";
+import { BundleError, load } from "compressor-web";
 
 import { bytesOf, evaluate } from "../program.js";
 import { generator, sample } from "../sampling.js";
+import { TextStream } from "../text.js";
 import { Engine } from "../wasm.js";
 import { specialised } from "../webgpu.js";
 
