@@ -86,6 +86,11 @@ class Runtime:
     tuned: bool = False
 
 
+def label(provider: str, threads: int) -> str:
+    """An engine in words."""
+    return "WebGPU" if provider == "webgpu" else f"WebAssembly, {threads} thread{'s' if threads > 1 else ''}"
+
+
 def runtimes(model: str, ours: Mapping[str, str], kind: str, precisions: tuple[str, ...], cores: int) -> list[Runtime]:
     """Ours, folders by format, and the peer's, on both engines."""
     found = []
@@ -93,14 +98,16 @@ def runtimes(model: str, ours: Mapping[str, str], kind: str, precisions: tuple[s
         found += [
             Runtime(f"ours {form}, WebGPU", folder, "device=webgpu", ours=True),
             Runtime(f"ours {form}, WebGPU, tuned for 5 s", folder, "device=webgpu", ours=True, tuned=True),
-            Runtime(f"ours {form}, WebAssembly, 1 thread", folder, "device=wasm", ours=True),
+            *(
+                Runtime(f"ours {form}, {label('wasm', n)}", folder, f"device=wasm&threads={n}", ours=True)
+                for n in (1, cores)
+            ),
         ]
     shape = "&layers=5&heads=4&width=32" if kind == "decoder" else ""
     for precision in precisions:
         for provider, threads in (("webgpu", 1), ("wasm", 1), ("wasm", cores)):
-            engine = "WebGPU" if provider == "webgpu" else f"WebAssembly, {threads} thread{'s' if threads > 1 else ''}"
             query = f"model=/work/ort_{model}_{precision}&kind={kind}&provider={provider}&threads={threads}{shape}"
-            found.append(Runtime(f"ONNX Runtime Web {precision}, {engine}", "peers", query))
+            found.append(Runtime(f"ONNX Runtime Web {precision}, {label(provider, threads)}", "peers", query))
     return found
 
 

@@ -22,7 +22,7 @@ SHARD_BYTES = 16 << 20
 """A shard is checked, and kept by the browser, as a whole."""
 _ALIGNMENT_BYTES = 16
 SHIPPED: tuple[str, ...] = (
-    "runner.js", "program.js", "webgpu.js", "wasm.js", "tune.js", "sampling.js", "text.js",
+    "runner.js", "program.js", "webgpu.js", "wasm.js", "threads.js", "worker.js", "tune.js", "sampling.js", "text.js",
     "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
 )  # fmt: skip
 

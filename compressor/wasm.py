@@ -18,6 +18,8 @@ from compressor.errors import ToolchainError
 
 _PAGE_BYTES = 1 << 16
 _ALIGNMENT_BYTES = 64
+_TASKS = 3
+"""Parts that a parallel loop is computed in."""
 
 
 def is_available() -> bool:
@@ -48,13 +50,14 @@ class WasmProgram:
         self.content = content
         self._store = wasmtime.Store()
         kinds = wasmtime.ValType
-        self._memory = wasmtime.Memory(self._store, wasmtime.MemoryType(wasmtime.Limits(64, None)))
+        self._memory = wasmtime.Memory(self._store, wasmtime.MemoryType(wasmtime.Limits(64, 1 << 16)))
         word, wide = kinds.i32(), kinds.i64()
         linker = wasmtime.Linker(self._store.engine)
         linker.define(self._store, "env", "memory", self._memory)
         provided: dict[str, tuple[list[Any], list[Any], Any]] = {
             "TVMBackendAllocWorkspace": ([word, word, wide, word, word], [word], self._allot),
             "TVMBackendFreeWorkspace": ([word, word, word], [word], self._free),
+            "TVMBackendParallelLaunch": ([word, word, word], [word], self._launch),
             "TVMFFIEnvModRegisterSystemLibSymbol": ([word, word], [word], lambda *_: 0),
         }
         for name, (given, returned, function) in provided.items():
@@ -64,6 +67,7 @@ class WasmProgram:
         first = int(self._functions["__heap_base"].value(self._store))
         self._holes = [[-(-first // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, 1 << 32]]  # beginnings and ends
         self._taken: dict[int, int] = {}  # address -> bytes
+        self._tasks = self.upload(np.array([0, _TASKS], np.int32))
         self._tensors = {name: self.upload(array) for name, array in tensors.items()}
         self._scratch: dict[int, tuple[int, int]] = {}  # number -> address and bytes
 
@@ -137,6 +141,11 @@ class WasmProgram:
     def _free(self, _type: int, _device: int, address: int) -> int:
         self.free(address % (1 << 32))
         return 0
+
+    def _launch(self, function: int, data: int, _tasks: int) -> int:
+        """All tasks of a parallel loop, the last first: what depends on their order is seen."""
+        task = self._functions["__indirect_function_table"].get(self._store, function)
+        return int(any([task(self._store, i, self._tasks, data) for i in reversed(range(_TASKS))]))
 
     def _buffer(self, reference: str, inputs: Mapping[str, int]) -> int:
         kind, _, name = reference.partition(":")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from page_helpers import GENERATE, PROMPT, READY, WITHOUT_WEBGPU, greedy
 from torch.fx import GraphModule
 
+from compressor import serve
 from compressor.evaluate import GraphLogits
 from compressor.resources import resource
 
@@ -26,13 +28,17 @@ WITH_ALL_LOGITS = """async (given) => {{
 }}"""
 
 
-@pytest.mark.parametrize("engine", ["webgpu", "wasm"])
+@pytest.mark.parametrize(
+    ("engine", "query"), [("webgpu", "?device=webgpu"), ("wasm", "?threads=1"), ("wasm", "?threads=3")]
+)
 def test_tokens_and_logits_are_those_of_pytorch(
-    engine: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any]
+    engine: str, query: str, made: tuple[Path, GraphModule], open_page: Callable[..., Any]
 ) -> None:
     bundle, graph = made
-    page = open_page(bundle, WITHOUT_WEBGPU, query="") if engine == "wasm" else open_page(bundle)
+    page = open_page(bundle, WITHOUT_WEBGPU if engine == "wasm" else "", query=query)
     assert page.evaluate("model.device") == engine
+    if engine == "wasm":
+        assert page.evaluate("model.adapter") == ("3 processor cores" if "3" in query else "one processor core")
     assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 32}]) == greedy(graph, 32)
     long = [int(i) for i in np.random.default_rng(0).integers(3, 2048, 150)]  # more than one part of a prompt
     found = page.evaluate("async (ids) => Array.from(await (await model.session(200)).logits(ids))", long)
@@ -109,7 +115,7 @@ def test_damage_is_said_in_words(
 def test_a_browser_without_webgpu_takes_webassembly_and_says_so(
     made: tuple[Path, GraphModule], open_page: Callable[..., Any]
 ) -> None:
-    page = open_page(made[0], WITHOUT_WEBGPU, query="")
+    page = open_page(made[0], WITHOUT_WEBGPU, query="?threads=1")
     said = page.inner_text("#fallback")
     assert "WebAssembly, not on a graphics processor: this browser has no WebGPU here" in said
     assert "WebAssembly on one processor core" in page.inner_text("#facts")
@@ -132,6 +138,27 @@ def test_a_browser_that_is_told_to_take_webgpu_says_that_there_is_none(
 ) -> None:
     page = open_page(made[0], WITHOUT_WEBGPU)
     assert "this browser has no WebGPU here" in page.inner_text("#error")
+
+
+def test_a_page_that_is_not_isolated_computes_on_one_core(
+    made: tuple[Path, GraphModule], open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from servers that send no headers, with a browser that would have four threads."""
+    monkeypatch.setattr(serve._Files, "end_headers", SimpleHTTPRequestHandler.end_headers)
+    cores = "Object.defineProperty(Navigator.prototype, 'hardwareConcurrency', { get: () => 8 });"
+    page = open_page(made[0], cores, query="?device=wasm")
+    assert page.evaluate("[crossOriginIsolated, model.adapter]") == [False, "one processor core"]
+    assert page.evaluate(GENERATE, [PROMPT, {"maxTokens": 4}]) == greedy(made[1], 4)
+    page = open_page(made[0], query="?device=wasm&threads=2")
+    assert "2 threads: this page is not isolated" in page.inner_text("#error")
+    monkeypatch.undo()
+    page = open_page(made[0], cores, query="?device=wasm")
+    assert page.evaluate("[crossOriginIsolated, model.adapter]") == [True, "4 processor cores"]
+    without = "globalThis.Worker = function () { throw new Error('none here'); };"
+    page = open_page(made[0], cores + without, query="?device=wasm")
+    assert page.evaluate("model.adapter") == "one processor core"  # nobody asked for more
+    page = open_page(made[0], without, query="?device=wasm&threads=2")
+    assert "2 threads: workers cannot be started: none here" in page.inner_text("#error")
 
 
 def test_node_gives_the_tokens_and_logits_of_pytorch(

@@ -16,6 +16,9 @@ export interface LoadOptions {
   /** What WebGPU's linears multiply floats in. Default `f32`, which is what the bundle's figures are of; `f16` where the
       device has `shader-f16`, see `Model.precision`. Sums are float32 either way. */
   precision?: "f32" | "f16";
+  /** How many threads WebAssembly computes with, 1 to 32; the results are the same to the bit. Default: half of the logical
+      processors, at most 8, and one where a page is not cross-origin isolated, or workers cannot be started. */
+  threads?: number;
   /** Another WebGPU than the browser's. */
   gpu?: GPU;
 }

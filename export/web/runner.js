@@ -15,13 +15,13 @@ const PROMPT_PART = 128; // tokens of a prompt that are computed at once: scratc
 const CACHE = "compressor-bundles";
 
 /** Load the bundle at `url`. See runner.d.ts for the options. */
-export async function load(url = ".", { onProgress = () => {}, context = 2048, device = "auto", precision = "f32", signal, gpu } = {}) {
+export async function load(url = ".", { onProgress = () => {}, context = 2048, device = "auto", precision = "f32", threads, signal, gpu } = {}) {
   const here = globalThis.location?.href ?? `file://${globalThis.process?.cwd()}/`;
   const base = new URL(String(url).replace(/\/?$/, "/"), here);
   const manifest = await readManifest(base, signal);
   const on = async (kind) => {
     const { Engine } = await (kind === "wasm" ? import("./wasm.js") : import("./webgpu.js"));
-    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), { precision, isAuto: device === "auto", gpu });
+    const engine = await Engine.open(manifest, (name) => readFile(base, manifest, name, signal), { precision, threads, isAuto: device === "auto", gpu });
     try {
       engine.compile?.();
       await fill(engine, base, manifest, onProgress, signal);

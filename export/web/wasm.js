@@ -1,9 +1,13 @@
 // Runs a program's kernels in WebAssembly, where there is no WebGPU: one memory, in which buffers are addresses.
 
 import { BundleError, bytesOf, evaluate, keep, typed } from "./program.js";
+import { BROKEN, Team, caller } from "./threads.js";
 
 const PAGE_BYTES = 65536;
 const ALIGNMENT_BYTES = 64;
+const MOST_THREADS = 32;
+const MOST_UNASKED = 8;
+const SHARED = 3; // in place of 1, where the module says what its memory is
 
 /** A module with a program and its tensors; a state is where a session's caches and inputs lie. */
 export class Engine {
@@ -11,38 +15,75 @@ export class Engine {
   adapter = "one processor core";
   precision = "f32";
 
-  static async open(manifest, readFile) {
+  static async open(manifest, readFile, { threads } = {}) {
     if (!manifest.engines?.includes("wasm")) throw new BundleError("no-wasm", "the bundle has no WebAssembly in it");
     if (!globalThis.WebAssembly) throw new BundleError("no-wasm", "there is no WebAssembly here");
+    const count = threads ?? await cores();
+    if (!(Number.isInteger(count) && count >= 1 && count <= MOST_THREADS)) {
+      throw new BundleError("request", `${count} threads; it takes between 1 and ${MOST_THREADS}`);
+    }
+    if (count > 1 && !globalThis.SharedArrayBuffer) {
+      throw new BundleError("request", `${count} threads: this page is not isolated, so workers cannot share its memory; ` +
+        "serve it with the headers Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp");
+    }
     const program = JSON.parse(new TextDecoder().decode(await readFile("wasm/program.json")));
-    const engine = new Engine(program);
-    await engine.link(await readFile("wasm/kernels.wasm"));
+    const engine = new Engine(program, count > 1);
+    const module = await engine.link(await readFile("wasm/kernels.wasm"));
     engine.tensors = Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) =>
       [name, engine.allot(bytes)]));
+    if (count > 1) await engine.hire(module, count, threads === undefined);
     return engine;
   }
 
-  constructor(program) {
+  constructor(program, isShared = false) {
     this.program = program;
-    this.memory = new WebAssembly.Memory({ initial: 64, maximum: PAGE_BYTES });
+    this.isShared = isShared;
+    this.memory = new WebAssembly.Memory({ initial: 64, maximum: PAGE_BYTES, shared: isShared });
     this.taken = new Map(); // address -> bytes
     this.scratch = program.scratch.map(() => ({ address: 0, bytes: -1 }));
   }
 
+  /** Link the kernels to the memory; returns the module. */
   async link(content) {
+    if (this.isShared) content[this.program.memory_flag] = SHARED;
     const env = {
       memory: this.memory,
       TVMBackendAllocWorkspace: (_type, _device, bytes) => this.allot(Number(bytes)),
       TVMBackendFreeWorkspace: (_type, _device, address) => this.free(address >>> 0),
+      TVMBackendParallelLaunch: (run, data) => this.launch(run, data),
       TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
     };
+    let linked;
     try {
-      this.functions = (await WebAssembly.instantiate(content, { env })).instance.exports;
+      linked = await WebAssembly.instantiate(content, { env });
     } catch (error) {
       if (!(error instanceof WebAssembly.CompileError)) throw error;
       throw new BundleError("no-wasm", `WebAssembly with 128-bit vectors is not understood here: ${error.message}`);
     }
+    this.functions = linked.instance.exports;
     this.holes = [[Number(this.functions.__heap_base.value), Infinity]];
+    const call = caller(this.functions, this.group(1));
+    this.launch = (run, data) => call(run, 0, data);
+    return linked.module;
+  }
+
+  /** Compute with other threads from now on; those that nobody asked for may be kept from starting. */
+  async hire(module, threads, isOptional) {
+    try {
+      this.team = await Team.start(this, module, threads);
+    } catch (error) {
+      if (isOptional) return;
+      throw new BundleError("request", `${threads} threads: workers cannot be started: ${error.message}`, { cause: error });
+    }
+    this.launch = (run, data) => this.team.launch(run, data);
+    this.adapter = `${threads} processor cores`;
+  }
+
+  /** The address of what kernels are told of a launch: how many tasks it has. */
+  group(tasks) {
+    const address = this.allot(8);
+    new Int32Array(this.memory.buffer, address, 2).set([0, tasks]);
+    return address;
   }
 
   /** The address of so many bytes, in the first hole that has room. */
@@ -114,7 +155,9 @@ export class Engine {
       }
       for (const { name, numbers, buffers } of this.plan(state, sizes)) {
         const addresses = buffers.map((reference) => this.address(state, given, reference));
-        if (this.functions[name](...addresses, ...numbers)) throw new BundleError("memory", `${name} found no memory`);
+        const failed = this.functions[name](...addresses, ...numbers);
+        if (failed === BROKEN) throw new Error(`${name} broke off in a worker; the console says why`);
+        if (failed) throw new BundleError("memory", `${name} found no memory`);
       }
     } finally {
       Object.values(given).forEach((address) => this.free(address));
@@ -162,8 +205,16 @@ export class Engine {
   }
 
   destroy() {
+    this.team?.destroy();
     this.functions = this.memory = undefined;
   }
+}
+
+/** Threads where nobody says how many: half of the logical processors, since two of them often share a core. */
+async function cores() {
+  if (!globalThis.SharedArrayBuffer) return 1;
+  const all = globalThis.navigator?.hardwareConcurrency ?? (await import("node:os")).availableParallelism();
+  return Math.min(Math.ceil(all / 2), MOST_UNASKED);
 }
 
 /** Lets the page draw and listen between two steps. */

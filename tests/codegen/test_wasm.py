@@ -21,7 +21,7 @@ from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.web import wasm
-from compressor.errors import ToolchainError
+from compressor.errors import ToolchainError, VerificationError
 from compressor.formats import Format
 from compressor.wasm import WasmProgram
 
@@ -136,6 +136,15 @@ def test_functions_need_no_library(name: str) -> None:
     got = run(mod["main"], [x], [], (4096,))
     expected = (torch.special.erf if name == "erf" else getattr(torch, name))(x.double())
     assert np.allclose(got, expected.numpy(), rtol=2e-6, atol=4e-7)
+
+
+def test_a_memory_without_a_limit_is_seen() -> None:
+    """Its flag is the byte that a page sets to 3 before workers share the memory."""
+    begin, rest = b"\0asm...\x03env\x06memory\x02", b"\x05\x80\x80\x04..."
+    assert wasm.memory_flag(begin + b"\x01" + rest) == len(begin)
+    for wrong in (begin + b"\x00" + rest, begin + b"\x03" + rest, rest):
+        with pytest.raises(VerificationError, match="no memory with a limit"):
+            wasm.memory_flag(wrong)
 
 
 def test_without_a_linker_the_target_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

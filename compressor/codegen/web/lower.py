@@ -27,7 +27,7 @@ from compressor.codegen.web.elementwise import generate
 from compressor.codegen.web.products import POLYFILLS, PRODUCT
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.top_k import MOST, top_k
-from compressor.codegen.web.wasm import WasmModule, wasm_target
+from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
 
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -131,7 +131,8 @@ def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = N
         known.get(name) or {"name": name, "isa": SIMD128.name, **writer.details[name]} for name in writer.kernels
     ]
     with naming("generate"):
-        return WebProgram(content, _used(writer), writer.constants, kernels), module.link()
+        linked = module.link()
+    return WebProgram(content | {"memory_flag": memory_flag(linked)}, _used(writer), writer.constants, kernels), linked
 
 
 def _make_narrow(graph: torch.fx.Graph) -> None:

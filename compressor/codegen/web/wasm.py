@@ -25,10 +25,16 @@ from compressor.codegen.web.intrinsics import power, sine
 from compressor.errors import ToolchainError, VerificationError
 
 _LATER = ("tirx.AnnotateEntryFunc", "tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
-IMPORTS = ("TVMBackendAllocWorkspace", "TVMBackendFreeWorkspace", "TVMFFIEnvModRegisterSystemLibSymbol")
-"""What a module asks of its host beside the memory: to allot and to free a buffer; the third is never called."""
+IMPORTS = (
+    "TVMBackendAllocWorkspace",
+    "TVMBackendFreeWorkspace",
+    "TVMBackendParallelLaunch",
+    "TVMFFIEnvModRegisterSystemLibSymbol",
+)
+"""What a module asks of its host beside the memory: to allot and to free a buffer, and to call a function of its table
+for each task of a loop; the last is never called."""
 _CPU = 1
-_STACK_BYTES = 1 << 18
+_STACK_BYTES, _MOST_BYTES = 1 << 18, 1 << 32
 _HALF_SHIFT = 2.0**112
 """What a float32 is too small by that has a float16's bits at the places of its own: the exponents' biases differ."""
 
@@ -91,6 +97,9 @@ class WasmModule:
             options = [
                 "--no-entry",
                 "--import-memory",
+                f"--max-memory={_MOST_BYTES}",
+                "--export-table",  # parts of loops are called through it, on threads whose stacks the host sets
+                "--export=__stack_pointer",
                 "--gc-sections",
                 "--strip-all",
                 "-z",
@@ -106,6 +115,21 @@ class WasmModule:
             return output.read_bytes()
 
 
+def memory_flag(module: bytes) -> int:
+    """Where a linked module says in one byte that its memory has a limit, 1; 3 says that threads share it as well.
+
+    So one module serves both (specification of WebAssembly, 5.3.9 and 5.5.5, and the proposal for threads).
+
+    Raises:
+        VerificationError: it imports no such memory.
+    """
+    name = b"\x03env\x06memory\x02"
+    at = module.find(name) + len(name)
+    if module.count(name) != 1 or module[at] != 1:
+        raise VerificationError("linking WebAssembly: the module imports no memory with a limit; report it")
+    return at
+
+
 @pass_instrument
 class _KeepParameters:
     """Leaves functions their buffers as parameters."""
@@ -118,12 +142,6 @@ def _plain(func: tirx.PrimFunc, name: str) -> tirx.PrimFunc:
     """Nothing of a C library."""
     body = structural_map(func.body, [(tvm.ir.Call, _arithmetic), (tirx.Cast, _from_half)])
     return func.with_body(body).with_attr("global_symbol", name).with_attr("tirx.noalias", True)
-
-
-def _serial(loop: Any) -> Any:
-    if loop.kind != tirx.ForKind.PARALLEL:
-        return loop
-    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
 
 
 def _arithmetic(call: Any) -> Any:
@@ -158,7 +176,7 @@ def _from_half(cast: Any) -> Any:
 
 
 def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """One thread, with addresses and 32-bit numbers as parameters; buffers and sizes are bound to them at the start."""
+    """Addresses and 32-bit numbers as parameters; buffers and sizes are bound to them at the start."""
     addresses, numbers, bound = [], [], []
     for size in _sizes(func):
         numbers.append(tvm.ir.Var(f"{size.name}_given", tvm.ir.PrimType("int32")))
@@ -168,7 +186,7 @@ def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
             kind = tvm.ir.PointerType(tvm.ir.PrimType(str(param.ty.dtype)), "global")
             addresses.append(tvm.ir.Var(f"{param.name}_address", kind))
             bound.append(tirx.DeclBuffer(param, data=addresses[-1]))
-    body = structural_map(func.body, (tirx.For, _serial))
+    body = func.body
     for key, value in (("device_id", 0), ("device_type", _CPU)):  # what buffers of its own are allotted on
         body = tirx.AttrStmt(tvm.ir.StringImm("default"), key, tirx.const(value, "int32"), body)
     done = tirx.stmt.Return(tirx.const(0, "int32"))  # -1 where there is no memory for those

@@ -2,6 +2,7 @@
 // of generation.
 
 import assert from "node:assert/strict";
+import { spawnSync } from "node:child_process";
 import { cp, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -207,6 +208,70 @@ describe("bundles", () => {
     for await (const _ of model.generateIds([1], { maxTokens: 50, signal: stop.signal })) if (++count === 3) stop.abort();
     assert.equal(count, 3);
     assert.deepEqual((await model.tune()).kernels, []);
+    model.destroy();
+  });
+
+  test("give the same bits on any number of threads", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {
+    const long = Array.from({ length: 150 }, (_, i) => 3 + (i * 37) % 2000);
+    const found = [];
+    for (const threads of [1, 2, 5]) {
+      const model = await load(bundle, { device: "wasm", threads });
+      assert.equal(model.adapter, threads > 1 ? `${threads} processor cores` : "one processor core");
+      const { engine } = model;
+      const { launch } = engine;
+      let launches = 0;
+      engine.launch = (...about) => { launches++; return launch(...about); };
+      const session = await model.session(256);
+      const all = [];
+      for (let turn = 0; turn < 4; turn++) {
+        session.position = 0;
+        for (const ids of [long, ...long.slice(0, 30).map((id) => [id])]) all.push(...await session.logits(ids));
+        await new Promise((resolve) => { setTimeout(resolve, 20); }); // workers fall asleep
+      }
+      assert.deepEqual(all.slice(0, all.length / 4), all.slice(-all.length / 4));
+      assert(launches > 100);
+      found.push(all);
+      model.destroy();
+    }
+    assert.deepEqual(found[1], found[0]);
+    assert.deepEqual(found[2], found[0]);
+    for (const threads of [0, 1.5, 33, "2"]) {
+      await assert.rejects(load(bundle, { device: "wasm", threads }), { code: "request", message: /it takes between 1 and 32/ });
+    }
+  });
+
+  test("do not keep a process that has nothing else to do", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, () => {
+    const script = `const { load } = await import("compressor-web");
+      const model = await load(${JSON.stringify(bundle)}, { device: "wasm", threads: 2 });
+      for await (const id of model.generateIds([1], { maxTokens: 2 })) console.log(id);`;
+    const options = { cwd: new URL("..", import.meta.url), timeout: 60_000 };
+    const { status, stderr } = spawnSync(process.execPath, ["--input-type=module", "-e", script], options);
+    assert.equal(status, 0, stderr);
+  });
+
+  test("whose workers find no memory say so", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {
+    const model = await load(bundle, { device: "wasm", threads: 2 });
+    const { engine } = model;
+    const session = await model.session(256);
+    const ids = Array.from({ length: 100 }, (_, i) => 3 + i);
+    const answer = engine.team.answer;
+    const allot = engine.allot;
+    engine.team.answer = () => { // of its own requests the engine's thread hears by itself
+      engine.allot = () => { throw new BundleError("memory", "none"); };
+      answer.call(engine.team);
+      engine.allot = allot;
+    };
+    await assert.rejects(async () => {
+      for (let turn = 0; turn < 50; turn++) { // until a worker takes a task that asks
+        session.position = 0;
+        await session.logits(ids);
+      }
+    }, { code: "memory", message: /found no memory/ });
+    engine.team.answer = answer;
+    session.position = 0;
+    const logits = await session.logits(ids);
+    const alone = await load(bundle, { device: "wasm", threads: 1 });
+    assert.deepEqual(await (await alone.session(256)).logits(ids), logits); // it goes on
     model.destroy();
   });
 
