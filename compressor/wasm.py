@@ -128,7 +128,8 @@ class WasmProgram:
 
     def call(self, name: str, addresses: Sequence[int], numbers: Sequence[int]) -> None:
         """Run one kernel."""
-        self._functions[name](self._store, *map(_signed, addresses), *numbers)
+        if self._functions[name](self._store, *map(_signed, addresses), *numbers):
+            raise ToolchainError(f"WebAssembly: {name} found no memory")
 
     def _at(self, address: int) -> int:
         pointer = ctypes.cast(self._memory.data_ptr(self._store), ctypes.c_void_p).value

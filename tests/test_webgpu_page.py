@@ -26,6 +26,20 @@ WITH_ALL_LOGITS = """async (given) => {{
   given[1].session = session;
   return ({generate})(given);
 }}"""
+WITH_TIES = """async ([prompt, count]) => {
+  const session = await model.session(64);
+  const some = await session.candidates(prompt, count);
+  session.position = 0;
+  const { engine } = model, { read } = engine;
+  engine.read = async (buffer, bytes) => {
+    const content = await read.call(engine, buffer, bytes);
+    if (buffer === session.state.buffers.top_k) new Uint32Array(content)[0] = 257; // more than are stored
+    return content;
+  };
+  const all = await session.candidates(prompt, count);
+  engine.read = read;
+  return [some.length, all.length, some.every(([id, logit]) => all[id] === logit)];
+}"""
 
 
 @pytest.mark.parametrize(
@@ -49,6 +63,8 @@ def test_tokens_and_logits_are_those_of_pytorch(
     few = {"maxTokens": 8, "temperature": 0.8, "topK": 5, "seed": 1}
     drawn = page.evaluate(GENERATE, [PROMPT, few])
     assert drawn == page.evaluate(WITH_ALL_LOGITS.format(generate=GENERATE), [PROMPT, few])
+    if engine == "webgpu":
+        assert page.evaluate(WITH_TIES, [PROMPT, 5]) == [5, 2048, True]
     both = page.evaluate(
         f"async (given) => Promise.all([({GENERATE})(given), ({GENERATE})(given)])", [PROMPT, {"maxTokens": 8}]
     )
@@ -140,10 +156,10 @@ def test_a_browser_that_is_told_to_take_webgpu_says_that_there_is_none(
     assert "this browser has no WebGPU here" in page.inner_text("#error")
 
 
-def test_a_page_that_is_not_isolated_computes_on_one_core(
+def test_a_page_without_what_threads_need_computes_on_one_core(
     made: tuple[Path, GraphModule], open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from servers that send no headers, with a browser that would have four threads."""
+    """Isolation, as with servers that send no headers; room; workers: in a browser that would have four threads."""
     monkeypatch.setattr(serve._Files, "end_headers", SimpleHTTPRequestHandler.end_headers)
     cores = "Object.defineProperty(Navigator.prototype, 'hardwareConcurrency', { get: () => 8 });"
     page = open_page(made[0], cores, query="?device=wasm")
@@ -154,6 +170,18 @@ def test_a_page_that_is_not_isolated_computes_on_one_core(
     monkeypatch.undo()
     page = open_page(made[0], cores, query="?device=wasm")
     assert page.evaluate("[crossOriginIsolated, model.adapter]") == [True, "4 processor cores"]
+    none = """const real = WebAssembly.Memory;
+      WebAssembly.Memory = function (about) {
+        if (about.shared) throw new RangeError("no room");
+        return new real(about);
+      };"""
+    page = open_page(made[0], cores + none, query="?device=wasm")
+    assert page.evaluate("[model.adapter, model.engine.memory.buffer instanceof ArrayBuffer]") == [
+        "one processor core",
+        True,
+    ]
+    page = open_page(made[0], none, query="?device=wasm&threads=2")
+    assert "no room for a memory of 2 threads: no room" in page.inner_text("#error")
     without = "globalThis.Worker = function () { throw new Error('none here'); };"
     page = open_page(made[0], cores + without, query="?device=wasm")
     assert page.evaluate("model.adapter") == "one processor core"  # nobody asked for more

@@ -1,9 +1,4 @@
 // Runs a bundle that `compress run` made for the target webgpu: loads it, checks it, continues prompts.
-//
-//   import { load } from "./runner.js";
-//   const model = await load(".", { onProgress: ({ loaded, total }) => {} });
-//   for await (const piece of model.generate("Once upon a time", { maxTokens: 64 })) console.log(piece);
-//
 // A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
 import { BundleError, cachesOf, evaluate, sha256 } from "./program.js";
@@ -288,9 +283,9 @@ export class Session {
 
   /** What one of the `count` likeliest tokens (0: all) after `ids` is drawn from: [token, logit] each, or all logits. */
   candidates(ids, count) {
-    const { engine } = this.model;
+    const { engine, info } = this.model;
     if (!count || !engine.likeliest || !(count <= engine.program.top_k?.most)) return this.logits(ids);
-    return this.advance(ids, "top_k", () => engine.likeliest(this.state), count);
+    return this.advance(ids, "top_k", () => engine.likeliest(this.state, info.vocab_size), count);
   }
 
   /** Compute tokens, in parts, move on, and read what came of it. */

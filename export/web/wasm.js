@@ -27,12 +27,23 @@ export class Engine {
         "serve it with the headers Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp");
     }
     const program = JSON.parse(new TextDecoder().decode(await readFile("wasm/program.json")));
-    const engine = new Engine(program, count > 1);
+    const engine = Engine.made(program, count, threads === undefined);
     const module = await engine.link(await readFile("wasm/kernels.wasm"));
     engine.tensors = Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) =>
       [name, engine.allot(bytes)]));
-    if (count > 1) await engine.hire(module, count, threads === undefined);
+    if (engine.isShared) await engine.hire(module, count, threads === undefined);
     return engine;
+  }
+
+  /** With a memory that threads share, which takes addresses for all that it may grow to: some phones have too few. */
+  static made(program, threads, isOptional) {
+    try {
+      return new Engine(program, threads > 1);
+    } catch (error) {
+      if (!(error instanceof RangeError) || threads === 1) throw error;
+      if (isOptional) return new Engine(program);
+      throw new BundleError("memory", `this tab has no room for a memory of ${threads} threads: ${error.message}`, { cause: error });
+    }
   }
 
   constructor(program, isShared = false) {

@@ -270,12 +270,12 @@ export class Engine {
     return new Uint32Array(await this.read(state.buffers.argmax, 4))[0];
   }
 
-  /** The tokens that `run` found likeliest, in no order: [token, logit] each. */
-  async likeliest(state) {
+  /** What `run` found likeliest, in no order: [token, logit] each; all logits where too many were equal to store. */
+  async likeliest(state, count) {
     const words = new Uint32Array(await this.read(state.buffers.top_k, state.buffers.top_k.size));
     const logits = new Float32Array(words.buffer);
-    const count = Math.min(words[0], 2 * this.program.top_k.most);
-    return Array.from({ length: count }, (_, i) => [words[1 + 2 * i], logits[2 + 2 * i]]);
+    if (words[0] > 2 * this.program.top_k.most) return this.output(state, count);
+    return Array.from({ length: words[0] }, (_, i) => [words[1 + 2 * i], logits[2 + 2 * i]]);
   }
 
   async read(buffer, bytes) {

@@ -12,7 +12,7 @@ from math import gcd
 
 from compressor.activations import Activations
 from compressor.activations_rounding import SMALLEST
-from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel
+from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel, joined
 from compressor.elements import Element
 from compressor.formats import Format
 
@@ -91,12 +91,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let end = min(begin + {span}u, {columns}u);
   var part = 0.0;
   for (var i = begin + thread; i < end; i += LANES) {{ part = join(part, abs(x[row * {columns}u + i])); }}
-  tops[thread] = part;
-  workgroupBarrier();
-  for (var half = LANES / 2u; half > 0u; half /= 2u) {{
-    if (thread < half) {{ tops[thread] = join(tops[thread], tops[thread + half]); }}
-    workgroupBarrier();
-  }}
+  {joined("tops", "join({}, {})")}
   let scale = scale_of(tops[0], f32(end - begin));
   let inverse = select(0.0, 1.0 / scale, scale > {SMALLEST!r});
   {steps}

@@ -48,7 +48,9 @@ class WebConverter:
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
-        self._fed: dict[Any, list[Any]] = {}  # activations, their scale and the kernel -> what it made of them
+        self._fed: dict[
+            Any, list[Any]
+        ] = {}  # activations, their scale, how they are rounded and laid out -> what came of it
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Operator name -> converter."""
@@ -99,14 +101,14 @@ class WebConverter:
     def _rounded(self, importer: Any, x: Any, fmt: Format, input_scale: Any) -> list[Any]:
         """Activations as the linears of a format take them, made once for all of these."""
         columns, leading = int(x.ty.shape[-1]), list(x.ty.shape)[:-1]
-        kernel = activations.round_activations(columns, fmt)
-        key = (x, input_scale, kernel.name)
+        layout = activations.Rounded.of(columns, fmt) if fmt.integer_products else None
+        key = (x, input_scale, fmt.activations, layout)
         if key in self._fed:
             return self._fed[key]
+        kernel = activations.round_activations(columns, fmt)
         operands = [x, *([] if input_scale is None else [input_scale])]
         made = [(columns, "float32")]
-        if fmt.integer_products:
-            layout = activations.Rounded.of(columns, fmt)
+        if layout is not None:
             made = [(layout.words, "uint32"), (layout.numbers, "float32")]
         dispatch = _of_rows((kernel,), len(operands), len(made))
         out = [relax.TensorType([*leading, width], dtype) for width, dtype in made]

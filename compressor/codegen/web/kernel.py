@@ -96,6 +96,22 @@ class Kernel:
         }
 
 
+def joined(array: str, join: str) -> str:
+    """Statements after which ``array[0]`` is all threads' ``part`` together.
+
+    Args:
+        array: of the workgroup, ``LANES`` numbers.
+        join: what two of them are together, with two places to fill; ``LANES`` is a power of two.
+    """
+    both = join.format(f"{array}[thread]", f"{array}[thread + half]")
+    return f"""{array}[thread] = part;
+  workgroupBarrier();
+  for (var half = LANES / 2u; half > 0u; half /= 2u) {{
+    if (thread < half) {{ {array}[thread] = {both}; }}
+    workgroupBarrier();
+  }}"""
+
+
 def variants(
     choices: Mapping[str, Iterable[int]],
     default: Mapping[str, int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel
+from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel, joined
 
 
 def norm(width: int, eps: float, centred: bool, has_bias: bool) -> Kernel:
@@ -23,12 +23,7 @@ var<workgroup> sums: array<f32, LANES>;
 
 fn total(thread: u32, part: f32) -> f32 {{
   workgroupBarrier();
-  sums[thread] = part;
-  workgroupBarrier();
-  for (var half = LANES / 2u; half > 0u; half /= 2u) {{
-    if (thread < half) {{ sums[thread] += sums[thread + half]; }}
-    workgroupBarrier();
-  }}
+  {joined("sums", "{} + {}")}
   return sums[0];
 }}
 

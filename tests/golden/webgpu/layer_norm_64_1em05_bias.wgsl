@@ -12,7 +12,7 @@ fn total(thread: u32, part: f32) -> f32 {
   sums[thread] = part;
   workgroupBarrier();
   for (var half = LANES / 2u; half > 0u; half /= 2u) {
-    if (thread < half) { sums[thread] += sums[thread + half]; }
+    if (thread < half) { sums[thread] = sums[thread] + sums[thread + half]; }
     workgroupBarrier();
   }
   return sums[0];
