@@ -42,7 +42,7 @@ def made(
             return lower(graph, *arguments)
 
         patch.setattr(run_web, "compile_program", keep)
-        recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml")
+        recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml", ["evaluation.tokens=1024"])
         outcome = run_recipe(recipe, tmp_path_factory.mktemp("web") / "bundle")
     assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
     (bytes_ratio,) = (ratio for name, _, _, ratio in outcome.predictions if name == "bundle_bytes")

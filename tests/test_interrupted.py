@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,20 +104,19 @@ def test_a_run_again_takes_over_every_block(folder: Path, undisturbed: bytes, ow
     assert not {"seconds", "gptq"} & set(content["predictions"]), "times are compared where all was done anew"
 
 
-@pytest.mark.parametrize("room_bytes", [20_000, 400_000])
 def test_a_disk_without_room_is_one_message_and_leaves_nothing(
-    folder: Path, undisturbed: bytes, tmp_path: Path, room_bytes: int
+    folder: Path, undisturbed: bytes, tmp_path: Path
 ) -> None:
     """A limit on the size of files stands in for the disk: too little for a block, then for the bundle's libraries."""
     output, cache = tmp_path / "out", tmp_path / "cache"
-    child = start(
-        folder, output, cache, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
-    )
-    out, errors = child.communicate(timeout=300)
-    assert child.returncode == 1 and out == ""
-    assert "Traceback" not in errors
-    assert [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert not output.exists() and not debris(tmp_path)
+    for room_bytes in (20_000, 400_000):
+        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
+        child = start(folder, output, cache, preexec_fn=limit)
+        out, errors = child.communicate(timeout=300)
+        assert child.returncode == 1 and out == ""
+        assert "Traceback" not in errors
+        assert [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert not output.exists() and not debris(tmp_path)
     finish(start(folder, output, cache))
     assert (output / "manifest.json").read_bytes() == undisturbed
 
