@@ -37,8 +37,6 @@ FLAGS = (
 PROMPT, NEW, LONG = 16, 32, 128
 CALLS = 3
 """Of a prompt or text in a turn, whose median counts: engines take a few calls to their best code."""
-TUNINGS_S = (5, 60)
-"""The default, and what a page that stays may take: this adapter compiles a kernel in up to a second."""
 TEXTS = (16, 128)
 """Tokens of the texts that encoders get."""
 RACES = (
@@ -78,14 +76,14 @@ class Runtime:
 
     Attributes:
         query: of its page.
-        tuning_s: for how long the device is tuned for before it races.
+        tuned: whether the device is tuned for before it races.
     """
 
     name: str
     folder: str
     query: str
     ours: bool = False
-    tuning_s: int = 0
+    tuned: bool = False
 
 
 def label(provider: str, threads: int) -> str:
@@ -99,10 +97,7 @@ def runtimes(model: str, ours: Mapping[str, str], kind: str, precisions: tuple[s
     for form, folder in ours.items():
         found += [
             Runtime(f"ours {form}, WebGPU", folder, "device=webgpu", ours=True),
-            *(
-                Runtime(f"ours {form}, WebGPU, tuned for {n} s", folder, "device=webgpu", ours=True, tuning_s=n)
-                for n in TUNINGS_S
-            ),
+            Runtime(f"ours {form}, WebGPU, tuned for 5 s", folder, "device=webgpu", ours=True, tuned=True),
             *(
                 Runtime(f"ours {form}, {label('wasm', n)}", folder, f"device=wasm&threads={n}", ours=True)
                 for n in (1, cores)
@@ -173,8 +168,8 @@ def opened(browser: Browser, server: Server, runtime: Runtime, kind: str, ids: l
     page.evaluate("(ids) => encode(ids)" if kind == "encoder" else "(ids) => generate(ids, 2)", ids[:PROMPT])
     first = page.evaluate("performance.now()") / 1e3
     found = {"load_s": seconds, "first_s": first, "bytes": float(server.sent - before)}
-    if runtime.tuning_s:
-        report = page.evaluate("(budget) => model.tune({ budget })", 1000 * runtime.tuning_s)
+    if runtime.tuned:
+        report = page.evaluate("model.tune()")
         found["tuning_s"] = report["seconds"]
     return page, found
 
