@@ -20,6 +20,7 @@ export async function load(url = ".", { onProgress = () => {}, context = 2048, d
     try {
       engine.compile?.();
       await fill(engine, base, manifest, onProgress, signal);
+      await engine.hired; // threads
     } catch (error) {
       engine.destroy();
       throw error;

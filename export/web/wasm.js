@@ -31,7 +31,8 @@ export class Engine {
     const module = await engine.link(await readFile("wasm/kernels.wasm"));
     engine.tensors = Object.fromEntries(Object.entries(manifest.weights.tensors).map(([name, { bytes }]) =>
       [name, engine.allot(bytes)]));
-    if (engine.isShared) await engine.hire(module, count, threads === undefined);
+    if (engine.isShared) engine.hired = engine.hire(module, count, threads === undefined);
+    engine.hired?.catch(() => {}); // the loading, which goes on meanwhile, may fail first
     return engine;
   }
 
@@ -216,7 +217,7 @@ export class Engine {
   }
 
   destroy() {
-    this.team?.destroy();
+    this.hired?.catch(() => {}).then(() => this.team?.destroy()); // they may still be starting
     this.functions = this.memory = undefined;
   }
 }

@@ -282,7 +282,7 @@ describe("bundles", () => {
       const path = join(folder, name);
       const content = await readFile(path);
       await writeFile(path, content.map((byte, i) => i === 100 ? byte ^ 1 : byte));
-      await assert.rejects(load(folder), { code: "damaged", message: new RegExp(`${name} is not what the manifest says`) });
+      await assert.rejects(load(folder, { threads: 2 }), { code: "damaged", message: new RegExp(`${name} is not what the manifest says`) });
       await writeFile(path, content);
     }
     await rm(folder, { recursive: true });
