@@ -48,9 +48,7 @@ class WebConverter:
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
-        self._fed: dict[
-            Any, list[Any]
-        ] = {}  # activations, their scale, how they are rounded and laid out -> what came of it
+        self._fed: dict[Any, list[Any]] = {}  # what is rounded, and how -> what came of it
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Operator name -> converter."""
