@@ -15,7 +15,7 @@ const MAIL = 64; // of each worker, in a line of its own: bytes that it asks for
 const LINE = 16;
 const TASK_BITS = 8;
 const TASKS_A_THREAD = 4; // so that a thread that is held up leaves its share to others
-const STACK_BYTES = 1 << 18;
+const STACK_BYTES = 1 << 18; // as many as the linker gives the engine's thread
 const LOOKS = 20_000; // at the ticket before a worker goes to sleep: some 0.1 ms
 const NONE = -1; // in place of an address
 export const BROKEN = 2; // a task did not return
@@ -41,6 +41,31 @@ export function caller({ __indirect_function_table: table }, group) {
   return (run, task, data) => (known[run] ??= table.get(run))(task, group, data);
 }
 
+/** What a module asks of its host. */
+export function imports(memory, allot, free, launch) {
+  return {
+    env: {
+      memory,
+      TVMBackendAllocWorkspace: (_type, _device, bytes) => allot(Number(bytes)),
+      TVMBackendFreeWorkspace: (_type, _device, address) => free(address >>> 0),
+      TVMBackendParallelLaunch: launch,
+      TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
+    },
+  };
+}
+
+/** The same call, which tells what is thrown: whoever waits for the task goes on. */
+function guarded(call, tell) {
+  return (run, task, data) => {
+    try {
+      return call(run, task, data);
+    } catch (error) {
+      tell(error);
+      return BROKEN;
+    }
+  };
+}
+
 /** The engine's thread, and its workers. */
 export class Team {
   /** Start workers; resolves when they all look for tasks. */
@@ -62,7 +87,7 @@ export class Team {
     this.control = new Int32Array(new SharedArrayBuffer(4 * (MAIL + threads * LINE)));
     this.control[TICKET] = this.tasks; // none
     this.group = engine.group(this.tasks);
-    this.call = caller(engine.functions, this.group);
+    this.perform = guarded(caller(engine.functions, this.group), (error) => { this.thrown ??= error; });
     this.workers = [];
   }
 
@@ -91,23 +116,16 @@ export class Team {
   /** Run all tasks of a function; returns 0, or what a task that failed returned. */
   launch(run, data) {
     const { control, tasks } = this;
-    let thrown;
+    this.thrown = undefined;
     Atomics.store(control, FUNCTION, run);
     Atomics.store(control, DATA, data);
     Atomics.store(control, DONE, 0);
     Atomics.store(control, TICKET, ((control[TICKET] >> TASK_BITS) + 1) << TASK_BITS);
     if (Atomics.load(control, ASLEEP)) Atomics.notify(control, TICKET);
-    work(control, tasks, (...task) => {
-      try {
-        return this.call(...task);
-      } catch (error) { // others may be at work: it waits for them
-        thrown ??= error;
-        return BROKEN;
-      }
-    });
+    work(control, tasks, this.perform);
     while (Atomics.load(control, DONE) < tasks) this.answer();
     const failed = Atomics.exchange(control, FAILED, 0);
-    if (thrown) throw thrown;
+    if (this.thrown) throw this.thrown; // after all others are done
     return failed;
   }
 
@@ -146,33 +164,21 @@ export async function serve({ module, memory, control, tasks, group, stack, mail
     Atomics.store(control, mail + 1, 0);
     Atomics.store(control, mail, bytes);
     Atomics.wait(control, mail + 1, 0);
-    const address = Atomics.load(control, mail + 1);
-    if (address === NONE) return 0;
+    const found = Atomics.load(control, mail + 1);
+    if (found === NONE) return 0;
+    const address = found >>> 0;
     taken.set(address, bytes);
     return address;
   };
-  const env = {
-    memory,
-    TVMBackendAllocWorkspace: (_type, _device, bytes) => allot(Number(bytes)),
-    TVMBackendFreeWorkspace: (_type, _device, address) => {
-      free.push([address, taken.get(address)]);
-      taken.delete(address);
-      return 0;
-    },
-    TVMBackendParallelLaunch: () => BROKEN, // a loop in a loop; there is none
-    TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
+  const release = (address) => {
+    free.push([address, taken.get(address)]);
+    taken.delete(address);
+    return 0;
   };
-  const { exports } = await WebAssembly.instantiate(module, { env });
+  const launch = () => BROKEN; // a loop in a loop; there is none
+  const { exports } = await WebAssembly.instantiate(module, imports(memory, allot, release, launch));
   exports.__stack_pointer.value = stack;
-  const call = caller(exports, group);
-  const perform = (...task) => {
-    try {
-      return call(...task);
-    } catch (error) {
-      console.error(error);
-      return BROKEN;
-    }
-  };
+  const perform = guarded(caller(exports, group), console.error);
   ready();
   for (;;) {
     const seen = work(control, tasks, perform);

@@ -1,7 +1,7 @@
 // Runs a program's kernels in WebAssembly, where there is no WebGPU: one memory, in which buffers are addresses.
 
 import { BundleError, bytesOf, evaluate, keep, typed } from "./program.js";
-import { BROKEN, Team, caller } from "./threads.js";
+import { BROKEN, Team, caller, imports } from "./threads.js";
 
 const PAGE_BYTES = 65536;
 const ALIGNMENT_BYTES = 64;
@@ -58,16 +58,11 @@ export class Engine {
   /** Link the kernels to the memory; returns the module. */
   async link(content) {
     if (this.isShared) content[this.program.memory_flag] = SHARED;
-    const env = {
-      memory: this.memory,
-      TVMBackendAllocWorkspace: (_type, _device, bytes) => this.allot(Number(bytes)),
-      TVMBackendFreeWorkspace: (_type, _device, address) => this.free(address >>> 0),
-      TVMBackendParallelLaunch: (run, data) => this.launch(run, data),
-      TVMFFIEnvModRegisterSystemLibSymbol: () => 0, // never called
-    };
+    const launch = (run, data) => this.launch(run, data);
+    const asked = imports(this.memory, (bytes) => this.allot(bytes), (address) => this.free(address), launch);
     let linked;
     try {
-      linked = await WebAssembly.instantiate(content, { env });
+      linked = await WebAssembly.instantiate(content, asked);
     } catch (error) {
       if (!(error instanceof WebAssembly.CompileError)) throw error;
       throw new BundleError("no-wasm", `WebAssembly with 128-bit vectors is not understood here: ${error.message}`);
