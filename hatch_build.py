@@ -8,7 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class DataFolders(BuildHookInterface[Any]):
-    """Maps the folders beside the package to where :mod:`compressor.resources` looks for them.
+    """Maps the folders beside the package to where :mod:`compressor.host.resources` looks for them.
 
     The static ``force-include`` of pyproject.toml cannot say this: it would copy the files into editable installs as
     well, where they would hide later changes.  A path that is missing here fails the build.

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
     """The process that compresses by our GPTQ: figures as JSON on stdout."""
-    from compressor.threads import wait_passively
+    from compressor.host.threads import wait_passively
 
     wait_passively()  # as the command does
     import torch

@@ -21,9 +21,9 @@ from compressor.bench_child import peak_rss_bytes
 from compressor.calibration import Samples, load_evaluation, load_samples
 from compressor.capture import capture
 from compressor.graph import linear_sites, twin
+from compressor.host.tensor_files import map_safetensors
 from compressor.pipeline import Context, Pipeline, pass_class
 from compressor.recipe import Recipe, load_text_spec
-from compressor.tensor_files import map_safetensors
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128
 _SEPARATOR = "<|endoftext|>"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.child import Child
 from compressor.errors import UsageError
+from compressor.host.child import Child
 from compressor.timing import Timing, collect, record
 
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor.child import serve
 from compressor.errors import CompressorError, UsageError
+from compressor.host.child import serve
 
 Step: TypeAlias = Callable[[Any], Any]
 """Ids int64 [1, S] -> the likeliest next token, int64 [1, 1]."""

@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 
 from compressor.formats import PARTS, Format
 from compressor.graph import Site, replace_linear, set_parameter
+from compressor.host.tensor_files import trim
 from compressor.packing import PackedWeight
 from compressor.pipeline import Context, SiteRecord, Task
 from compressor.results import digest
-from compressor.tensor_files import trim
 
 
 class Blocks:

@@ -17,11 +17,11 @@ from torch.fx import GraphModule
 from compressor.blocks import Blocks
 from compressor.errors import CompressorError
 from compressor.graph import Segment, Site, group_by_input, segments, twin
+from compressor.host.tensor_files import Spill
 from compressor.precision import bfloat16_products
 from compressor.samples import Samples, load_evaluation, load_samples
 from compressor.steady import BLOCK
 from compressor.streaming import Stream, split_samples
-from compressor.tensor_files import Spill
 
 __all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor.capture_files import listed_files
 from compressor.errors import CaptureError
-from compressor.tensor_files import DTYPES, map_safetensors
+from compressor.host.tensor_files import DTYPES, map_safetensors
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _STORED_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from compressor.errors import CompressorError, GateError, VerificationError
-from compressor.threads import wait_passively
+from compressor.host.threads import wait_passively
 
 F = TypeVar("F", bound=Callable[..., Any])
 

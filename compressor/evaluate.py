@@ -20,10 +20,10 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo
 from compressor.graph_cache import empty_caches
+from compressor.host.tensor_files import Spill
 from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.streaming import Stream, stream_outputs
-from compressor.tensor_files import Spill
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from compressor.child import serve
+from compressor.host.child import serve
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from compressor.calibration import load_evaluation
 from compressor.capture import capture
-from compressor.child import Child
 from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
 from compressor.evaluate import (
@@ -28,6 +27,7 @@ from compressor.evaluate import (
     measure_quality,
 )
 from compressor.graph import ModelInfo, weight_bytes
+from compressor.host.child import Child
 from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.recipe import EvaluationSpec, Recipe

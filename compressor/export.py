@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor import __version__
-from compressor.cache import partial_folder
 from compressor.errors import CompressorError, ToolchainError, UsageError
-from compressor.resources import resource
+from compressor.host.cache import partial_folder
+from compressor.host.resources import resource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -136,7 +136,7 @@ def fill_bundle(folder: Path, parts: BundleParts) -> None:
 def _fill(folder: Path, parts: BundleParts) -> None:
     from compressor_runtime import SCHEMA_VERSION
 
-    from compressor.tensor_files import DTYPES, write_safetensors
+    from compressor.host.tensor_files import DTYPES, write_safetensors
 
     tensors = {name: stored_parameter(parts.graph, name) for name in parts.parameters}
     type_names = {dtype: name for name, dtype in DTYPES.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.export import described, explaining_failed_writes, listing, stored_parameter, with_total, write_origin
-from compressor.resources import resource
+from compressor.host.resources import resource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,7 +94,7 @@ def _write_program(path: Path, program: Mapping[str, Any]) -> None:
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Where each tensor lies in all shards together, and the shards."""
-    from compressor.tensor_files import DTYPES
+    from compressor.host.tensor_files import DTYPES
 
     names = {dtype: name for name, dtype in DTYPES.items()}
     places, offset = {}, 0

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from compressor.errors import UsageError
 from compressor.graph import Segment, Site, segments
+from compressor.host.tensor_files import Spill
 from compressor.streaming import Stream
-from compressor.tensor_files import Spill
 
 
 def squared_gradients(

@@ -27,9 +27,9 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.gradients import backwards
 from compressor.graph import ModelInfo, Site, group_by_input
+from compressor.host.tensor_files import Spill
 from compressor.steady import total
 from compressor.streaming import split_samples
-from compressor.tensor_files import Spill
 
 CONFIDENT = 0.1
 """The least probability of a positive's likeliest prediction."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import UsageError
-from compressor.resources import resource
+from compressor.host.resources import resource
 
 
 def catalogue(kind: str) -> dict[str, str]:

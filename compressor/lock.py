@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compressor.errors import DriftError, UsageError
 from compressor.export import installed_versions
-from compressor.fingerprint import code_digest, model_fingerprint, tensors_sha256
+from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

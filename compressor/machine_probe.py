@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor import __version__
-from compressor.cache import cache_folder, merge_entries, read_entries
 from compressor.cpu import cpu_name
 from compressor.errors import CompressorError
+from compressor.host.cache import cache_folder, merge_entries, read_entries
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",

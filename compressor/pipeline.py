@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from compressor.calibration import Samples
+    from compressor.host.tensor_files import Spill
     from compressor.results import Results
-    from compressor.tensor_files import Spill
 
 _GROUP = "compressor.passes"
 
@@ -217,7 +217,7 @@ class Pipeline:
 
 def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:
     """The digest after a pass: of what it was asked to do on which samples, or, if it is not ours, of what it left."""
-    from compressor.fingerprint import tensors_sha256
+    from compressor.host.digests import tensors_sha256
     from compressor.results import digest
 
     package, _, name = type(step).__module__.rpartition(".")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compressor.cache import cache_folder
 from compressor.capture_convolutions import dense_convolutions
 from compressor.errors import ResourceError
 from compressor.formats import Format
 from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
+from compressor.host.cache import cache_folder
+from compressor.host.machine import Memory, available_memory, free_disk
 from compressor.input_scales import has_input_scale
-from compressor.machine import Memory, available_memory, free_disk
 from compressor.machine_probe import Machine, machine
 from compressor.pipeline import Context, pass_name
 from compressor.plan_memory import StageMemory, needed, peak

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from compressor.codegen.targets.webgpu import Webgpu
 from compressor.export_web import SHIPPED
 from compressor.graph import ModelInfo, weight_bytes
+from compressor.host.resources import resource
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.plan_memory import Amounts, StageMemory, memory_stages
@@ -33,7 +34,6 @@ from compressor.plan_time import (
     write_work,
 )
 from compressor.recipe import Recipe
-from compressor.resources import resource
 from compressor.sites_plan import Work
 from compressor.text_spec import DataSource
 

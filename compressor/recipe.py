@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, Valid
 
 from compressor.errors import RecipeError
 from compressor.gates import QUALITY, Gate
+from compressor.host.resources import resource
 from compressor.recipe_options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe_overrides import apply_override, set_value
 from compressor.recipe_source import (
@@ -23,7 +24,6 @@ from compressor.recipe_source import (
     shipped_names,
 )
 from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest
-from compressor.resources import resource
 from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]

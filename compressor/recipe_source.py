@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import RecipeError
+from compressor.host.resources import Kind, resource
 from compressor.recipe_yaml import LARGEST_BYTES, KeyPath, Origin, Source, nearest, parse
-from compressor.resources import Kind, resource
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")

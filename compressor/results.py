@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.cache import cache_folder, partial_folder, sweep
 from compressor.errors import CompressorError
-from compressor.fingerprint import read_sha256
-from compressor.tensor_files import map_safetensors, write_safetensors
+from compressor.host.cache import cache_folder, partial_folder, sweep
+from compressor.host.digests import read_sha256
+from compressor.host.tensor_files import map_safetensors, write_safetensors
 
 _WEIGHTS, _ENTRY = "weights.safetensors", "entry.json"
 _NAME = "block"  # of the folders that are being filled

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.bench_child import peak_rss_bytes
-from compressor.cache import cache_folder
 from compressor.capture import capture
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import summary
@@ -24,10 +23,12 @@ from compressor.errors import GateError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
-from compressor.fingerprint import code_digest, model_fingerprint, tensors_sha256
 from compressor.formats_cache import cache_bytes_per_token
 from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
+from compressor.host.cache import cache_folder
+from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
+from compressor.host.tensor_files import Spill, trim
 from compressor.independence import check_independence
 from compressor.lock import Lock
 from compressor.machine_probe import machine
@@ -40,7 +41,6 @@ from compressor.run_data import load_data
 from compressor.run_native import NativeMaker
 from compressor.run_web import WebMaker
 from compressor.runtime import Bundle, load
-from compressor.tensor_files import Spill, trim
 from compressor.verify import verify_stage
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.errors import UsageError
 from compressor.graph import ModelInfo, Segment, segments, shared_nodes
 from compressor.graph_cache import empty_caches
+from compressor.host.tensor_files import Spill, release, trim
 from compressor.pipeline import Reporter
 from compressor.precision import bfloat16_products
-from compressor.tensor_files import Spill, release, trim
 
 
 class Stream:

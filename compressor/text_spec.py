@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from compressor.errors import RecipeError
+from compressor.host.resources import resource
 from compressor.recipe_source import SOURCE_KEYS, is_file
-from compressor.resources import resource
 
 Kind = Literal["text", "json", "parquet", "hub", "images"]
 

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.formats import Format
 from compressor.graph import ModelInfo
+from compressor.host.tensor_files import release
 from compressor.ops import packed_product
 from compressor.packing import PackedWeight
-from compressor.tensor_files import release
 
 _PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
 _ROWS, _COLUMNS = 64, 1024

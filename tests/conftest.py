@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compressor.threads import wait_passively
+from compressor.host.threads import wait_passively
 
 wait_passively()  # as the command does; before torch is imported
 

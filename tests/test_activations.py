@@ -21,6 +21,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import FORMATS, Format
 from compressor.graph import linear_sites
 from compressor.grids import round_to_grid, tensor_scale
+from compressor.host.resources import resource
 from compressor.packing import dequantize
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
@@ -28,7 +29,6 @@ from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 from compressor.samples import Samples, load_samples
 from compressor.sites import compress_site
 from compressor.steady import few_bits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.embeddings import Pooling, Texts, load_embedding_texts, measure_embeddings, pool, read_pooling
 from compressor.errors import UsageError
-from compressor.resources import resource
+from compressor.host.resources import resource
 from compressor.samples import Samples
 from compressor.text_spec import EvaluationSpec
 

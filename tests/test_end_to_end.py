@@ -32,10 +32,10 @@ from compressor.evaluate_model import evaluate_path
 from compressor.formats import Format
 from compressor.formats_cache import DENSE_CACHE
 from compressor.graph import ModelInfo, linear_sites, match_sites
+from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, pass_name
 from compressor.recipe import Recipe, load_recipe
-from compressor.resources import resource
 from compressor.run import Outcome, run_recipe
 from compressor.runtime import load
 from compressor.text_spec import EvaluationSpec

@@ -28,8 +28,8 @@ from compressor.export import (
     write_measurements,
     write_tokenizer,
 )
+from compressor.host.tensor_files import write_safetensors
 from compressor.runtime import DamagedBundleError, check_files, read_manifest
-from compressor.tensor_files import write_safetensors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8, torch.bool]
 

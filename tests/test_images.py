@@ -21,11 +21,11 @@ from compressor.capture import capture
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate import measure_accuracy
 from compressor.graph import ModelInfo, linear_sites
+from compressor.host.resources import resource
 from compressor.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.passes.mixed_precision import MixedPrecision
 from compressor.pipeline import Context
 from compressor.recipe import Recipe
-from compressor.resources import resource
 from compressor.run import run_recipe
 from compressor.run_data import load_data
 from compressor.samples import Samples, load_samples

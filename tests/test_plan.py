@@ -24,7 +24,8 @@ from compressor.capture import capture
 from compressor.cli import main
 from compressor.errors import ResourceError, UsageError
 from compressor.graph import segments, weight_bytes
-from compressor.machine import Memory
+from compressor.host.machine import Memory
+from compressor.host.resources import resource
 from compressor.machine_probe import UNITS, Machine
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, Pipeline
@@ -33,7 +34,6 @@ from compressor.plan_costs import node_costs
 from compressor.plan_memory import StageMemory
 from compressor.plan_streaming import peak_bytes, plan_calibration
 from compressor.recipe import Recipe
-from compressor.resources import resource
 
 REFERENCE = resource("models") / "reference"
 GB = 10**9

@@ -15,10 +15,10 @@ from compressor.capture import capture
 from compressor.evaluate import GraphLogits
 from compressor.formats import Format
 from compressor.graph import ModelInfo
+from compressor.host.resources import resource
 from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
-from compressor.resources import resource
 from compressor.verify_vectors import make_vectors
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from compressor import serve
 from compressor.evaluate import GraphLogits
-from compressor.resources import resource
+from compressor.host.resources import resource
 
 WITH_ALL_LOGITS = """async (given) => {{
   const session = await model.session(64);

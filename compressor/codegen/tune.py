@@ -17,8 +17,8 @@ import tvm
 from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
-from compressor.cache import cache_folder, merge_entries, read_entries
 from compressor.errors import DriftError
+from compressor.host.cache import cache_folder, merge_entries, read_entries
 
 S = TypeVar("S")
 MODES = ("off", "quick", "full")

@@ -18,13 +18,13 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import PARTS
 from compressor.graph import Site, linear_sites, packed_sites, ties
 from compressor.graph_packed import packed_weight, set_bias
+from compressor.host.tensor_files import release
 from compressor.input_scales import has_input_scale
 from compressor.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
 from compressor.pipeline import Context
 from compressor.sites import choose_sites
 from compressor.sites_plan import Gathering, SitePlan
 from compressor.steady import column_sums
-from compressor.tensor_files import release
 
 
 class Means:

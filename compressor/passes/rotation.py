@@ -19,12 +19,12 @@ from compressor.formats import Format
 from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.graph_packed import insert_packed
 from compressor.hadamard import is_hadamard, random_signs, rotate
+from compressor.host.tensor_files import release
 from compressor.packing import PackedWeight, pack
 from compressor.pipeline import Context
 from compressor.residual import Residual, find_residuals, norm_parameters
 from compressor.sites import choose_sites
 from compressor.sites_plan import SitePlan, meta_packed, plan_rotated_sites
-from compressor.tensor_files import release
 
 _RMS_NORM = torch.ops.compressor.rms_norm.default
 _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1

@@ -18,6 +18,7 @@ from compressor.formats import Format
 from compressor.graph import Site
 from compressor.grid_search import ChooseGrid
 from compressor.grids import choose_grid, round_to_grid, tensor_scale
+from compressor.host.tensor_files import release
 from compressor.input_scales import calibrate_inputs, gathering_for
 from compressor.outliers import add_outliers, largest
 from compressor.packing import PackedWeight, dequantize_rows, pack
@@ -25,7 +26,6 @@ from compressor.pipeline import Context, Task
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
 from compressor.steady import total
-from compressor.tensor_files import release
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 

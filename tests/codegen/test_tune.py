@@ -14,11 +14,11 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
-from compressor.cache import cache_folder
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tune import Database, Tuner, summary
 from compressor.cpu import cpu_name
 from compressor.errors import DriftError
+from compressor.host.cache import cache_folder
 
 SOURCE, SIZE = __file__, 4096
 

@@ -15,8 +15,8 @@ from compressor_runtime import BundleError, load
 from compressor.codegen.kernels.vector import ISAS
 from compressor.codegen.targets import target_class, x86
 from compressor.errors import ToolchainError, UsageError
+from compressor.host.resources import resource
 from compressor.recipe import Recipe
-from compressor.resources import resource
 from compressor.run import run_recipe
 
 

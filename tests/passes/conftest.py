@@ -20,9 +20,9 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     from compressor.calibration import load_samples
     from compressor.capture import capture
     from compressor.graph import twin
+    from compressor.host.resources import resource
     from compressor.pipeline import Context, Pipeline
     from compressor.recipe import load_text_spec
-    from compressor.resources import resource
 
     model = resource("models") / "reference"
     spec = load_text_spec("python_docs").model_copy(update={"samples": 8, "sequence_length": 64})

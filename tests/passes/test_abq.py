@@ -13,13 +13,13 @@ from compressor.calibration import Inputs, load_samples
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
+from compressor.host.resources import resource
 from compressor.passes.abq import _STRENGTHS, Abq, RoundedInputs, balance_scale, search_balance
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import output_error
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 
 
 def seen(x: torch.Tensor) -> Inputs:

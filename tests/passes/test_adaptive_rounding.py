@@ -18,6 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.gradients_rows import guided_rows
 from compressor.graph import linear_sites, match_sites, twin
+from compressor.host.resources import resource
 from compressor.packing import dequantize
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
@@ -25,7 +26,6 @@ from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context, Pipeline
 from compressor.plan_streaming import plan_calibration
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W2A16_G64", "W4A16_ASYM_G32", "W8A8", "W3A16_ASYM_T"]
 FORMATS += ["FP4_E2M1_G32", "FP6_E3M2_G32", "NF4_G32", "MXFP4", "NVFP4"]

@@ -12,11 +12,11 @@ from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import twin
+from compressor.host.resources import resource
 from compressor.packing import dequantize
 from compressor.passes.finequant import Finequant, finequant_quantize, granularities
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context, Pipeline
-from compressor.resources import resource
 
 
 def weight_with_outliers(every: int) -> Tensor:

@@ -17,12 +17,12 @@ from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
+from compressor.host.resources import resource
 from compressor.packing import dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.llm_fp4 import LlmFp4, exponent_shifts, layouts, llm_fp4_quantize, shift_channels
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 from compressor.samples import Samples
 
 W4A4 = "FP4_E2M1_C_AFP4_E2M1_STATIC"

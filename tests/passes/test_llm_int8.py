@@ -16,12 +16,12 @@ from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import twin, weight_bytes
+from compressor.host.resources import resource
 from compressor.ops import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 from compressor.runtime import load
 from compressor.samples import Samples
 

@@ -16,11 +16,11 @@ from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites, match_sites, replace_linear, twin, weight_bytes
+from compressor.host.resources import resource
 from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 from compressor.samples import Samples
 
 MODEL = resource("models") / "reference"

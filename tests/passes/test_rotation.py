@@ -16,11 +16,11 @@ from compressor.capture import capture
 from compressor.errors import CompressorError
 from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
 from compressor.hadamard import random_signs
+from compressor.host.resources import resource
 from compressor.packing import dequantize
 from compressor.passes.rotation import Rotation, pack_rotation
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
-from compressor.resources import resource
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 64}

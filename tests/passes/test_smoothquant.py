@@ -11,11 +11,11 @@ from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats import Format
 from compressor.graph import linear_sites
+from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
-from compressor.resources import resource
 from compressor.samples import Samples
 
 

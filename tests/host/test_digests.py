@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import compressor.fingerprint
+import compressor.host.digests
 from compressor.errors import CompressorError
-from compressor.fingerprint import (
+from compressor.host.digests import (
     code_digest,
     file_sha256,
     model_fingerprint,
@@ -32,7 +32,7 @@ def sha256(data: bytes) -> str:
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("compressor.fingerprint._SETTLED_NS", 0)  # the tests' files are new
+    monkeypatch.setattr("compressor.host.digests._SETTLED_NS", 0)  # the tests' files are new
     return tmp_path / "cache" / "fingerprints.json"
 
 
@@ -40,13 +40,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read, in order."""
     names: list[str] = []
-    read = compressor.fingerprint.read_sha256
+    read = compressor.host.digests.read_sha256
 
     def counted(path: Path) -> str:
         names.append(path.name)
         return read(path)
 
-    monkeypatch.setattr("compressor.fingerprint.read_sha256", counted)
+    monkeypatch.setattr("compressor.host.digests.read_sha256", counted)
     return names
 
 
@@ -124,8 +124,8 @@ def test_files_that_are_gone_leave_the_store(large: Path, store: Path, tmp_path:
     assert list(json.loads(store.read_text())) == [str(other)]
 
 
-HASH = "import sys; from pathlib import Path; from compressor.fingerprint import *; " + (
-    "import compressor.fingerprint as f; f._SETTLED_NS = 0; [file_sha256(Path(name)) for name in sys.argv[1:]]"
+HASH = "import sys; from pathlib import Path; from compressor.host.digests import *; " + (
+    "import compressor.host.digests as f; f._SETTLED_NS = 0; [file_sha256(Path(name)) for name in sys.argv[1:]]"
 )
 
 

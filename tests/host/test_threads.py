@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from compressor import threads
+from compressor.host import threads
 
 
 def test_the_policy_is_ours_unless_the_user_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

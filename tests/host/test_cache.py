@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from compressor.cache import partial_folder, sweep
+from compressor.host.cache import partial_folder, sweep
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from compressor.cache import partial_folder
+from compressor.host.cache import partial_folder
 with partial_folder(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "half").write_text("half")
     print("ready", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 import compressor
 from compressor.errors import CompressorError, GateError, RecipeError, UsageError, VerificationError
-from compressor.resources import resource
+from compressor.host.resources import resource
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def _copy(folder: Path) -> Path:
 
 
 def _lookup(folder: Path) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom compressor.resources import resource\n"
+    code = f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom compressor.host.resources import resource\n"
     code += "print(resource('recipes'))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 

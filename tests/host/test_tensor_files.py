@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.errors import CompressorError
-from compressor.tensor_files import DTYPES, Spill, map_safetensors, release, write_safetensors
+from compressor.host.tensor_files import DTYPES, Spill, map_safetensors, release, write_safetensors
 
 
 def resident_bytes(tensor: Tensor) -> int:

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.cache import cache_folder, merge_entries, read_entries
 from compressor.errors import CompressorError
+from compressor.host.cache import cache_folder, merge_entries, read_entries
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compressor import machine_probe
-from compressor.machine import available_memory, free_disk
+from compressor.host.machine import available_memory, free_disk
 from compressor.machine_probe import UNITS, Machine, machine
 
 GB = 1 << 30

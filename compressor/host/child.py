@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from compressor.errors import CompressorError, UsageError, VerificationError
-from compressor.threads import given_environment
+from compressor.host.threads import given_environment
 
 _ERRORS = {kind.exit_code: kind for kind in (UsageError, VerificationError)}
 _FAREWELL_S = 10.0
