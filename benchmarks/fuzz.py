@@ -89,7 +89,7 @@ def make_bundle(folder: Path) -> None:
     import torch
 
     from compressor.export import BundleParts, write_bundle
-    from compressor.formats import Format
+    from compressor.formats.format import Format
     from compressor.passes.rtn import rtn_quantize
 
     random_numbers = torch.Generator().manual_seed(0)

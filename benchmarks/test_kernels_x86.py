@@ -36,7 +36,7 @@ from compressor.codegen.kernels import attention, dense_linear, norm, packed_lin
 from compressor.codegen.kernels.vector import AMX, AVX2, AVX512_VNNI, Isa
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import UsageError
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 FORMATS = (
     "W4A8_G128", "W8A8", "W4A16_G128", "W2A8_G64", "W3A16_G128", "W6A8_G128", "FP4_E2M1_G32", "NVFP4", "FP6_E3M2_G128",

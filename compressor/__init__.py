@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compressor.codegen.targets import Target
-    from compressor.formats import Format
+    from compressor.formats.format import Format
     from compressor.pipeline import Context, Pass, Pipeline
     from compressor.recipe import Recipe
     from compressor.run import compress
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Bundle": "compressor.runtime",
     "Context": "compressor.pipeline",
-    "Format": "compressor.formats",
+    "Format": "compressor.formats.format",
     "Pass": "compressor.pipeline",
     "Pipeline": "compressor.pipeline",
     "Recipe": "compressor.recipe",

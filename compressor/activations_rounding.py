@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.activations import Activations
-from compressor.elements import Element
 from compressor.errors import CompressorError
+from compressor.formats.activations import Activations
+from compressor.formats.elements import Element
 from compressor.grid_search import OUTPUT_RATIOS
 from compressor.steady import even, few_bits, total
 

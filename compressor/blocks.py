@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.formats import PARTS, Format
+from compressor.formats.format import PARTS, Format
+from compressor.formats.packing import PackedWeight
 from compressor.graph import Site, replace_linear, set_parameter
 from compressor.host.tensor_files import trim
-from compressor.packing import PackedWeight
 from compressor.pipeline import Context, SiteRecord, Task
 from compressor.results import digest
 

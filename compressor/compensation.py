@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
+from compressor.formats.outliers import add_outliers
+from compressor.formats.packing import PackedWeight, pack, unpack
 from compressor.grid_search import ChooseGrid
 from compressor.grids import grid_values, round_to_grid
-from compressor.outliers import add_outliers
-from compressor.packing import PackedWeight, pack, unpack
 from compressor.precision import bfloat16_products
 from compressor.steady import inverse_cholesky, product, total
 

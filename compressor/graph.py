@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.formats_cache import DENSE_CACHE
-from compressor.packing import PackedWeight
+from compressor.formats.cache import DENSE_CACHE
+from compressor.formats.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import compressor.ops_cache  # noqa: F401  (registers the operators)
-from compressor.formats_cache import CacheFormat, cache_row
+from compressor.formats.cache import CacheFormat, cache_row
 from compressor.graph import ModelInfo, set_parameter
 
 _CACHED = torch.ops.compressor.cached_attention.default

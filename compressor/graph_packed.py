@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.graph import Site, call_packed, set_parameter
-from compressor.packing import PackedWeight
 
 
 def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.codebooks import cluster
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.grids import choose_grid, empty_scale, nearest_values, over_shared, round_scales
 from compressor.steady import even
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from compressor.activations_rounding import search_input_scale
 from compressor.blocks import learnt
 from compressor.calibration import Inputs, stream
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import linear_sites
 from compressor.grid_search import Observer
 from compressor.pipeline import Context

@@ -27,8 +27,8 @@ def _passes() -> dict[str, str]:
 
 
 def _formats() -> dict[str, str]:
-    from compressor.formats import FORMATS
-    from compressor.formats_cache import CACHE_FORMATS
+    from compressor.formats.cache import CACHE_FORMATS
+    from compressor.formats.format import FORMATS
 
     caches = {
         name: f"keys and values: {fmt.row_bytes(128)} bytes for a token and a head of 128 channels"
@@ -108,7 +108,7 @@ def describe(name: str) -> tuple[str, str]:
 
 
 def _format_text(name: str) -> str:
-    from compressor.formats import Format
+    from compressor.formats.format import Format
 
     fmt = Format.parse(name)
     span = {"tensor": "the whole weight", "channel": "each row", "group": f"every {fmt.group_size} columns of a row"}
@@ -131,7 +131,7 @@ def _format_text(name: str) -> str:
 
 
 def _cache_format_text(name: str) -> str:
-    from compressor.formats_cache import CacheFormat
+    from compressor.formats.cache import CacheFormat
 
     fmt = CacheFormat.parse(name)
     codes = f"floats {fmt.element.name}" if fmt.element is not None else "integers, two's complement"

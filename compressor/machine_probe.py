@@ -161,10 +161,10 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     """Seconds of each unit that this process measures itself, and the spreads of the measurements."""
     import torch
 
-    from compressor.formats import Format
+    from compressor.formats.format import Format
+    from compressor.formats.packing import dequantize
     from compressor.grid_search import search_grid
     from compressor.ops import rms_norm
-    from compressor.packing import dequantize
     from compressor.passes.rtn import rtn_quantize
     from compressor.precision import bfloat16_products
 
@@ -243,7 +243,7 @@ def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
     """Prices of GPTQ's inner loop: what two calls take beyond the work that has a price already."""
     import torch
 
-    from compressor.formats import Format
+    from compressor.formats.format import Format
     from compressor.passes.gptq import gptq_quantize
     from compressor.sites_plan import gptq_work
 

@@ -15,8 +15,8 @@ from torch.library import custom_op
 from torch.nn.functional import linear, pad
 
 from compressor.activations_rounding import round_activations
-from compressor.formats import Format
-from compressor.packing import PackedWeight, coded_rows, dequantize_rows, float_part
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, coded_rows, dequantize_rows, float_part
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
@@ -99,11 +99,11 @@ def packed_linear(
     in_features: int,
     out_features: int,
 ) -> Tensor:
-    """A linear whose weight is stored packed (:mod:`compressor.formats` has the layout).
+    """A linear whose weight is stored packed (:mod:`compressor.formats.format` has the layout).
 
     Args:
         x: float32 [..., in]; rounded first where the format says so (:func:`round_activations`).
-        parts: of the weight, as in :class:`compressor.packing.PackedWeight`.
+        parts: of the weight, as in :class:`compressor.formats.packing.PackedWeight`.
         bias: float32 [out] or None.
     """
     y = packed_product(x, PackedWeight.of(parts, Format.parse(format), (out_features, in_features)))

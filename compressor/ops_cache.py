@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from compressor import packing_cache
-from compressor.formats_cache import CacheFormat
+from compressor.formats import packed_cache as packing_cache
+from compressor.formats.cache import CacheFormat
 from compressor.ops import attend
 
 
@@ -23,7 +23,7 @@ def pack_cache(x: Tensor, order: Tensor | None, format: str) -> Tensor:
     Args:
         x: float32 [B, Hkv, S, D].
         order: int32 [Hkv, D]: which channel is stored at each place of a head's row; None keeps them as they are.
-        format: name of a :class:`compressor.formats_cache.CacheFormat`.
+        format: name of a :class:`compressor.formats.cache.CacheFormat`.
     Returns:
         uint8 [B, Hkv, S, row_bytes].
     """

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph import ModelInfo
 from compressor.graph_cache import empty_caches
-from compressor.packing import PIECE_ELEMENTS
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.machine_probe import Machine
-from compressor.packing import PIECE_ELEMENTS
 from compressor.plan_streaming import Streaming
 
 MODEL_ERROR = 0.15

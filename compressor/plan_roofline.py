@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch.fx import GraphModule, Node
 
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import ModelInfo, segments
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost, node_costs

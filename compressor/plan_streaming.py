@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import Segment, Site, group_by_input, segments
 from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.precision import is_coarse

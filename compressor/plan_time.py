@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 from compressor.machine_probe import Machine
 from compressor.plan_costs import NodeCost
 from compressor.plan_roofline import Roofline

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from compressor.cpu import host_flags
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 _COARSE_BITS = 4
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from compressor.errors import CompressorError, RecipeError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.recipe_yaml import KeyPath, Source, nearest
 
 _MOST_PASSES = 100

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.grids import grid_values, neighbour_codes, round_to_grid
 from compressor.steady import EVEN, apply
 

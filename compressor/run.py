@@ -23,7 +23,7 @@ from compressor.errors import GateError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
-from compressor.formats_cache import cache_bytes_per_token
+from compressor.formats.cache import cache_bytes_per_token
 from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder

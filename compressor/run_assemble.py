@@ -16,7 +16,7 @@ from compressor.codegen.lower import Library
 from compressor.codegen.targets import NativeTarget
 from compressor.errors import CompressorError
 from compressor.export import BundleParts, FasterLibrary, fill_bundle
-from compressor.formats_cache import cache_bytes_per_token
+from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
 from compressor.recipe import Recipe

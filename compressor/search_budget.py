@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.gates import parse_amount
 from compressor.graph import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
 from compressor.search import amount, choose_within

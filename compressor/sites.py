@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.graph import Site, linear_sites, match_sites, replace_linear, segments
-from compressor.packing import PackedWeight
 from compressor.pipeline import Context, SiteRecord
 
 

@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks, learnt
 from compressor.calibration import Hessian, stream
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.gradients_rows import guided_rows
 from compressor.graph import linear_sites
 from compressor.grid_search import Observer
 from compressor.input_scales import calibrate_inputs
-from compressor.packing import PackedWeight, dequantize
 from compressor.pipeline import Context
 from compressor.precision import is_coarse
 from compressor.sites import compress_site, naming

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
 from compressor.grid_search import OUTPUT_RATIOS, Observer
-from compressor.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.sites import patterns, site_notes
 from compressor.steady import BLOCK

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
-from compressor.formats import PARTS
+from compressor.formats.format import PARTS
 from compressor.pipeline import Context
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError, VerificationError
-from compressor.formats import PARTS, TILE_ROWS, Format
-from compressor.formats_cache import cache_bytes_per_token
+from compressor.formats.cache import cache_bytes_per_token
+from compressor.formats.format import PARTS, TILE_ROWS, Format
 from compressor.report import Check
 from compressor.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.verify_schema import Manifest, check_schema

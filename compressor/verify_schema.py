@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from compressor.errors import VerificationError
-from compressor.formats_cache import DENSE_CACHE
+from compressor.formats.cache import DENSE_CACHE
 
 _SHOWN = 3
 

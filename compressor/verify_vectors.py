@@ -22,11 +22,11 @@ from torch.fx.node import Target
 from torch.utils._pytree import tree_map
 
 from compressor.evaluate import GraphLogits, graph_hidden
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.graph import ModelInfo
 from compressor.host.tensor_files import release
 from compressor.ops import packed_product
-from compressor.packing import PackedWeight
 
 _PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
 _ROWS, _COLUMNS = 64, 1024

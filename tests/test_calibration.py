@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter
 from compressor.calibration import Hessian, load_evaluation, load_samples, stream
 from compressor.capture import capture
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import linear_sites, match_sites, replace_linear, twin
 from compressor.passes.rtn import rtn_quantize
 from compressor.text_spec import EvaluationSpec, TextSpec

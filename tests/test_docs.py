@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from compressor.cli import main
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.gates import METRICS
 from compressor.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
 from compressor.recipe_source import SOURCE_KEYS

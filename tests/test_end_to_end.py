@@ -29,8 +29,8 @@ from compressor.embeddings import load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
 from compressor.evaluate import GraphLogits, graph_hidden, measure_quality
 from compressor.evaluate_model import evaluate_path
-from compressor.formats import Format
-from compressor.formats_cache import DENSE_CACHE
+from compressor.formats.cache import DENSE_CACHE
+from compressor.formats.format import Format
 from compressor.graph import ModelInfo, linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressor.capture import capture
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.gradients import squared_gradients
 from compressor.graph import linear_sites, replace_linear
 from compressor.passes.rtn import rtn_quantize

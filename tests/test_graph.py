@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from compressor.capture import capture
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize, pack
 from compressor.graph import (
     drop_dead_parameters,
     group_by_input,
@@ -22,7 +23,6 @@ from compressor.graph import (
     weight_bytes,
 )
 from compressor.grids import choose_grid, round_to_grid
-from compressor.packing import PackedWeight, dequantize, pack
 
 transformers = pytest.importorskip("transformers")
 

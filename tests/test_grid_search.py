@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.grid_search import search_grid
 from compressor.grids import choose_grid, grid_values, round_to_grid
 

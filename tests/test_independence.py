@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from compressor.capture import capture
 from compressor.errors import CompressorError
-from compressor.formats import FORMATS, Format
+from compressor.formats.format import FORMATS, Format
 from compressor.graph import linear_sites, replace_linear
 from compressor.independence import Leak, check_independence
 from compressor.passes.rtn import rtn_quantize

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import compressor.ops_cache  # noqa: F401  (registers the operators)
-from compressor.formats_cache import CACHE_FORMATS, CacheFormat
-from compressor.packing_cache import dequantize_cache
+from compressor.formats.cache import CACHE_FORMATS, CacheFormat
+from compressor.formats.packed_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 20, 9

@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 from compressor import precision
 from compressor.calibration import Hessian, stream
 from compressor.capture import capture
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites
-from compressor.packing import dequantize
 from compressor.passes.gptq import Gptq, gptq_quantize
 from compressor.pipeline import Context, Pipeline
 from compressor.precision import bfloat16_products, is_coarse

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import unpack
 from compressor.grid_search import search_grid
-from compressor.packing import unpack
 from compressor.passes.rtn import rtn_quantize
 from compressor.rounding import anneal, descend, learn_rounding, neighbours, spread_values
 

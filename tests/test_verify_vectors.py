@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from compressor import verify_vectors
 from compressor.capture import capture
 from compressor.evaluate import GraphLogits
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph import ModelInfo
 from compressor.host.resources import resource
-from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 from compressor.verify_vectors import make_vectors

@@ -13,7 +13,7 @@ from tvm import relax, te
 from compressor.codegen.convert_linears import LinearConverter
 from compressor.codegen.convolutions import fused_convolution
 from compressor.codegen.kernels import attention, embedding, norm, packed_cache
-from compressor.formats_cache import CacheFormat
+from compressor.formats.cache import CacheFormat
 
 _ATEN = torch.ops.aten
 

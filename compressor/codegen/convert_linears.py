@@ -17,7 +17,7 @@ from compressor.codegen.kernels import convolution, dense_linear, packed_linear,
 from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 from compressor.ops import outputs
 
 TUNED_TOKENS = 64

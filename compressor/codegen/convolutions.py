@@ -15,7 +15,7 @@ from compressor.activations_rounding import SMALLEST
 from compressor.codegen.fusion import addition_behind
 from compressor.codegen.kernels.convolution import takes_convolution
 from compressor.codegen.kernels.convolution_feeds import Geometry
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 

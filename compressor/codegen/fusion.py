@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from compressor.codegen.kernels.prologue import Kind, Prologue
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _LINEAR = _OPS.packed_linear.default

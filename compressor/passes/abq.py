@@ -4,7 +4,7 @@ The paper learns, block by block, a balance vector (a scale for each input chann
 weights is cut, so that the outputs' distribution stays what it was (its "distribution correction").  Here both are
 searched for each group of linears that share an input, by the error of their outputs with weights and activations
 rounded; and GPTQ, in place of the paper's rounding to nearest, makes up for what the rounding of weights and of
-activations changes.  Bit balance is a format, ``BAL2A8`` (:mod:`compressor.formats`).
+activations changes.  Bit balance is a format, ``BAL2A8`` (:mod:`compressor.formats.format`).
 
 Left out: the compensation vectors of the first and last blocks' down_proj, since GPTQ corrects every linear and within
 the stored codes; and the loss on attention maps, since nothing is learned through the attention.
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.absorbers import Absorber
-from compressor.activations import Activations
 from compressor.activations_rounding import round_activations
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian, Inputs
-from compressor.formats import Format
-from compressor.packing import PackedWeight
+from compressor.formats.activations import Activations
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
 from compressor.passes.smoothquant import output_error

@@ -13,9 +13,9 @@ from compressor.blocks import Blocks
 from compressor.calibration import Hessian
 from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, pack, unpack
 from compressor.grid_search import Observer, chooser
-from compressor.packing import PackedWeight, pack, unpack
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.precision import is_coarse

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations import Activations
 from compressor.activations_rounding import round_activations
 from compressor.calibration import stream
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import PARTS
+from compressor.formats.activations import Activations
+from compressor.formats.format import PARTS
+from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
 from compressor.graph import Site, linear_sites, packed_sites, ties
 from compressor.graph_packed import packed_weight, set_bias
 from compressor.host.tensor_files import release
 from compressor.input_scales import has_input_scale
-from compressor.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
 from compressor.pipeline import Context
 from compressor.sites import choose_sites
 from compressor.sites_plan import Gathering, SitePlan

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.errors import UsageError
-from compressor.formats import LARGEST_GROUP, Format
-from compressor.packing import PackedWeight
+from compressor.formats.format import LARGEST_GROUP, Format
+from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize, weight_error
 from compressor.pipeline import Context
 from compressor.sites import by_segment, choose_format, choose_sites, summarise_formats

@@ -15,10 +15,10 @@ from compressor.blocks import Blocks
 from compressor.calibration import Hessian
 from compressor.compensation import column_blocks, inverse_factor, match_dense, sweep
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.outliers import largest
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.grid_search import Observer, chooser
-from compressor.outliers import largest
-from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.precision import is_coarse

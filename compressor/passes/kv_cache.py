@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats_cache import CacheFormat, cache_bytes_per_token
+from compressor.formats.cache import CacheFormat, cache_bytes_per_token
+from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph import ModelInfo, Segment, segments
 from compressor.graph_cache import AttentionLayer, Orders, attention_layers, pack_caches
-from compressor.packing_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.pipeline import Context
 from compressor.sites_plan import SitePlan
 from compressor.streaming import Stream

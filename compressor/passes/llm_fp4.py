@@ -15,11 +15,11 @@ from compressor.absorbers import Absorber
 from compressor.activations_rounding import range_cuts, round_activations
 from compressor.blocks import Blocks
 from compressor.calibration import Inputs, stream
-from compressor.elements import Element
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.elements import Element
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph import Site
-from compressor.packing import PackedWeight, dequantize
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.passes.smoothquant import search_scale

@@ -10,10 +10,10 @@ from torch.fx import GraphModule
 
 from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.outliers import add_columns
+from compressor.formats.packing import PackedWeight
 from compressor.graph import Site
-from compressor.outliers import add_columns
-from compressor.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites

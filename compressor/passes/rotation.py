@@ -15,12 +15,12 @@ from torch.fx import GraphModule, Node
 
 from compressor.absorbers import Unabsorbable, describe, find_absorber, is_attention
 from compressor.errors import CompressorError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, pack
 from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.graph_packed import insert_packed
 from compressor.hadamard import is_hadamard, random_signs, rotate
 from compressor.host.tensor_files import release
-from compressor.packing import PackedWeight, pack
 from compressor.pipeline import Context
 from compressor.residual import Residual, find_residuals, norm_parameters
 from compressor.sites import choose_sites

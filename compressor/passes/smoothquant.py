@@ -15,9 +15,9 @@ from compressor.absorbers import Absorber
 from compressor.activations_rounding import round_activations, search_input_scale
 from compressor.calibration import Inputs
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.input_scales import has_input_scale
-from compressor.packing import PackedWeight, dequantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.scaling import scale_groups

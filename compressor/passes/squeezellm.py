@@ -9,12 +9,12 @@ from torch.fx import GraphModule
 
 from compressor.codebooks import cluster
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.outliers import largest
+from compressor.formats.packing import PackedWeight
 from compressor.gradients import squared_gradients
 from compressor.graph import Site
 from compressor.grids import choose_grid
-from compressor.outliers import largest
-from compressor.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites

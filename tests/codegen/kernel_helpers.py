@@ -18,11 +18,11 @@ from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.tiles import takes_tiles
 from compressor.codegen.lower import Library
 from compressor.codegen.targets.x86 import X86
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.outliers import add_columns, add_outliers
+from compressor.formats.packing import PackedWeight, pack
 from compressor.graph_cache import empty_caches
 from compressor.grids import round_scales
-from compressor.outliers import add_columns, add_outliers
-from compressor.packing import PackedWeight, pack
 
 OPS = torch.ops.compressor
 WIDTHS = [vector.AVX512_VNNI, vector.AVX2]  # others differ in bit planes, or in tiles for several tokens, only

@@ -12,7 +12,6 @@ from codegen.kernel_helpers import Program, build, random_packed, relative_error
 from torch import Tensor, nn
 from torch.export import Dim
 
-from compressor.activations import Activations
 from compressor.capture import capture, reexport
 from compressor.codegen.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.kernels import vector
@@ -20,7 +19,8 @@ from compressor.codegen.kernels.convolution import Epilogue, convolution, takes_
 from compressor.codegen.kernels.convolution_feeds import Geometry
 from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets.x86 import X86
-from compressor.formats import Format
+from compressor.formats.activations import Activations
+from compressor.formats.format import Format
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 from compressor.samples import Samples

@@ -16,8 +16,8 @@ from compressor.codegen.fusion import fuse, fused_linear
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.packed_linear import Schedule, common_schedule
 from compressor.codegen.kernels.prologue import Prologue
-from compressor.formats import Format
-from compressor.packing import PackedWeight
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 

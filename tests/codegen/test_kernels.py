@@ -25,7 +25,6 @@ from codegen.kernel_helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compressor.activations import Activations
 from compressor.activations_rounding import round_activations
 from compressor.codegen.kernels import (
     activations,
@@ -38,9 +37,10 @@ from compressor.codegen.kernels import (
     vector,
 )
 from compressor.codegen.targets.x86 import X86
-from compressor.formats import FORMATS, Format
+from compressor.formats.activations import Activations
+from compressor.formats.format import FORMATS, Format
+from compressor.formats.packing import pack
 from compressor.ops import outputs
-from compressor.packing import pack
 
 
 @pytest.mark.parametrize("isa", [vector.AMX, *WIDTHS], ids=lambda isa: isa.name)

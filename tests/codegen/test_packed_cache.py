@@ -14,8 +14,8 @@ import tvm
 import compressor.ops_cache  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import packed_cache, vector
 from compressor.codegen.targets.x86 import X86
-from compressor.formats_cache import CacheFormat
-from compressor.packing_cache import dequantize_cache
+from compressor.formats.cache import CacheFormat
+from compressor.formats.packed_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders

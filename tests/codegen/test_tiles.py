@@ -9,7 +9,7 @@ import torch
 from codegen.kernel_helpers import OPS, build, random_packed, relative_error, run, tolerance
 
 from compressor.codegen.kernels import packed_linear, vector
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 
 @pytest.mark.parametrize("name", [

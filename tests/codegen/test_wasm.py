@@ -22,7 +22,7 @@ from compressor.codegen.kernels import attention, dense_linear, embedding, norm,
 from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.web import wasm
 from compressor.errors import ToolchainError, VerificationError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.wasm import WasmProgram
 
 

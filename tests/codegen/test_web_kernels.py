@@ -22,7 +22,7 @@ from compressor.codegen.web.kernel import Kernel, evaluate, specialised
 from compressor.codegen.web.packed_linear import packed_linear, stored_parts
 from compressor.codegen.web.products import POLYFILLS
 from compressor.errors import UsageError
-from compressor.formats import FORMATS, Format
+from compressor.formats.format import FORMATS, Format
 from compressor.webgpu import run_kernels
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "webgpu"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compressor.codegen.web.packed_linear import check_format
 from compressor.errors import UsageError
-from compressor.formats import FORMATS, Format
+from compressor.formats.format import FORMATS, Format
 
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from compressor.calibration import Hessian, Samples, load_samples, stream
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.packing import dequantize
 from compressor.gradients_rows import guided_rows
 from compressor.graph import linear_sites, match_sites, twin
 from compressor.host.resources import resource
-from compressor.packing import dequantize
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize

@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
-from compressor.formats_cache import CacheFormat, cache_bytes_per_token
+from compressor.formats.cache import CacheFormat, cache_bytes_per_token
+from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph import ModelInfo, segments, set_parameter, twin
 from compressor.graph_cache import attention_layers, empty_caches
 from compressor.independence import check_independence
-from compressor.packing_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.passes.kv_cache import KvCache, block_order
 from compressor.pipeline import Context, Pipeline
 from compressor.plan_costs import node_costs
@@ -103,7 +103,7 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
         return codes, scales.amax().expand(scales.shape)
 
     graph = packed(dense, KvCache("INT8"))
-    monkeypatch.setattr("compressor.packing_cache.quantize_cache", shared)
+    monkeypatch.setattr("compressor.formats.packed_cache.quantize_cache", shared)
     assert "pack_cache" in check_independence(graph).leaks[0].node
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import twin, weight_bytes
 from compressor.host.resources import resource
 from compressor.ops import packed_product

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
-from compressor.packing import dequantize, unpack
+from compressor.formats.format import Format
+from compressor.formats.packing import dequantize, unpack
 from compressor.passes.rtn import Rtn, rtn_quantize
 
 

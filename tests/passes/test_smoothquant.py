@@ -9,7 +9,7 @@ from torch import Tensor
 from compressor.calibration import Inputs, load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 from compressor.graph import linear_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
-from compressor.packing import dequantize
+from compressor.formats.format import Format
+from compressor.formats.packing import dequantize
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.squeezellm import Squeezellm, squeezellm_quantize
 from compressor.pipeline import Context

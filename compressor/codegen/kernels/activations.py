@@ -10,10 +10,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.activations import Activations
 from compressor.activations_rounding import SMALLEST
 from compressor.codegen.kernels.vector import splat, splat_float, widen
-from compressor.elements import Element
+from compressor.formats.activations import Activations
+from compressor.formats.elements import Element
 
 _EXPONENT = 0x7F800000  # float32's field
 

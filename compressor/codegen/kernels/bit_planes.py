@@ -15,10 +15,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.activations import Activations
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.vector import Isa, dot4, emit_tree, splat
-from compressor.formats import Format
+from compressor.formats.activations import Activations
+from compressor.formats.format import Format
 
 CHUNK = 32
 """Columns of a word of a plane."""

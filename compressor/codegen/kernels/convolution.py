@@ -14,13 +14,13 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.convolution_feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
 from compressor.codegen.kernels.convolution_products import Products, is_aligned
 from compressor.codegen.kernels.vector import Isa, ramp, registers, scale_values, widen
 from compressor.codegen.kernels.weights import parameter
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.activations import Activations
+from compressor.formats.format import TILE_ROWS, Format
 
 _MOST_GATHERED = 64
 """Words of a tile's weights that may be put together byte by byte; each is a few statements."""

@@ -12,7 +12,7 @@ from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE
 from compressor.codegen.kernels.convolution_feeds import RUN_BYTES, Feed, PatchFeed
 from compressor.codegen.kernels.vector import Isa, centred, code_quad, dot4, registers, splat
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 _QUADS = RUN_BYTES // 4
 _TOKENS = 4  # outputs that share a loaded weight, without AMX

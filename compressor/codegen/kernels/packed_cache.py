@@ -1,6 +1,6 @@
 """Packed key-value caches: new rows are quantised, and attention reads the rows as they are stored.
 
-The layout is that of :mod:`compressor.formats_cache`.  Codes and scales become floats in registers; a group's scale is
+The layout is that of :mod:`compressor.formats.cache`.  Codes and scales become floats in registers; a group's scale is
 multiplied into the sum of its products with the query, and into its values' weight.
 """
 
@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from compressor.codegen.kernels.attention import VECTOR, Place, Row
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import emit_tree, ramp, splat_float, widen
-from compressor.formats_cache import CacheFormat
+from compressor.formats.cache import CacheFormat
 
 _INFINITE = 255 << 23  # the bits of float32's infinity; those of NaN are above
 _E4M3_NORMAL = 121 << 23  # the bits of E4M3's smallest normal number, 2^-6, in float32

@@ -19,7 +19,6 @@ from typing import cast
 import tvm
 from tvm.script import tirx as T
 
-from compressor.activations import Activations
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits
@@ -29,7 +28,8 @@ from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.tiles import TOKENS, Buffers, TileProducts, takes_tiles
 from compressor.codegen.kernels.vector import Isa, registers
 from compressor.codegen.kernels.weights import Weights, by_token, parameter
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.activations import Activations
+from compressor.formats.format import TILE_ROWS, Format
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def packed_linear(
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.packed_linear`.
 
-    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats`), bias
+    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`), bias
     (where there is one), y float32 [d0, d1, out].
     """
     return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
@@ -104,7 +104,7 @@ def fused_linear(
 
     Parameters of the result: x float32 [d0, d1, columns], or what the prologue reads in its place, and the vectors
     float32 [columns] that it reads; for each of ``rows`` the parts that the format has
-    (:mod:`compressor.formats`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is added to
+    (:mod:`compressor.formats.format`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is added to
     the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
     """
     is_sliced = counts_bits(fmt, isa)

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from tvm.script import tirx as T
 
-from compressor.activations import Activations
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.bit_planes import slice_chunk
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum
+from compressor.formats.activations import Activations
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, scale_values
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 
 class Products:

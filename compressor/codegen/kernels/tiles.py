@@ -22,7 +22,7 @@ from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, pre
 from compressor.codegen.kernels.products import Products
 from compressor.codegen.kernels.vector import Isa, centred, code_quad, code_values, scale_values, splat
 from compressor.codegen.kernels.weights import Weight
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 TOKENS = 128
 """Tokens for which codes are unpacked once: so many outputs of two tiles stay in the first-level cache."""

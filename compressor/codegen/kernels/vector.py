@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 
 @dataclass(frozen=True)

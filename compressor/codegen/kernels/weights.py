@@ -14,7 +14,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 _DATA = 1  # the field of a DLTensor that holds its address
 

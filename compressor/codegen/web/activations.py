@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from compressor.activations import Activations
 from compressor.activations_rounding import SMALLEST
 from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel, joined
-from compressor.elements import Element
-from compressor.formats import Format
+from compressor.formats.activations import Activations
+from compressor.formats.elements import Element
+from compressor.formats.format import Format
 
 _VECTOR_COLUMNS = 16
 """Bytes of WGSL's widest load."""

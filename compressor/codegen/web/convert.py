@@ -19,7 +19,7 @@ from compressor.codegen.convert import index_rows, slice_rows
 from compressor.codegen.web import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.web.kernel import Kernel
 from compressor.errors import UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
 
 
 @dataclass(frozen=True)

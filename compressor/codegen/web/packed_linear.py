@@ -2,7 +2,7 @@
 
 A workgroup computes ``TILES`` tiles of 16 rows: thread ``16 * lane + row`` takes every ``LANES``-th chunk of its row in
 each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` tokens.  Layout:
-:mod:`compressor.formats`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.activations`).
+:mod:`compressor.formats.format`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.activations`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Ker
 from compressor.codegen.web.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.format import TILE_ROWS, Format
 
 ONE, MANY = {"LANES": 8, "TILES": 1, "TOKENS": 1}, {"LANES": 2, "TILES": 4, "TOKENS": 8}
 """Shipped constants of decode and of prefill."""

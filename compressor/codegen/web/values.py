@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from compressor.elements import Element
-from compressor.formats import TILE_ROWS, Format
+from compressor.formats.elements import Element
+from compressor.formats.format import TILE_ROWS, Format
 
 HALF = "fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }"
 """A float16 out of the word that it shares."""

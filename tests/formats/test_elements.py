@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.elements import Element
 from compressor.errors import CompressorError
-from compressor.formats import FORMATS, Format
+from compressor.formats.elements import Element
+from compressor.formats.format import FORMATS, Format
+from compressor.formats.packing import dequantize
 from compressor.grids import choose_grid, round_scales, round_to_grid, tensor_scale
-from compressor.packing import dequantize
 from compressor.passes.rtn import rtn_quantize
 
 ORACLES = {

@@ -1,4 +1,4 @@
-"""Names of formats, read and written; :mod:`compressor.formats` says what they mean."""
+"""Names of formats, read and written; :mod:`compressor.formats.format` says what they mean."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from compressor.activations import NUMBERS, SCALES, SHORT, Activations
-from compressor.elements import Element
+from compressor.formats.activations import NUMBERS, SCALES, SHORT, Activations
+from compressor.formats.elements import Element
 
 if TYPE_CHECKING:
-    from compressor.formats import Format
+    from compressor.formats.format import Format
 
 BLOCKS: Mapping[str, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
 """Columns a scale of the types that standards fix."""

@@ -1,4 +1,4 @@
-"""Exact packing into the layout of :mod:`compressor.formats`, and what a packed weight stands for."""
+"""Exact packing into the layout of :mod:`compressor.formats.format`, and what a packed weight stands for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats import TILE_ROWS, TILED, Format
+from compressor.formats.format import TILE_ROWS, TILED, Format
 from compressor.grids import STORED, unscaled
 
 PIECE_ELEMENTS = 1 << 22
@@ -21,7 +21,7 @@ class PackedWeight:
     """A weight in its stored form.
 
     Attributes:
-        parts: its tensors by name, in the order, types and shapes of :meth:`compressor.formats.Format.parts`.
+        parts: its tensors by name, in the order, types and shapes of :meth:`compressor.formats.format.Format.parts`.
         shape: (out_features, in_features).
     """
 
@@ -56,7 +56,7 @@ def pack(
     """Pack codes uint8 [out, in], scales that the format can store [out, groups], zeros uint8 [out, groups] or None.
 
     Codebooks come as scales [out, groups, levels].  What the format stores as floats is not looked at
-    (:mod:`compressor.outliers` adds it).
+    (:mod:`compressor.formats.outliers` adds it).
 
     Exact: :func:`unpack` returns the same values.
     """

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations import Activations
 from compressor.activations_rounding import input_error, range_cuts, round_activations, search_input_scale
 from compressor.capture import capture
-from compressor.elements import Element
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import FORMATS, Format
+from compressor.formats.activations import Activations
+from compressor.formats.elements import Element
+from compressor.formats.format import FORMATS, Format
+from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites
 from compressor.grids import round_to_grid, tensor_scale
 from compressor.host.resources import resource
-from compressor.packing import dequantize
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn, rtn_quantize

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from compressor.elements import Element
 from compressor.errors import UsageError
+from compressor.formats.elements import Element
 
 Granularity = Literal["token", "group", "tensor"]
 ActivationScale = Literal["F32", "E8M0", "E4M3"]

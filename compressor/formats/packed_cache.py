@@ -1,4 +1,4 @@
-"""Rounding, packing and dequantising rows of key-value caches, in the layout of :mod:`compressor.formats_cache`.
+"""Rounding, packing and dequantising rows of key-value caches, in the layout of :mod:`compressor.formats.cache`.
 
 All functions work on the last dimension and take any others.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats_cache import CacheFormat
+from compressor.formats.cache import CacheFormat
 
 _LARGEST_SCALE = 65504.0
 _EXPONENT_BITS = 23  # of float32: where its exponent begins

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats import Format
+from compressor.formats.format import Format
+from compressor.formats.outliers import add_columns, add_outliers, largest
+from compressor.formats.packing import PackedWeight, coded_rows, dequantize, dequantize_rows
 from compressor.ops import packed_product
-from compressor.outliers import add_columns, add_outliers, largest
-from compressor.packing import PackedWeight, coded_rows, dequantize, dequantize_rows
 from compressor.passes.rtn import rtn_quantize
 from compressor.sites import choose_format
 

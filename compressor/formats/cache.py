@@ -7,7 +7,7 @@ point, ``BFP8_G16`` and ``BFP4_G32``: blocks of channels share an exponent of 8 
 bits, sign included (Rouhani et al. 2020, "Pushing the Limits of Narrow Precision Inferencing at Cloud Scale with
 Microsoft Floating Point"; with 8 bits and blocks of 32 it is MXINT8 of OCP Microscaling 1.0).
 
-Bit layout of a row of ``D`` channels (what :mod:`compressor.packing_cache` writes and the kernels read)
+Bit layout of a row of ``D`` channels (what :mod:`compressor.formats.packed_cache` writes and the kernels read)
 -------------------------------------------------------------------------------------------------------
 Bytes, without padding: first the codes, then the scales of the groups in order::
 
@@ -16,7 +16,7 @@ Bytes, without padding: first the codes, then the scales of the groups in order:
     scales   F16: 2 bytes each, the low one first      E8M0: 1 byte each, 127 more than the exponent; 255 is NaN
 
 ``value = code * scale``.  Integers and mantissas are two's complement and use ``-(2 ** (bits - 1) - 1)`` to its
-opposite, E4M3 codes its values (:mod:`compressor.elements`).
+opposite, E4M3 codes its values (:mod:`compressor.formats.elements`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from compressor.elements import Element
 from compressor.errors import UsageError
+from compressor.formats.elements import Element
 
 DENSE_CACHE = "FP32"
 """The name of what a cache is before a pass changes it: float32, no scales."""
