@@ -18,9 +18,9 @@ from compressor.blocks import Blocks
 from compressor.errors import CompressorError
 from compressor.graph import Segment, Site, group_by_input, segments, twin
 from compressor.host.tensor_files import Spill
-from compressor.precision import bfloat16_products
+from compressor.numerics.bfloat16 import bfloat16_products
+from compressor.numerics.deterministic import BLOCK
 from compressor.samples import Samples, load_evaluation, load_samples
-from compressor.steady import BLOCK
 from compressor.streaming import Stream, split_samples
 
 __all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
@@ -164,7 +164,7 @@ def stream(
         row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
             each row times the root of its weight, so that squares and products count that often.
         rounded: products, of the graph and of the statistics, may round their factors to bfloat16
-            (:mod:`compressor.precision`).
+            (:mod:`compressor.numerics.bfloat16`).
     Raises:
         UsageError: the samples are not what the model reads, or longer than its positions.
         CompressorError: inputs of a site hold NaN or inf.

@@ -28,7 +28,7 @@ from compressor.errors import UsageError
 from compressor.gradients import backwards
 from compressor.graph import ModelInfo, Site, group_by_input
 from compressor.host.tensor_files import Spill
-from compressor.steady import total
+from compressor.numerics.deterministic import total
 from compressor.streaming import split_samples
 
 CONFIDENT = 0.1

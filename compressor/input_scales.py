@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations_rounding import search_input_scale
 from compressor.blocks import learnt
 from compressor.calibration import Inputs, stream
 from compressor.formats.format import Format
 from compressor.graph import linear_sites
-from compressor.grid_search import Observer
+from compressor.numerics.input_scales import search_input_scale
+from compressor.numerics.range_search import Observer
 from compressor.pipeline import Context
 from compressor.sites import naming
 from compressor.sites_plan import Gathering

@@ -28,7 +28,7 @@ from compressor.host.cache import cache_folder, merge_entries, read_entries
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",
-    "bfloat16_flop": "the same by way of bfloat16, where the CPU has AMX (compressor.precision)",
+    "bfloat16_flop": "the same by way of bfloat16, where the CPU has AMX (compressor.numerics.bfloat16)",
     "int8_op": "one operation of an int8 matrix product",
     "matmul64_flop": "one operation of a float64 matrix product",
     "factor64_flop": "one operation of a float64 Cholesky factorisation or triangular solve",
@@ -163,10 +163,10 @@ def _compute() -> tuple[dict[str, float], list[float]]:
 
     from compressor.formats.format import Format
     from compressor.formats.packing import dequantize
-    from compressor.grid_search import search_grid
+    from compressor.numerics.bfloat16 import bfloat16_products
+    from compressor.numerics.range_search import search_grid
     from compressor.ops import rms_norm
     from compressor.passes.rtn import rtn_quantize
-    from compressor.precision import bfloat16_products
 
     spreads: list[float] = []
 

@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from compressor.absorbers import Absorber, Unabsorbable, describe, find_absorber
 from compressor.calibration import Inputs, stream
 from compressor.graph import Site
+from compressor.numerics.deterministic import few_bits
 from compressor.pipeline import Context, Task
 from compressor.sites import naming
-from compressor.steady import few_bits
 
 ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
 """(what is known of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64

@@ -15,12 +15,12 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.gradients_rows import guided_rows
 from compressor.graph import linear_sites
-from compressor.grid_search import Observer
 from compressor.input_scales import calibrate_inputs
+from compressor.numerics.bfloat16 import is_coarse
+from compressor.numerics.deterministic import quadratic
+from compressor.numerics.range_search import Observer
 from compressor.pipeline import Context
-from compressor.precision import is_coarse
 from compressor.sites import compress_site, naming
-from compressor.steady import quadratic
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def quantize_calibrated(
 ) -> None:
     """Replace the linears that are named, each by one in its own format; what follows sees their new outputs.
 
-    Where all formats are coarse enough, products of calibration are those of :mod:`compressor.precision`.
+    Where all formats are coarse enough, products of calibration are those of :mod:`compressor.numerics.bfloat16`.
 
     Args:
         blocks: of the pass.

@@ -17,16 +17,16 @@ from torch.fx import GraphModule
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight
 from compressor.graph import Site, linear_sites, match_sites, replace_linear
-from compressor.grid_search import OUTPUT_RATIOS, Observer
-from compressor.rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
+from compressor.numerics.deterministic import BLOCK
+from compressor.numerics.learned_rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
+from compressor.numerics.range_search import OUTPUT_RATIOS, Observer
 from compressor.sites import patterns, site_notes
-from compressor.steady import BLOCK
 
 Work = Mapping[str, float]
 """Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
 
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
-_CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.codebooks.cluster
+_CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.numerics.clustering.cluster
 _ERROR_BYTES = 32  # of float64, a weight whose error is taken
 _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes an element of a weight
 KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens

@@ -18,8 +18,8 @@ from compressor.errors import UsageError
 from compressor.graph import ModelInfo, Segment, segments, shared_nodes
 from compressor.graph_cache import empty_caches
 from compressor.host.tensor_files import Spill, release, trim
+from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.pipeline import Reporter
-from compressor.precision import bfloat16_products
 
 
 class Stream:
@@ -30,7 +30,7 @@ class Stream:
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`stage` and :meth:`values` may round their factors to bfloat16
-            (:mod:`compressor.precision`).
+            (:mod:`compressor.numerics.bfloat16`).
     Raises:
         UsageError: a batch is longer than the model's positions.
     """

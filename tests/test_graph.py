@@ -22,7 +22,7 @@ from compressor.graph import (
     twin,
     weight_bytes,
 )
-from compressor.grids import choose_grid, round_to_grid
+from compressor.numerics.grids import choose_grid, round_to_grid
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compressor.activations_rounding import SMALLEST
 from compressor.codegen.fusion import addition_behind
 from compressor.codegen.kernels.convolution import takes_convolution
 from compressor.codegen.kernels.convolution_feeds import Geometry
 from compressor.formats.format import Format
+from compressor.numerics.input_scales import SMALLEST
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 

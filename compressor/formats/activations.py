@@ -1,4 +1,4 @@
-"""How a packed linear takes its activations, as data; :mod:`compressor.activations_rounding` says what it computes.
+"""How a packed linear takes its activations, as data; :mod:`compressor.numerics.input_scales` says what it computes.
 
 Names follow the field.  Of the numbers: ``8`` (int8; 1 to 8 bits), ``FP8_E4M3`` (``FP8`` for short), ``MXFP4``,
 ``NVFP4``.  Of the scales: one a token, taken from the token itself, without a suffix; one for every ``<size>`` columns

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.format import TILE_ROWS, TILED, Format
-from compressor.grids import STORED, unscaled
+from compressor.numerics.grids import STORED, unscaled
 
 PIECE_ELEMENTS = 1 << 22
 

@@ -11,15 +11,16 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian
-from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, unpack
-from compressor.grid_search import Observer, chooser
+from compressor.numerics.bfloat16 import is_coarse
+from compressor.numerics.deterministic import quadratic
+from compressor.numerics.learned_rounding import descend, learn_rounding, neighbours, spread_values
+from compressor.numerics.obs import match_dense
+from compressor.numerics.range_search import Observer, chooser
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
-from compressor.precision import is_coarse
-from compressor.rounding import descend, learn_rounding, neighbours, spread_values
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import (
@@ -29,7 +30,6 @@ from compressor.sites_plan import (
     adaptive_rounding_working_bytes,
     plan_sites,
 )
-from compressor.steady import quadratic
 
 _DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
 
@@ -56,8 +56,8 @@ def adaptive_round(
 ) -> tuple[PackedWeight, RoundingInfo]:
     """Round each weight up or down so that the linear's outputs change least.
 
-    The rounding is learned on the paper's relaxation (:func:`compressor.rounding.learn_rounding`); then single weights
-    move to any code as long as that helps (:func:`compressor.rounding.descend`).  Grids stay as they were chosen.
+    The rounding is learned on the paper's relaxation (:func:`compressor.numerics.learned_rounding.learn_rounding`); then single weights
+    move to any code as long as that helps (:func:`compressor.numerics.learned_rounding.descend`).  Grids stay as they were chosen.
     The result is never worse under ``hessian`` than round to nearest: where it would be, that is returned and the
     info says so.
 
@@ -65,7 +65,7 @@ def adaptive_round(
         weight: float [out, in].
         hessian: float32 [in, in], a positive multiple of X^T X.
         steps: of the optimiser.
-        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.grid_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.numerics.range_search`).
     Raises:
         CompressorError: weight or Hessian hold NaN or inf.
     """

@@ -14,8 +14,8 @@ from compressor.absorbers import Absorber
 from compressor.calibration import Inputs
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.grid_search import search_grid
 from compressor.input_scales import calibrate_inputs
+from compressor.numerics.range_search import search_grid
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.passes.smoothquant import search_scale
 from compressor.pipeline import Context

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations_rounding import round_activations
 from compressor.calibration import stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
@@ -21,10 +20,11 @@ from compressor.graph import Site, linear_sites, packed_sites, ties
 from compressor.graph_packed import packed_weight, set_bias
 from compressor.host.tensor_files import release
 from compressor.input_scales import has_input_scale
+from compressor.numerics.deterministic import column_sums
+from compressor.numerics.input_scales import round_activations
 from compressor.pipeline import Context
 from compressor.sites import choose_sites
 from compressor.sites_plan import Gathering, SitePlan
-from compressor.steady import column_sums
 
 
 class Means:

@@ -13,19 +13,19 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian
-from compressor.compensation import column_blocks, inverse_factor, match_dense, sweep
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.grid_search import Observer, chooser
+from compressor.numerics.bfloat16 import is_coarse
+from compressor.numerics.deterministic import quadratic, total
+from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
+from compressor.numerics.range_search import Observer, chooser
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
-from compressor.precision import is_coarse
 from compressor.sites import choose_format, choose_sites
 from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
 from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
-from compressor.steady import quadratic, total
 
 _MOST_DAMPENING = 1e3
 _EXACT_DAMPENING = 1e-6  # then the condition is at most 1e6 times the columns, and ||E||^2 exact but for 1e-5
@@ -77,7 +77,7 @@ def gptq_quantize(
             otherwise from the compensated weight when the group begins.
         dampening_frac: fraction of mean(diag H) added to the diagonal; ten times more as long as the
             factorisation fails or the result is worse than round to nearest.
-        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.grid_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.numerics.range_search`).
         blocksize: columns between two updates of the whole remainder (speed only).
     Raises:
         UsageError: ``actorder`` without ``static_groups`` (columns of a group would have to lie apart, which

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.absorbers import Absorber
-from compressor.activations_rounding import range_cuts, round_activations
 from compressor.blocks import Blocks
 from compressor.calibration import Inputs, stream
 from compressor.errors import CompressorError, UsageError
@@ -20,6 +19,8 @@ from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph import Site
+from compressor.numerics.deterministic import total
+from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.passes.smoothquant import search_scale
@@ -27,7 +28,6 @@ from compressor.pipeline import Context, Task
 from compressor.scaling import scale_groups
 from compressor.sites import choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
-from compressor.steady import total
 
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 2
@@ -62,7 +62,7 @@ def llm_fp4_quantize(
     """The exponent bits and ranges of weight and activations with the least error of the outputs, by turns.
 
     The weight's ranges are those of each group that lose least under the inputs' mean squares
-    (:func:`compressor.grid_search.search_grid`), once for each layout.
+    (:func:`compressor.numerics.range_search.search_grid`), once for each layout.
 
     Args:
         weight: float32 [out, in].

@@ -19,8 +19,8 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack
 from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.graph_packed import insert_packed
-from compressor.hadamard import is_hadamard, random_signs, rotate
 from compressor.host.tensor_files import release
+from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
 from compressor.pipeline import Context
 from compressor.residual import Residual, find_residuals, norm_parameters
 from compressor.sites import choose_sites
@@ -33,7 +33,7 @@ _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
 def pack_rotation(
     width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
 ) -> tuple[PackedWeight, float]:
-    """The matrix of :func:`compressor.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits an entry.
+    """The matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits an entry.
 
     Args:
         signs: float64 [width].

@@ -18,14 +18,14 @@ from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers, largest
 from compressor.formats.packing import PackedWeight, dequantize_rows, pack
 from compressor.graph import Site
-from compressor.grid_search import ChooseGrid
-from compressor.grids import choose_grid, round_to_grid, tensor_scale
 from compressor.host.tensor_files import release
 from compressor.input_scales import calibrate_inputs, gathering_for
+from compressor.numerics.deterministic import total
+from compressor.numerics.grids import choose_grid, round_to_grid, tensor_scale
+from compressor.numerics.range_search import ChooseGrid
 from compressor.pipeline import Context, Task
 from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
 from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
-from compressor.steady import total
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 

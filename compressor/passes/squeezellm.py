@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.codebooks import cluster
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight
 from compressor.gradients import squared_gradients
 from compressor.graph import Site
-from compressor.grids import choose_grid
+from compressor.numerics.clustering import cluster
+from compressor.numerics.grids import choose_grid
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites

@@ -22,7 +22,7 @@ from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, pack
 from compressor.graph_cache import empty_caches
-from compressor.grids import round_scales
+from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor
 WIDTHS = [vector.AVX512_VNNI, vector.AVX2]  # others differ in bit planes, or in tiles for several tokens, only

@@ -25,7 +25,6 @@ from codegen.kernel_helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compressor.activations_rounding import round_activations
 from compressor.codegen.kernels import (
     activations,
     bit_planes,
@@ -40,6 +39,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import pack
+from compressor.numerics.input_scales import round_activations
 from compressor.ops import outputs
 
 

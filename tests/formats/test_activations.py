@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations_rounding import input_error, range_cuts, round_activations, search_input_scale
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
@@ -21,8 +20,10 @@ from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites
-from compressor.grids import round_to_grid, tensor_scale
 from compressor.host.resources import resource
+from compressor.numerics.deterministic import few_bits
+from compressor.numerics.grids import round_to_grid, tensor_scale
+from compressor.numerics.input_scales import input_error, range_cuts, round_activations, search_input_scale
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn, rtn_quantize
@@ -31,7 +32,6 @@ from compressor.pipeline import Context, Pipeline
 from compressor.recipe import load_text_spec
 from compressor.samples import Samples, load_samples
 from compressor.sites import compress_site
-from compressor.steady import few_bits
 
 ORACLES = {
     "FP4_E2M1": ml_dtypes.float4_e2m1fn, "FP6_E2M3": ml_dtypes.float6_e2m3fn, "FP6_E3M2": ml_dtypes.float6_e3m2fn,

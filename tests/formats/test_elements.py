@@ -15,7 +15,7 @@ from compressor.errors import CompressorError
 from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
-from compressor.grids import choose_grid, round_scales, round_to_grid, tensor_scale
+from compressor.numerics.grids import choose_grid, round_scales, round_to_grid, tensor_scale
 from compressor.passes.rtn import rtn_quantize
 
 ORACLES = {

@@ -12,8 +12,15 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format, Sliced
 from compressor.formats.packing import dequantize, pack, unpack
-from compressor.grid_search import search_grid
-from compressor.grids import choose_grid, grid_values, neighbour_codes, round_scales, round_to_grid, tensor_scale
+from compressor.numerics.grids import (
+    choose_grid,
+    grid_values,
+    neighbour_codes,
+    round_scales,
+    round_to_grid,
+    tensor_scale,
+)
+from compressor.numerics.range_search import search_grid
 from compressor.passes.rtn import rtn_quantize
 
 CODEBOOKS = ["LUT2", "LUT3", "LUT4", "LUT2_G64", "LUT3_G32", "LUT4_G32"]

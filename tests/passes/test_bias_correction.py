@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from compressor.activations_rounding import round_activations
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
@@ -19,6 +18,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
 from compressor.graph_packed import packed_weight
+from compressor.numerics.input_scales import round_activations
 from compressor.passes.bias_correction import BiasCorrection, Means, corrected_bias
 from compressor.passes.rotation import Rotation
 from compressor.passes.rtn import Rtn, rtn_quantize

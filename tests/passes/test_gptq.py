@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.compensation import match_dense
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize, unpack
-from compressor.grid_search import search_grid
-from compressor.grids import choose_grid, grid_values, round_to_grid, tensor_scale
+from compressor.numerics.grids import choose_grid, grid_values, round_to_grid, tensor_scale
+from compressor.numerics.obs import match_dense
+from compressor.numerics.range_search import search_grid
 from compressor.passes.gptq import Observer, gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 

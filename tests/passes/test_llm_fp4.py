@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.activations_rounding import range_cuts, round_activations
 from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
@@ -19,6 +18,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites
 from compressor.host.resources import resource
+from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize
 from compressor.passes.llm_fp4 import LlmFp4, exponent_shifts, layouts, llm_fp4_quantize, shift_channels
 from compressor.pipeline import Context, Pipeline

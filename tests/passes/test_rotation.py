@@ -16,8 +16,8 @@ from compressor.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
-from compressor.hadamard import random_signs
 from compressor.host.resources import resource
+from compressor.numerics.hadamard import random_signs
 from compressor.passes.rotation import Rotation, pack_rotation
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context

@@ -13,15 +13,15 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compressor import precision
 from compressor.calibration import Hessian, stream
 from compressor.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph import linear_sites
+from compressor.numerics import bfloat16 as precision
+from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize
 from compressor.pipeline import Context, Pipeline
-from compressor.precision import bfloat16_products, is_coarse
 from compressor.samples import Samples
 
 

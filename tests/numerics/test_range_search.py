@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compressor.formats.format import Format
-from compressor.grid_search import search_grid
-from compressor.grids import choose_grid, grid_values, round_to_grid
+from compressor.numerics.grids import choose_grid, grid_values, round_to_grid
+from compressor.numerics.range_search import search_grid
 
 
 def error(weight: Tensor, importance: Tensor, grid: tuple[Tensor, Tensor | None], fmt: Format) -> Tensor:

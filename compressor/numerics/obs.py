@@ -14,10 +14,10 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.outliers import add_outliers
 from compressor.formats.packing import PackedWeight, pack, unpack
-from compressor.grid_search import ChooseGrid
-from compressor.grids import grid_values, round_to_grid
-from compressor.precision import bfloat16_products
-from compressor.steady import inverse_cholesky, product, total
+from compressor.numerics.bfloat16 import bfloat16_products
+from compressor.numerics.deterministic import inverse_cholesky, product, total
+from compressor.numerics.grids import grid_values, round_to_grid
+from compressor.numerics.range_search import ChooseGrid
 
 _NEAR = 16  # columns whose errors go to one another one by one
 _MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away

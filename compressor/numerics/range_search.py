@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from compressor.codebooks import cluster
 from compressor.formats.format import Format
-from compressor.grids import choose_grid, empty_scale, nearest_values, over_shared, round_scales
-from compressor.steady import even
+from compressor.numerics.clustering import cluster
+from compressor.numerics.deterministic import even
+from compressor.numerics.grids import choose_grid, empty_scale, nearest_values, over_shared, round_scales
 
 Observer: TypeAlias = Literal["minmax", "mse", "output"]
 """How a group's grid is chosen: by its range, or by :func:`search_grid` with the weight of each column, or with the
@@ -43,7 +43,7 @@ def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor
         scales float32 [out] that the format can store and zeros uint8 [out] (None when symmetric), never worse than
         min-max.
     Raises:
-        CompressorError: as :func:`compressor.grids.choose_grid`.
+        CompressorError: as :func:`compressor.numerics.grids.choose_grid`.
     """
     matrix = None if importance.dim() == 1 or fmt.codebook else importance
     importance = importance if importance.dim() == 1 else torch.diagonal(importance)

@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 from compressor.errors import CompressorError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.grid_search import OUTPUT_RATIOS
-from compressor.steady import even, few_bits, total
+from compressor.numerics.deterministic import even, few_bits, total
+from compressor.numerics.range_search import OUTPUT_RATIOS
 
 SMALLEST = 2.0**-100
 """Below it a scale counts as zero, and so do the activations: its inverse would come near float32's largest number."""
@@ -93,7 +93,7 @@ def search_input_scale(rows: Tensor, absmax: float, activations: Activations, we
         rows: float32 [n, in].
         absmax: the largest size over all tokens.
         weight: float32 [out, in], the linear whose outputs' error counts; None counts that of the rows.  Ranges around
-            the largest size are then tried as well (:data:`compressor.grid_search.OUTPUT_RATIOS`).
+            the largest size are then tried as well (:data:`compressor.numerics.range_search.OUTPUT_RATIOS`).
     Returns:
         float32 [1]; 1 where everything is zero.
     Raises:

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.codebooks import cluster
 from compressor.errors import CompressorError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
+from compressor.numerics.clustering import cluster
 
 STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
 _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2.0**-9, 448.0)}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.format import Format
-from compressor.grids import grid_values, neighbour_codes, round_to_grid
-from compressor.steady import EVEN, apply
+from compressor.numerics.deterministic import EVEN, apply
+from compressor.numerics.grids import grid_values, neighbour_codes, round_to_grid
 
 _ZETA, _GAMMA = 1.1, -0.1  # eq. 23
 _BETAS = tuple(range(20, 0, -2))  # of the regulariser, one after another; even ones need no logarithm

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.codebooks import cluster
 from compressor.errors import CompressorError
+from compressor.numerics.clustering import cluster
 
 
 def loss(x: torch.Tensor, w: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
