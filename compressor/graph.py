@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import GraphModule, Node
 
-import compressor.ops  # noqa: F401  (registers the operators)
+import compressor.ops.linear  # noqa: F401  (registers the operators)
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.packing import PackedWeight
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import compressor.ops_cache  # noqa: F401  (registers the operators)
+import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
 from compressor.graph import ModelInfo, set_parameter
 

@@ -165,7 +165,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.formats.packing import dequantize
     from compressor.numerics.bfloat16 import bfloat16_products
     from compressor.numerics.range_search import search_grid
-    from compressor.ops import rms_norm
+    from compressor.ops.linear import rms_norm
     from compressor.passes.rtn import rtn_quantize
 
     spreads: list[float] = []

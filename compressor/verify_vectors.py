@@ -26,7 +26,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph import ModelInfo
 from compressor.host.tensor_files import release
-from compressor.ops import packed_product
+from compressor.ops.linear import packed_product
 
 _PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
 _ROWS, _COLUMNS = 64, 1024

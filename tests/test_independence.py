@@ -344,7 +344,7 @@ def test_a_compressed_decoder(llama: GraphModule) -> None:
 
 def test_the_verdict_on_a_format_comes_from_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed linear as it would be with one activation scale a tensor."""
-    import compressor.ops
+    import compressor.ops.linear
 
     def per_tensor(x: Tensor, activations: object, _: Tensor | None) -> Tensor:
         scale = x.abs().amax() / 127
@@ -352,7 +352,7 @@ def test_the_verdict_on_a_format_comes_from_its_definition(monkeypatch: pytest.M
 
     dense = capture(Linear(), (torch.randn(3, 128),), dynamic_shapes=({0: Dim("batch")},))
     found = {}
-    monkeypatch.setattr(compressor.ops, "round_activations", per_tensor)
+    monkeypatch.setattr(compressor.ops.linear, "round_activations", per_tensor)
     for name in ("W4A16_G32", "W4A8_G32", "W8A8"):
         graph = copy.deepcopy(dense)
         (site,) = linear_sites(graph)

@@ -18,7 +18,7 @@ from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.tune import Tuner
 from compressor.formats.format import TILE_ROWS, Format
-from compressor.ops import outputs
+from compressor.ops.linear import outputs
 
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""

@@ -31,7 +31,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], fmt: Format, shape: tuple[int, int]) -> PackedWeight:
-        """From the parts in order, as :func:`compressor.ops.packed_linear` takes them."""
+        """From the parts in order, as :func:`compressor.ops.linear.packed_linear` takes them."""
         return cls(dict(zip(fmt.parts(*shape), tensors, strict=True)), fmt, shape)
 
     def with_parts(self, fmt: Format, **added: Tensor) -> PackedWeight:

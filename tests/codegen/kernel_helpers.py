@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from tvm import relax
 
-import compressor.ops  # noqa: F401  (registers the operators)
+import compressor.ops.linear  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.tiles import takes_tiles
 from compressor.codegen.lower import Library

@@ -40,7 +40,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import pack
 from compressor.numerics.input_scales import round_activations
-from compressor.ops import outputs
+from compressor.ops.linear import outputs
 
 
 @pytest.mark.parametrize("isa", [vector.AMX, *WIDTHS], ids=lambda isa: isa.name)

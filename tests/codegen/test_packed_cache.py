@@ -11,7 +11,7 @@ import pytest
 import torch
 import tvm
 
-import compressor.ops_cache  # noqa: F401  (registers the operators)
+import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import packed_cache, vector
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.cache import CacheFormat

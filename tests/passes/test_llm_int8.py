@@ -17,7 +17,7 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph import twin, weight_bytes
 from compressor.host.resources import resource
-from compressor.ops import packed_product
+from compressor.ops.linear import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context

@@ -23,7 +23,7 @@ _E4M3_HALF = 2.0**8  # E4M3's fields in float16's places are a number so much sm
 
 
 def pack_cache(kv_heads: int, width: int, fmt: CacheFormat, has_order: bool) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops_cache.pack_cache`.
+    """TIR for :func:`compressor.ops.packed_cache.pack_cache`.
 
     Parameters of the result: x float32 [B, Hkv, S, D], order int32 [Hkv, D] (where there is one), out uint8
     [B, Hkv, S, row_bytes].
@@ -74,7 +74,7 @@ def packed_attention(
     fmt: CacheFormat,
     has_order: bool,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops_cache.packed_attention`, which also stores the new rows.
+    """TIR for :func:`compressor.ops.packed_cache.packed_attention`, which also stores the new rows.
 
     Parameters of the result: q float32 [B, H, S, D], k, v uint8 [B, Hkv, S, row_bytes], k_cache, v_cache uint8
     [B, Hkv, T, row_bytes] (written at ``position``), position int64 [S], sinks float32 [H] (where there are any),

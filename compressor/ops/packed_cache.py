@@ -1,6 +1,6 @@
 """Torch custom operators of packed key-value caches (namespace ``compressor``); importing registers them.
 
-As in :mod:`compressor.ops`, the eager reference defines what each operator means.  New keys and values are packed
+As in :mod:`compressor.ops.linear`, the eager reference defines what each operator means.  New keys and values are packed
 before anything reads them: tokens of one call attend to each other as later calls will see them, so that prompts,
 continued prompts and single tokens agree.
 """
@@ -13,7 +13,7 @@ from torch.library import custom_op
 
 from compressor.formats import packed_cache as packing_cache
 from compressor.formats.cache import CacheFormat
-from compressor.ops import attend
+from compressor.ops.linear import attend
 
 
 @custom_op("compressor::pack_cache", mutates_args=())
@@ -53,7 +53,7 @@ def packed_attention(
     v_order: Tensor | None,
     format: str,
 ) -> Tensor:
-    """:func:`compressor.ops.cached_attention` over packed keys and values, new ones included.
+    """:func:`compressor.ops.linear.cached_attention` over packed keys and values, new ones included.
 
     Args:
         q: float32 [B, H, S, D].
