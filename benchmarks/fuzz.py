@@ -131,7 +131,7 @@ def load_tvm() -> None:
 def read_recipe(folder: Path, data: bytes) -> None:
     """The recipe, then overrides, separated by NUL; what loads must survive a round trip."""
     from compressor.errors import CompressorError
-    from compressor.recipe import Recipe, load_recipe
+    from compressor.recipe.recipe import Recipe, load_recipe
 
     text, *overrides = data.split(b"\0")
     (folder / "recipe.yaml").write_bytes(text)
@@ -345,7 +345,7 @@ def child(options: argparse.Namespace) -> None:
         import compressor_runtime  # noqa: F401
 
         import compressor.inspection
-        import compressor.recipe  # noqa: F401
+        import compressor.recipe.recipe  # noqa: F401
 
     load_tvm()
 

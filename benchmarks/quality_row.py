@@ -23,7 +23,7 @@ from compressor.capture import capture
 from compressor.graph import linear_sites, twin
 from compressor.host.tensor_files import map_safetensors
 from compressor.pipeline import Context, Pipeline, pass_class
-from compressor.recipe import Recipe, load_text_spec
+from compressor.recipe.recipe import Recipe, load_text_spec
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128
 _SEPARATOR = "<|endoftext|>"

@@ -28,7 +28,7 @@ from compressor.evaluate_model import BundleProcess
 from compressor.graph import weight_bytes
 from compressor.images import Images, load_image_samples, load_images
 from compressor.pipeline import pass_class
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest
 
 BATCH = 50

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from compressor.codegen.targets import Target
     from compressor.formats.format import Format
     from compressor.pipeline import Context, Pass, Pipeline
-    from compressor.recipe import Recipe
+    from compressor.recipe.recipe import Recipe
     from compressor.run import compress
     from compressor.runtime import Bundle, load
 
@@ -27,7 +27,7 @@ _HOMES = {
     "Format": "compressor.formats.format",
     "Pass": "compressor.pipeline",
     "Pipeline": "compressor.pipeline",
-    "Recipe": "compressor.recipe",
+    "Recipe": "compressor.recipe.recipe",
     "Target": "compressor.codegen.targets",
     "compress": "compressor.run",
     "load": "compressor.runtime",

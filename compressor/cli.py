@@ -88,7 +88,7 @@ _RECIPE_OPTIONS = (
 
 
 def _recipe_options(command: F) -> F:
-    """A recipe, and what replaces parts of it: the arguments of :func:`compressor.recipe.load_recipe`."""
+    """A recipe, and what replaces parts of it: the arguments of :func:`compressor.recipe.recipe.load_recipe`."""
     for option in reversed(_RECIPE_OPTIONS):
         command = option(command)
     return command
@@ -132,7 +132,7 @@ def run(
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
     from compressor.lock import LOCK_NAME, check_place, read_lock, save_lock
-    from compressor.recipe import load_recipe
+    from compressor.recipe.recipe import load_recipe
     from compressor.report import outcome_content, recording
     from compressor.terminal import progress, show_outcome
 
@@ -168,7 +168,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 
     Exit code 5 when memory or disk will not do.
     """
-    from compressor.recipe import load_recipe
+    from compressor.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, **changes)
     from compressor.plan import check_plan, make_plan
@@ -194,7 +194,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
     Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense.
     """
-    from compressor.recipe import load_text_spec
+    from compressor.recipe.recipe import load_text_spec
     from compressor.terminal import progress, show_metrics
 
     spec = load_text_spec(data, evaluation=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 from compressor.bench import Worker, summary
 from compressor.errors import CompressorError
-from compressor.gates import Gate, timing_of
 from compressor.graph import ModelInfo
+from compressor.recipe.gates import Gate, timing_of
 from compressor.timing import CONFIDENCE, Timing, collect, record
 
 LOOKS = (7, 14, 28)

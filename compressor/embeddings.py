@@ -20,8 +20,8 @@ from compressor.pipeline import Reporter, Silent
 from compressor.samples import load_texts
 
 if TYPE_CHECKING:
+    from compressor.recipe.data_spec import EvaluationSpec
     from compressor.samples import Samples
-    from compressor.text_spec import EvaluationSpec
 
 Pooling: TypeAlias = Literal["mean", "cls", "max"]
 _BATCH = 16  # texts that run at once, padded to the longest: what a mask must hide is there to see

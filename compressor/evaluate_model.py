@@ -30,7 +30,7 @@ from compressor.graph import ModelInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
-from compressor.recipe import EvaluationSpec, Recipe
+from compressor.recipe.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest
 
 SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")

@@ -16,7 +16,7 @@ from compressor.errors import UsageError
 from compressor.samples import Samples
 
 if TYPE_CHECKING:
-    from compressor.text_spec import DataSource, EvaluationSpec, TextSpec
+    from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compressor.codegen.targets import Target
     from compressor.embeddings import Texts
     from compressor.images import Images
-    from compressor.recipe import Recipe
+    from compressor.recipe.recipe import Recipe
     from compressor.samples import Samples
 
 LOCK_NAME = "compress.lock"

@@ -28,7 +28,7 @@ from compressor.plan_memory import StageMemory, needed, peak
 from compressor.plan_roofline import Roofline, rooflines
 from compressor.plan_stages import Costs, run_costs
 from compressor.plan_time import Estimate, estimate
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.sites_plan import SitePlan
 
 if TYPE_CHECKING:

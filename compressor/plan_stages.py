@@ -33,9 +33,9 @@ from compressor.plan_time import (
     timing_seconds,
     write_work,
 )
-from compressor.recipe import Recipe
+from compressor.recipe.data_spec import DataSource
+from compressor.recipe.recipe import Recipe
 from compressor.sites_plan import Work
-from compressor.text_spec import DataSource
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa

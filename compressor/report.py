@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.errors import CompressorError, UsageError
 
 if TYPE_CHECKING:
-    from compressor.gates import GateResult
+    from compressor.recipe.gates import GateResult
     from compressor.run import Outcome
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

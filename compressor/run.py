@@ -24,7 +24,6 @@ from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.gates import GateResult, check_gates
 from compressor.graph import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
@@ -34,7 +33,8 @@ from compressor.lock import Lock
 from compressor.machine_probe import machine
 from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.plan import Plan, check_plan, compare_plan, plan_graph
-from compressor.recipe import Recipe
+from compressor.recipe.gates import GateResult, check_gates
+from compressor.recipe.recipe import Recipe
 from compressor.report import Check, finite
 from compressor.results import Results, digest
 from compressor.run_data import load_data

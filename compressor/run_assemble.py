@@ -19,7 +19,7 @@ from compressor.export import BundleParts, FasterLibrary, fill_bundle
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.verify_vectors import make_vectors
 
 _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it

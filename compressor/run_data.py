@@ -7,10 +7,10 @@ from torch import Tensor
 from compressor.calibration import load_evaluation, load_samples
 from compressor.embeddings import Texts, load_embedding_texts
 from compressor.errors import UsageError
-from compressor.gates import QUALITY
 from compressor.graph import ModelInfo
 from compressor.images import Images, load_evaluation_images, load_image_samples
-from compressor.recipe import Recipe
+from compressor.recipe.gates import QUALITY
+from compressor.recipe.recipe import Recipe
 from compressor.samples import Samples
 
 

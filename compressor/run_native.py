@@ -12,7 +12,7 @@ from compressor.codegen.lower import Library, compile_graph
 from compressor.codegen.targets import NativeTarget
 from compressor.evaluate_model import BundleProcess
 from compressor.pipeline import Context
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import assemble
 from compressor.runtime import read_manifest

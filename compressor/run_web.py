@@ -20,7 +20,7 @@ from compressor.errors import VerificationError
 from compressor.export_web import WebParts, fill_web_bundle
 from compressor.graph import ModelInfo
 from compressor.pipeline import Context
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import model_facts
 from compressor.run_native import Dumper

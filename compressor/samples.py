@@ -19,7 +19,7 @@ from torch import Tensor
 from compressor.errors import CompressorError, UsageError
 
 if TYPE_CHECKING:
-    from compressor.text_spec import DataSource, EvaluationSpec, TextSpec
+    from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec
 
 _BLOCK_CHARACTERS = 1 << 18  # tokenised at once, cut at the end of a line
 _SPARE_TOKENS = 1 << 20

@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.gates import parse_amount
 from compressor.graph import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
+from compressor.recipe.gates import parse_amount
 from compressor.search import amount, choose_within
 from compressor.sites_plan import meta_packed
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 import compressor.run_web as run_web
 from compressor.evaluate import GraphLogits
 from compressor.host.resources import resource
-from compressor.recipe import load_recipe
+from compressor.recipe.recipe import load_recipe
 from compressor.run import run_recipe
 from compressor.serve import make_server
 

@@ -18,7 +18,7 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph import linear_sites, match_sites, replace_linear, twin
 from compressor.passes.rtn import rtn_quantize
-from compressor.text_spec import EvaluationSpec, TextSpec
+from compressor.recipe.data_spec import EvaluationSpec, TextSpec
 
 transformers = pytest.importorskip("transformers")
 

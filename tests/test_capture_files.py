@@ -16,9 +16,9 @@ from compressor.capture import capture
 from compressor.capture_files import check_config, listed_files, read_object
 from compressor.errors import CaptureError, CompressorError, UsageError
 from compressor.export import write_tokenizer
-from compressor.recipe import Recipe
+from compressor.recipe.data_spec import TextSpec
+from compressor.recipe.recipe import Recipe
 from compressor.samples import load_samples
-from compressor.text_spec import TextSpec
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from compressor.cli import main
 from compressor.codegen.lower import phases
 from compressor.comparison import Speed
-from compressor.gates import METRICS
+from compressor.recipe.gates import METRICS
 from compressor.verify_vectors import make_vectors
 
 VOCAB, POSITIONS = 320, 64

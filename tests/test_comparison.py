@@ -18,10 +18,10 @@ import compressor.comparison
 from compressor.bench import Worker, bench
 from compressor.comparison import LOOKS, Speed, comparisons, measure_speed
 from compressor.errors import CompressorError, UsageError
-from compressor.gates import METRICS, Gate
 from compressor.graph import ModelInfo
 from compressor.host.resources import resource
-from compressor.recipe import Recipe
+from compressor.recipe.gates import METRICS, Gate
+from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
 from compressor.timing import Timing
 

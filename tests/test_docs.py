@@ -14,9 +14,9 @@ import yaml
 
 from compressor.cli import main
 from compressor.formats.format import Format
-from compressor.gates import METRICS
-from compressor.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
-from compressor.recipe_source import SOURCE_KEYS
+from compressor.recipe.gates import METRICS
+from compressor.recipe.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
+from compressor.recipe.sources import SOURCE_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -14,8 +14,8 @@ from torch import Tensor
 from compressor.embeddings import Pooling, Texts, load_embedding_texts, measure_embeddings, pool, read_pooling
 from compressor.errors import UsageError
 from compressor.host.resources import resource
+from compressor.recipe.data_spec import EvaluationSpec
 from compressor.samples import Samples
-from compressor.text_spec import EvaluationSpec
 
 REFERENCE = resource("models") / "reference"
 

@@ -35,10 +35,10 @@ from compressor.graph import ModelInfo, linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, pass_name
-from compressor.recipe import Recipe, load_recipe
+from compressor.recipe.data_spec import EvaluationSpec
+from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run import Outcome, run_recipe
 from compressor.runtime import load
-from compressor.text_spec import EvaluationSpec
 
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith("_webgpu"))
 FULL = "quickstart"  # most others, for time's sake, compress the first block's attention

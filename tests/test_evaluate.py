@@ -18,7 +18,7 @@ from compressor.evaluate import (
     measure_quality,
     sliding_windows,
 )
-from compressor.gates import Gate, check_gates
+from compressor.recipe.gates import Gate, check_gates
 
 transformers = pytest.importorskip("transformers")
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from compressor.errors import RecipeError
 from compressor.graph import Site, match_sites
-from compressor.recipe import Recipe, load_recipe
-from compressor.text_spec import TextSpec
+from compressor.recipe.data_spec import TextSpec
+from compressor.recipe.recipe import Recipe, load_recipe
 
 FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
 LIMIT_S, LIMIT_BYTES = 5.0, 1 << 30

@@ -25,7 +25,7 @@ from compressor.host.resources import resource
 from compressor.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.passes.mixed_precision import MixedPrecision
 from compressor.pipeline import Context
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
 from compressor.run_data import load_data
 from compressor.samples import Samples, load_samples

@@ -17,7 +17,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tune import Database
 from compressor.errors import DriftError, UsageError
 from compressor.lock import LOCK_NAME, Lock, check_lock, check_place, read_lock, save_lock
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
 from compressor.samples import Samples, tokens_sha256
 

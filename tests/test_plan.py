@@ -33,7 +33,7 @@ from compressor.plan import Plan, check_plan, compare_plan, make_plan, plan_grap
 from compressor.plan_costs import node_costs
 from compressor.plan_memory import StageMemory
 from compressor.plan_streaming import peak_bytes, plan_calibration
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 
 REFERENCE = resource("models") / "reference"
 GB = 10**9

@@ -22,7 +22,7 @@ import transformers
 import compressor
 import compressor.run
 from compressor.comparison import Speed
-from compressor.recipe import load_recipe
+from compressor.recipe.recipe import load_recipe
 
 BLOCK = r"re:model\.layers\.0\.self_attn"
 REMOVED_BY_TORCH = "torch.__trace"  # torch takes its own trace handler away when it first exports something

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, RecipeError, UsageError, VerificationError
-from compressor.gates import Gate, check_gates
+from compressor.recipe.gates import Gate, check_gates
 from compressor.report import Check, outcome_content, recording, write_junit, write_report
 from compressor.run import Outcome
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compressor.capture import capture
 from compressor.evaluate import graph_hidden
 from compressor.host.resources import resource
-from compressor.recipe import load_recipe
+from compressor.recipe.recipe import load_recipe
 from compressor.run import run_recipe
 
 

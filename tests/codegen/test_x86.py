@@ -16,7 +16,7 @@ from compressor.codegen.kernels.vector import ISAS
 from compressor.codegen.targets import target_class, x86
 from compressor.errors import ToolchainError, UsageError
 from compressor.host.resources import resource
-from compressor.recipe import Recipe
+from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
 
 

@@ -29,7 +29,7 @@ from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
 from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
+from compressor.recipe.recipe import load_text_spec
 from compressor.samples import Samples, load_samples
 from compressor.sites import compress_site
 

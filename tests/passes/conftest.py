@@ -22,7 +22,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     from compressor.graph import twin
     from compressor.host.resources import resource
     from compressor.pipeline import Context, Pipeline
-    from compressor.recipe import load_text_spec
+    from compressor.recipe.recipe import load_text_spec
 
     model = resource("models") / "reference"
     spec = load_text_spec("python_docs").model_copy(update={"samples": 8, "sequence_length": 64})

@@ -19,7 +19,7 @@ from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import output_error
 from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
+from compressor.recipe.recipe import load_text_spec
 
 
 def seen(x: torch.Tensor) -> Inputs:

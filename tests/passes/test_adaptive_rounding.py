@@ -25,7 +25,7 @@ from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context, Pipeline
 from compressor.plan_streaming import plan_calibration
-from compressor.recipe import load_text_spec
+from compressor.recipe.recipe import load_text_spec
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W2A16_G64", "W4A16_ASYM_G32", "W8A8", "W3A16_ASYM_T"]
 FORMATS += ["FP4_E2M1_G32", "FP6_E3M2_G32", "NF4_G32", "MXFP4", "NVFP4"]

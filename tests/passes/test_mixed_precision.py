@@ -20,7 +20,7 @@ from compressor.host.resources import resource
 from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
 from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
+from compressor.recipe.recipe import load_text_spec
 from compressor.samples import Samples
 
 MODEL = resource("models") / "reference"

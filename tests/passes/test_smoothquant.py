@@ -15,7 +15,7 @@ from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale
 from compressor.pipeline import Context, Pipeline
-from compressor.recipe import load_text_spec
+from compressor.recipe.recipe import load_text_spec
 from compressor.samples import Samples
 
 

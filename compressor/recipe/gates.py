@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import RecipeError, UsageError
-from compressor.recipe_yaml import nearest
+from compressor.recipe.located_yaml import nearest
 from compressor.timing import CONFIDENCE, Timing
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from compressor import pipeline
 from compressor.errors import RecipeError
-from compressor.gates import METRICS, Gate
 from compressor.host.resources import resource
-from compressor.recipe import EvaluationSpec, Recipe, TargetSpec, TextSpec, load_recipe, load_text_spec
-from compressor.recipe_source import shipped_names
+from compressor.recipe.gates import METRICS, Gate
+from compressor.recipe.recipe import EvaluationSpec, Recipe, TargetSpec, TextSpec, load_recipe, load_text_spec
+from compressor.recipe.sources import shipped_names
 
 AS_IT_STANDS = """\
 model: path/or/hub-id

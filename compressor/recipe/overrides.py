@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import RecipeError
-from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest, parse_value
+from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest, parse_value
 
 
 def apply_override(source: Source, text: str) -> None:

@@ -12,7 +12,7 @@ from pydantic.errors import PydanticUserError
 
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.formats.format import Format
-from compressor.recipe_yaml import KeyPath, Source, nearest
+from compressor.recipe.located_yaml import KeyPath, Source, nearest
 
 _MOST_PASSES = 100
 

@@ -10,11 +10,13 @@ from typing import Any, Literal, overload
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from compressor.errors import RecipeError
-from compressor.gates import QUALITY, Gate
 from compressor.host.resources import resource
-from compressor.recipe_options import TargetSpec, build_passes, build_target, options_of, recipe_name
-from compressor.recipe_overrides import apply_override, set_value
-from compressor.recipe_source import (
+from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
+from compressor.recipe.gates import QUALITY, Gate
+from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
+from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
+from compressor.recipe.overrides import apply_override, set_value
+from compressor.recipe.sources import (
     expand_data,
     find_shipped,
     is_dir,
@@ -23,8 +25,6 @@ from compressor.recipe_source import (
     read_recipe,
     shipped_names,
 )
-from compressor.recipe_yaml import DEEPEST, KeyPath, Origin, Source, nearest
-from compressor.text_spec import DataSource, EvaluationSpec, Section, TextSpec
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 

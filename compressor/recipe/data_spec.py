@@ -21,7 +21,7 @@ from pydantic import (
 
 from compressor.errors import RecipeError
 from compressor.host.resources import resource
-from compressor.recipe_source import SOURCE_KEYS, is_file
+from compressor.recipe.sources import SOURCE_KEYS, is_file
 
 Kind = Literal["text", "json", "parquet", "hub", "images"]
 

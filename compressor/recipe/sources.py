@@ -10,7 +10,7 @@ from typing import Any
 
 from compressor.errors import RecipeError
 from compressor.host.resources import Kind, resource
-from compressor.recipe_yaml import LARGEST_BYTES, KeyPath, Origin, Source, nearest, parse
+from compressor.recipe.located_yaml import LARGEST_BYTES, KeyPath, Origin, Source, nearest, parse
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from compressor.errors import RecipeError
-from compressor.gates import METRICS, QUALITY, Gate, GateResult, check_gates
+from compressor.recipe.gates import METRICS, QUALITY, Gate, GateResult, check_gates
 from compressor.timing import Timing
 
 
