@@ -15,7 +15,7 @@ from typing import Any
 
 from compressor.capture import capture
 from compressor.codegen.lower import compile_graph
-from compressor.graph import twin, weight_bytes
+from compressor.graph.sites import twin, weight_bytes
 from compressor.independence import check_independence
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe.recipe import Recipe

@@ -36,7 +36,7 @@ from torch import Tensor
 from compressor.capture import capture
 from compressor.embeddings import Texts, pool, read_pooling
 from compressor.evaluate_model import BundleProcess
-from compressor.graph import ModelInfo, weight_bytes
+from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest
 from compressor.samples import load_samples

@@ -25,7 +25,7 @@ from torch import nn
 from compressor.capture import capture
 from compressor.evaluate import Classes, graph_classes
 from compressor.evaluate_model import BundleProcess
-from compressor.graph import weight_bytes
+from compressor.graph.sites import weight_bytes
 from compressor.images import Images, load_image_samples, load_images
 from compressor.pipeline import pass_class
 from compressor.recipe.recipe import Recipe

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import PARTS, Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph import Site, replace_linear, set_parameter
+from compressor.graph.sites import Site, replace_linear, set_parameter
 from compressor.host.tensor_files import trim
 from compressor.pipeline import Context, SiteRecord, Task
 from compressor.results import digest

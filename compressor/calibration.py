@@ -1,6 +1,6 @@
 """Samples through the graph: statistics of what each linear reads.
 
-The graph runs segment by segment (:func:`compressor.graph.segments`) over all samples, so that beside the
+The graph runs segment by segment (:func:`compressor.graph.sites.segments`) over all samples, so that beside the
 memory-mapped weights only one segment's working set, its statistics and the hidden states between two segments
 are in memory.
 """
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.errors import CompressorError
-from compressor.graph import Segment, Site, group_by_input, segments, twin
+from compressor.graph.sites import Segment, Site, group_by_input, segments, twin
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.numerics.deterministic import BLOCK

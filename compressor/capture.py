@@ -34,8 +34,8 @@ from compressor.capture_shadow import (
 )
 from compressor.capture_weights import map_weights
 from compressor.errors import CaptureError
-from compressor.graph import ModelInfo, drop_dead_parameters
-from compressor.graph_cache import empty_caches
+from compressor.graph.caches import empty_caches
+from compressor.graph.sites import ModelInfo, drop_dead_parameters
 
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 

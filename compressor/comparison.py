@@ -11,7 +11,7 @@ from typing import Any
 
 from compressor.bench import Worker, summary
 from compressor.errors import CompressorError
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.recipe.gates import Gate, timing_of
 from compressor.timing import CONFIDENCE, Timing, collect, record
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.graph import ModelInfo
-from compressor.graph_cache import empty_caches
+from compressor.graph.caches import empty_caches
+from compressor.graph.sites import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.images import Images
 from compressor.pipeline import Reporter, Silent

@@ -26,7 +26,7 @@ from compressor.evaluate import (
     measure_accuracy,
     measure_quality,
 )
-from compressor.graph import ModelInfo, weight_bytes
+from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.images import Images
 from compressor.pipeline import Reporter, Silent

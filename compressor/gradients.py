@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import UsageError
-from compressor.graph import Segment, Site, segments
+from compressor.graph.sites import Segment, Site, segments
 from compressor.host.tensor_files import Spill
 from compressor.streaming import Stream
 

@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.gradients import backwards
-from compressor.graph import ModelInfo, Site, group_by_input
+from compressor.graph.sites import ModelInfo, Site, group_by_input
 from compressor.host.tensor_files import Spill
 from compressor.numerics.deterministic import total
 from compressor.streaming import split_samples

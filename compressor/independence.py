@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import CompressorError
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.independence_flow import Flow, Sizes
 from compressor.independence_labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
 

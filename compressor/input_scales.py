@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from compressor.blocks import learnt
 from compressor.calibration import Inputs, stream
 from compressor.formats.format import Format
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
 from compressor.pipeline import Context

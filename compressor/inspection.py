@@ -210,7 +210,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
     if (path / "manifest.json").is_file():
         return _inspect_bundle(path)
     from compressor.capture import capture
-    from compressor.graph import linear_sites, weight_bytes
+    from compressor.graph.sites import linear_sites, weight_bytes
 
     graph = capture(path)
     info = graph.meta["model"]

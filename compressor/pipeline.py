@@ -198,7 +198,7 @@ class Pipeline:
 
     def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:
         """Keep the graph as long as it is dense and this pass or a later one will compare with it."""
-        from compressor.graph import twin
+        from compressor.graph.sites import twin
 
         if not any(getattr(step, "needs_dense", False) for step in self.passes[index - 1 :]):
             ctx.dense = None  # weights that passes made are in memory
@@ -208,7 +208,7 @@ class Pipeline:
     def _finish(
         self, index: int, name: str, seconds: float, graph: GraphModule, ctx: Context, blocks: int = 0, reused: int = 0
     ) -> None:
-        from compressor.graph import weight_bytes
+        from compressor.graph.sites import weight_bytes
 
         ctx.stages.append(StageRecord(index, name, seconds, weight_bytes(graph), blocks, reused))
         for observe in self.observers:

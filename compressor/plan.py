@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from compressor.capture_convolutions import dense_convolutions
 from compressor.errors import ResourceError
 from compressor.formats.format import Format
-from compressor.graph import ModelInfo, set_parameter, twin, weight_bytes
+from compressor.graph.sites import ModelInfo, set_parameter, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import Memory, available_memory, free_disk
 from compressor.input_scales import has_input_scale

@@ -16,9 +16,9 @@ from typing import Literal
 from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
-from compressor.graph import ModelInfo, segments
+from compressor.graph.costs import NodeCost, node_costs
+from compressor.graph.sites import ModelInfo, segments
 from compressor.machine_probe import Machine
-from compressor.plan_costs import NodeCost, node_costs
 
 PROMPT_TOKENS = 128
 

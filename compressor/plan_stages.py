@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 
 from compressor.codegen.targets.webgpu import Webgpu
 from compressor.export_web import SHIPPED
-from compressor.graph import ModelInfo, weight_bytes
+from compressor.graph.costs import NodeCost, eager_work, node_costs
+from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.resources import resource
 from compressor.machine_probe import Machine
-from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.plan_memory import Amounts, StageMemory, memory_stages
 from compressor.plan_roofline import PROMPT_TOKENS, Roofline
 from compressor.plan_streaming import Streaming, plan_calibration, plan_forward

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
-from compressor.graph import Segment, Site, group_by_input, segments
+from compressor.graph.costs import NodeCost, eager_work, node_costs
+from compressor.graph.sites import Segment, Site, group_by_input, segments
 from compressor.numerics.bfloat16 import is_coarse
-from compressor.plan_costs import NodeCost, eager_work, node_costs
 from compressor.sites_plan import SitePlan, Work, half_product
 from compressor.streaming import ancestors
 

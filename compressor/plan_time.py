@@ -11,8 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compressor.formats.format import TILE_ROWS, Format
+from compressor.graph.costs import NodeCost
 from compressor.machine_probe import Machine
-from compressor.plan_costs import NodeCost
 from compressor.plan_roofline import Roofline
 from compressor.sites_plan import Work
 

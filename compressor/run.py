@@ -24,7 +24,7 @@ from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph import ModelInfo, twin, weight_bytes
+from compressor.graph.sites import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 from compressor.host.tensor_files import Spill, trim

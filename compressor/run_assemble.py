@@ -17,7 +17,7 @@ from compressor.codegen.targets import NativeTarget
 from compressor.errors import CompressorError
 from compressor.export import BundleParts, FasterLibrary, fill_bundle
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.verify_vectors import make_vectors

@@ -7,7 +7,7 @@ from torch import Tensor
 from compressor.calibration import load_evaluation, load_samples
 from compressor.embeddings import Texts, load_embedding_texts
 from compressor.errors import UsageError
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.images import Images, load_evaluation_images, load_image_samples
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe

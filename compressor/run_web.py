@@ -18,7 +18,7 @@ from compressor.codegen.targets.webgpu import Webgpu
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.errors import VerificationError
 from compressor.export_web import WebParts, fill_web_bundle
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber, Unabsorbable, describe, find_absorber
 from compressor.calibration import Inputs, stream
-from compressor.graph import Site
+from compressor.graph.folding import Absorber, Unabsorbable, describe, find_absorber
+from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits
 from compressor.pipeline import Context, Task
 from compressor.sites import naming

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph import Site, linear_sites, match_sites, replace_linear, segments
+from compressor.graph.sites import Site, linear_sites, match_sites, replace_linear, segments
 from compressor.pipeline import Context, SiteRecord
 
 
@@ -80,7 +80,7 @@ def choose_sites(
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
-    """The sites between two cuts of the graph, together (see :func:`compressor.graph.segments`), in order."""
+    """The sites between two cuts of the graph, together (see :func:`compressor.graph.sites.segments`), in order."""
     wanted = {site.name for site in sites}
     blocks = [[site for site in segment.sites if site.name in wanted] for segment in segments(graph)]
     return [block for block in blocks if block]

@@ -14,7 +14,7 @@ from compressor.calibration import Hessian, stream
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.gradients_rows import guided_rows
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.input_scales import calibrate_inputs
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic

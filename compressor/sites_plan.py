@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight
-from compressor.graph import Site, linear_sites, match_sites, replace_linear
+from compressor.graph.sites import Site, linear_sites, match_sites, replace_linear
 from compressor.numerics.deterministic import BLOCK
 from compressor.numerics.learned_rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.numerics.range_search import OUTPUT_RATIOS, Observer

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
-from compressor.graph import ModelInfo, Segment, segments, shared_nodes
-from compressor.graph_cache import empty_caches
+from compressor.graph.caches import empty_caches
+from compressor.graph.sites import ModelInfo, Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.pipeline import Reporter

@@ -16,7 +16,7 @@ from compressor.calibration import Hessian, load_evaluation, load_samples, strea
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph import linear_sites, match_sites, replace_linear, twin
+from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin
 from compressor.passes.rtn import rtn_quantize
 from compressor.recipe.data_spec import EvaluationSpec, TextSpec
 

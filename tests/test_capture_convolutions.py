@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compressor.ops.linear  # noqa: F401  (registers the operators)
-from compressor.absorbers import Unabsorbable, find_absorber
 from compressor.capture import capture
 from compressor.capture_convolutions import dense_convolutions
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites
+from compressor.graph.folding import Unabsorbable, find_absorber
+from compressor.graph.sites import linear_sites
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import Smoothquant
 from compressor.pipeline import Context

@@ -18,7 +18,7 @@ import compressor.comparison
 from compressor.bench import Worker, bench
 from compressor.comparison import LOOKS, Speed, comparisons, measure_speed
 from compressor.errors import CompressorError, UsageError
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import Recipe

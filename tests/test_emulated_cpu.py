@@ -20,7 +20,7 @@ import pytest
 from compressor.capture import capture
 from compressor.codegen.kernels.vector import AVX2, AVX512_VNNI
 from compressor.codegen.targets.x86 import X86
-from compressor.graph import weight_bytes
+from compressor.graph.sites import weight_bytes
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
 from compressor.verify_smoke import BLOCKED

@@ -31,7 +31,7 @@ from compressor.evaluate import GraphLogits, graph_hidden, measure_quality
 from compressor.evaluate_model import evaluate_path
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
-from compressor.graph import ModelInfo, linear_sites, match_sites
+from compressor.graph.sites import ModelInfo, linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, pass_name

@@ -13,7 +13,7 @@ from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.gradients import squared_gradients
-from compressor.graph import linear_sites, replace_linear
+from compressor.graph.sites import linear_sites, replace_linear
 from compressor.passes.rtn import rtn_quantize
 
 OPS = torch.ops.compressor

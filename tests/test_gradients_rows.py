@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.gradients_rows import CONFIDENT, guided_rows, half_guided, positive_slopes
-from compressor.graph import group_by_input, linear_sites
+from compressor.graph.sites import group_by_input, linear_sites
 
 
 def test_slopes_by_chance_have_the_curvature_of_the_divergence() -> None:

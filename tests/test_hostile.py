@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import RecipeError
-from compressor.graph import Site, match_sites
+from compressor.graph.sites import Site, match_sites
 from compressor.recipe.data_spec import TextSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 
@@ -185,7 +185,7 @@ def test_plain_data_that_means_harm() -> None:
     "pattern", ["re:(a|aa)+$", "re:(" + "(" * 900 + ")" * 900, "re:a{4294967296}", "re:" + "a" * 2000, "re:(", "re:*"]
 )
 def test_patterns_take_bounded_time(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compressor.graph._MATCH_SECONDS", 0.2)
+    monkeypatch.setattr("compressor.graph.sites._MATCH_SECONDS", 0.2)
     node: Any = None  # no pattern looks at it
     sites = [Site("a" * 60 + "!", node, node, "Linear", "w", None, 1, 1, False) for _ in range(3)]
     with within_limits(), pytest.raises(re.error):

@@ -20,7 +20,7 @@ from compressor.calibration import Hessian, stream
 from compressor.capture import capture
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate import measure_accuracy
-from compressor.graph import ModelInfo, linear_sites
+from compressor.graph.sites import ModelInfo, linear_sites
 from compressor.host.resources import resource
 from compressor.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.passes.mixed_precision import MixedPrecision

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from compressor.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.format import FORMATS, Format
-from compressor.graph import linear_sites, replace_linear
+from compressor.graph.sites import linear_sites, replace_linear
 from compressor.independence import Leak, check_independence
 from compressor.passes.rtn import rtn_quantize
 

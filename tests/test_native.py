@@ -56,7 +56,7 @@ def write_llama(
 ) -> Callable[..., Path]:
     """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
     from compressor.capture import capture
-    from compressor.graph import weight_bytes
+    from compressor.graph.sites import weight_bytes
     from compressor.pipeline import Context
 
     def write(*passes: Any) -> Path:

@@ -18,7 +18,7 @@ import compressor.pipeline
 from compressor.calibration import Samples
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
-from compressor.graph import linear_sites, weight_bytes
+from compressor.graph.sites import linear_sites, weight_bytes
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, Dump, Pass, Pipeline, available_passes, pass_class, pass_name

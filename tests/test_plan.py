@@ -23,14 +23,14 @@ from compressor import plan_roofline
 from compressor.capture import capture
 from compressor.cli import main
 from compressor.errors import ResourceError, UsageError
-from compressor.graph import segments, weight_bytes
+from compressor.graph.costs import node_costs
+from compressor.graph.sites import segments, weight_bytes
 from compressor.host.machine import Memory
 from compressor.host.resources import resource
 from compressor.machine_probe import UNITS, Machine
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context, Pipeline
 from compressor.plan import Plan, check_plan, compare_plan, make_plan, plan_graph
-from compressor.plan_costs import node_costs
 from compressor.plan_memory import StageMemory
 from compressor.plan_streaming import peak_bytes, plan_calibration
 from compressor.recipe.recipe import Recipe

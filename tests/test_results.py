@@ -17,7 +17,7 @@ from compressor.blocks import Blocks
 from compressor.calibration import Samples
 from compressor.capture import capture
 from compressor.errors import CompressorError
-from compressor.graph import linear_sites, set_parameter, twin
+from compressor.graph.sites import linear_sites, set_parameter, twin
 from compressor.passes.adaptive_rounding import AdaptiveRounding
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph import Site, linear_sites, replace_linear, twin, weight_bytes
+from compressor.graph.sites import Site, linear_sites, replace_linear, twin, weight_bytes
 from compressor.passes.rtn import rtn_quantize
 from compressor.search_budget import BUDGETS, Budget, choose_formats, linear_seconds, only_budget
 from compressor.sites_plan import meta_packed

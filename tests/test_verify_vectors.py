@@ -15,7 +15,7 @@ from compressor.capture import capture
 from compressor.evaluate import GraphLogits
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph import ModelInfo
+from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber
 from compressor.blocks import Blocks
 from compressor.calibration import Hessian, Inputs
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.graph.folding import Absorber
 from compressor.numerics.input_scales import round_activations
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber
 from compressor.calibration import Inputs
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.graph.folding import Absorber
 from compressor.input_scales import calibrate_inputs
 from compressor.numerics.range_search import search_grid
 from compressor.passes.rtn import round_sites, rtn_quantize

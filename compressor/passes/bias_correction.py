@@ -16,8 +16,8 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import PARTS
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
-from compressor.graph import Site, linear_sites, packed_sites, ties
-from compressor.graph_packed import packed_weight, set_bias
+from compressor.graph.packed import packed_weight, set_bias
+from compressor.graph.sites import Site, linear_sites, packed_sites, ties
 from compressor.host.tensor_files import release
 from compressor.input_scales import has_input_scale
 from compressor.numerics.deterministic import column_sums

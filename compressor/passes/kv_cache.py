@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
-from compressor.graph import ModelInfo, Segment, segments
-from compressor.graph_cache import AttentionLayer, Orders, attention_layers, pack_caches
+from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pack_caches
+from compressor.graph.sites import ModelInfo, Segment, segments
 from compressor.pipeline import Context
 from compressor.sites_plan import SitePlan
 from compressor.streaming import Stream

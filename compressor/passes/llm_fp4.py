@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber
 from compressor.blocks import Blocks
 from compressor.calibration import Inputs, stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph import Site
+from compressor.graph.folding import Absorber
+from compressor.graph.sites import Site
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize

@@ -13,7 +13,7 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns
 from compressor.formats.packing import PackedWeight
-from compressor.graph import Site
+from compressor.graph.sites import Site
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.pipeline import Context
 from compressor.sites import choose_format, choose_sites

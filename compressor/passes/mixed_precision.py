@@ -15,7 +15,7 @@ from compressor.calibration import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph import ModelInfo, Site, linear_sites, replace_linear, segments, twin
+from compressor.graph.sites import ModelInfo, Site, linear_sites, replace_linear, segments, twin
 from compressor.input_scales import calibrate_inputs
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.absorbers import Unabsorbable, describe, find_absorber, is_attention
 from compressor.errors import CompressorError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack
-from compressor.graph import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
-from compressor.graph_packed import insert_packed
+from compressor.graph.folding import Unabsorbable, describe, find_absorber, is_attention
+from compressor.graph.packed import insert_packed
+from compressor.graph.residual import Residual, find_residuals, norm_parameters
+from compressor.graph.sites import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.host.tensor_files import release
 from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
 from compressor.pipeline import Context
-from compressor.residual import Residual, find_residuals, norm_parameters
 from compressor.sites import choose_sites
 from compressor.sites_plan import SitePlan, meta_packed, plan_rotated_sites
 

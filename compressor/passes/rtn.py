@@ -17,7 +17,7 @@ from compressor.blocks import Blocks
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers, largest
 from compressor.formats.packing import PackedWeight, dequantize_rows, pack
-from compressor.graph import Site
+from compressor.graph.sites import Site
 from compressor.host.tensor_files import release
 from compressor.input_scales import calibrate_inputs, gathering_for
 from compressor.numerics.deterministic import total

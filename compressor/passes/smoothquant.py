@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.absorbers import Absorber
 from compressor.calibration import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.folding import Absorber
 from compressor.input_scales import has_input_scale
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import round_activations, search_input_scale

@@ -12,7 +12,7 @@ from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight
 from compressor.gradients import squared_gradients
-from compressor.graph import Site
+from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid
 from compressor.passes.rtn import round_sites, rtn_quantize

@@ -21,7 +21,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, pack
-from compressor.graph_cache import empty_caches
+from compressor.graph.caches import empty_caches
 from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor

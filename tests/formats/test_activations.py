@@ -19,7 +19,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.numerics.deterministic import few_bits
 from compressor.numerics.grids import round_to_grid, tensor_scale

@@ -17,7 +17,7 @@ from compressor.calibration import Hessian, stream
 from compressor.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.numerics import bfloat16 as precision
 from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize

@@ -19,7 +19,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
 
     from compressor.calibration import load_samples
     from compressor.capture import capture
-    from compressor.graph import twin
+    from compressor.graph.sites import twin
     from compressor.host.resources import resource
     from compressor.pipeline import Context, Pipeline
     from compressor.recipe.recipe import load_text_spec

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-from compressor.absorbers import Absorber
 from compressor.calibration import Inputs, load_samples
 from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
+from compressor.graph.folding import Absorber
 from compressor.host.resources import resource
 from compressor.passes.abq import _STRENGTHS, Abq, RoundedInputs, balance_scale, search_balance
 from compressor.passes.awq import awq_quantize

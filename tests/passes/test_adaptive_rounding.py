@@ -18,7 +18,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.gradients_rows import guided_rows
-from compressor.graph import linear_sites, match_sites, twin
+from compressor.graph.sites import linear_sites, match_sites, twin
 from compressor.host.resources import resource
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize

@@ -16,8 +16,8 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
-from compressor.graph_packed import packed_weight
+from compressor.graph.packed import packed_weight
+from compressor.graph.sites import linear_sites, packed_sites, set_parameter, twin, weight_bytes
 from compressor.numerics.input_scales import round_activations
 from compressor.passes.bias_correction import BiasCorrection, Means, corrected_bias
 from compressor.passes.rotation import Rotation

@@ -12,7 +12,7 @@ from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph import twin
+from compressor.graph.sites import twin
 from compressor.host.resources import resource
 from compressor.passes.finequant import Finequant, finequant_quantize, granularities
 from compressor.passes.rtn import rtn_quantize

@@ -17,12 +17,12 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
-from compressor.graph import ModelInfo, segments, set_parameter, twin
-from compressor.graph_cache import attention_layers, empty_caches
+from compressor.graph.caches import attention_layers, empty_caches
+from compressor.graph.costs import node_costs
+from compressor.graph.sites import ModelInfo, segments, set_parameter, twin
 from compressor.independence import check_independence
 from compressor.passes.kv_cache import KvCache, block_order
 from compressor.pipeline import Context, Pipeline
-from compressor.plan_costs import node_costs
 from compressor.samples import Samples
 from compressor.verify import verify_stage
 

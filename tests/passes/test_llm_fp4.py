@@ -16,7 +16,7 @@ from compressor.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize

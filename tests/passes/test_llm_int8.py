@@ -15,7 +15,7 @@ from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph import twin, weight_bytes
+from compressor.graph.sites import twin, weight_bytes
 from compressor.host.resources import resource
 from compressor.ops.linear import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize

@@ -15,7 +15,7 @@ from compressor.calibration import load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph import linear_sites, match_sites, replace_linear, twin, weight_bytes
+from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin, weight_bytes
 from compressor.host.resources import resource
 from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities

@@ -15,7 +15,7 @@ from compressor.calibration import Inputs, stream
 from compressor.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
-from compressor.graph import linear_sites, packed_sites, set_parameter, twin, weight_bytes
+from compressor.graph.sites import linear_sites, packed_sites, set_parameter, twin, weight_bytes
 from compressor.host.resources import resource
 from compressor.numerics.hadamard import random_signs
 from compressor.passes.rotation import Rotation, pack_rotation

@@ -10,7 +10,7 @@ from compressor.calibration import Inputs, load_samples
 from compressor.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph import linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale

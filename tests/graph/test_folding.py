@@ -8,9 +8,9 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.absorbers import Unabsorbable, find_absorber
 from compressor.capture import capture
-from compressor.graph import group_by_input, linear_sites, segments, weight_bytes
+from compressor.graph.folding import Unabsorbable, find_absorber
+from compressor.graph.sites import group_by_input, linear_sites, segments, weight_bytes
 from compressor.pipeline import Context
 from compressor.scaling import scale_inputs
 

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from compressor.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
-from compressor.graph import (
+from compressor.graph.sites import (
     drop_dead_parameters,
     group_by_input,
     linear_sites,

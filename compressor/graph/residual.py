@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.absorbers import Unabsorbable, describe
-from compressor.graph import Site, linear_sites
+from compressor.graph.folding import Unabsorbable, describe
+from compressor.graph.sites import Site, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _LAYER_NORM, _RMS_NORM = _ATEN.layer_norm.default, _OPS.rms_norm.default

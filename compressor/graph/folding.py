@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph import Site, linear_sites, set_parameter
+from compressor.graph.sites import Site, linear_sites, set_parameter
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)

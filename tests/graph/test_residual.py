@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from compressor.capture import capture
-from compressor.graph import Site
-from compressor.residual import Residual, find_residuals
+from compressor.graph.residual import Residual, find_residuals
+from compressor.graph.sites import Site
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 

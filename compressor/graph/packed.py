@@ -10,18 +10,18 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph import Site, call_packed, set_parameter
+from compressor.graph.sites import Site, call_packed, set_parameter
 
 
 def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
-    """The weight of one of :func:`compressor.graph.packed_sites`."""
+    """The weight of one of :func:`compressor.graph.sites.packed_sites`."""
     args: Any = site.node.args
     parts = [graph.get_parameter(node.target).detach() for node in args[1]]
     return PackedWeight.of(parts, Format.parse(str(args[3])), (site.out_features, site.in_features))
 
 
 def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
-    """Give one of :func:`compressor.graph.packed_sites` another bias, float32 [out], or its first: ``<site>.bias``."""
+    """Give one of :func:`compressor.graph.sites.packed_sites` another bias, float32 [out], or its first: ``<site>.bias``."""
     name = site.bias_name or f"{site.name}.bias"
     set_parameter(graph, name, bias)
     if site.bias_name is None:
