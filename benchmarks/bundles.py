@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.codegen.lower import compile_graph
 from compressor.graph.sites import twin, weight_bytes
 from compressor.independence import check_independence

@@ -63,7 +63,7 @@ def measure(folder: Path, samples: int) -> dict[str, Any]:
     import torch
 
     from compressor.calibration import Samples
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.passes.gptq import Gptq
     from compressor.pipeline import Context, Pipeline
 

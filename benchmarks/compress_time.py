@@ -36,7 +36,7 @@ def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
     import torch
     from quality_row import compress
 
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.samples import Samples, tokens_sha256
 
     ids = torch.from_numpy(np.load(ids_file))

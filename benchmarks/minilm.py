@@ -33,7 +33,7 @@ from bundles import write_bundle
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.embeddings import Texts, pool, read_pooling
 from compressor.evaluate_model import BundleProcess
 from compressor.graph.sites import ModelInfo, weight_bytes

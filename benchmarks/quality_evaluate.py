@@ -21,7 +21,7 @@ from quality_row import STRIDE, WINDOW, load_texts
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.evaluate import GraphLogits, Ids, Logits, measure_quality
 from compressor.evaluate_model import BundleProcess
 

@@ -22,7 +22,7 @@ from bundles import write_bundle
 from resnet_model import load_resnet
 from torch import nn
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.evaluate import Classes, graph_classes
 from compressor.evaluate_model import BundleProcess
 from compressor.graph.sites import weight_bytes

@@ -25,7 +25,7 @@ from x86_child import Child, Runtime
 from x86_race import machine
 from x86_table import lines_of, rates
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 
 ROWS = (
     ("dense", None),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from x86_race import cosines
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.embeddings import pool
 from compressor.images import load_image_samples, load_images
 from compressor.samples import Samples, load_samples

@@ -108,7 +108,7 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from compressor.capture_shadow import model_kind
+    from compressor.capture.meta_model import model_kind
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     threads = threads or available_cores()

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.capture_files import read_object
+from compressor.capture.files import read_object
 from compressor.errors import UsageError
 from compressor.evaluate import EvalResult, Hidden
 from compressor.pipeline import Reporter, Silent

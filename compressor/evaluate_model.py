@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.calibration import load_evaluation
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
 from compressor.evaluate import (

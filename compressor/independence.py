@@ -78,7 +78,7 @@ def check_independence(graph: GraphModule) -> Independence:
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     if any("val" not in node.meta for node in placeholders):
         raise CompressorError(
-            f"{info.name}: the graph's inputs have no recorded shapes; capture it with compressor.capture"
+            f"{info.name}: the graph's inputs have no recorded shapes; capture it with compressor.capture.capture"
         )
     sizes = Sizes()
     with FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True) as mode:

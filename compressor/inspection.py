@@ -209,7 +209,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
     """
     if (path / "manifest.json").is_file():
         return _inspect_bundle(path)
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.graph.sites import linear_sites, weight_bytes
 
     graph = capture(path)

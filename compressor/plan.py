@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compressor.capture_convolutions import dense_convolutions
+from compressor.capture.convolutions import dense_convolutions
 from compressor.errors import ResourceError
 from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, set_parameter, twin, weight_bytes
@@ -128,7 +128,7 @@ def make_plan(
     Raises:
         CompressorError: what would stop the run as well: the model, the recipe's patterns, the target.
     """
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
 
     source = recipe.model_source() if model is None else model
     recipe.check_texts()

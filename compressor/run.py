@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.bench_child import peak_rss_bytes
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.codegen.targets import Target
 from compressor.codegen.tune import summary
 from compressor.comparison import Speed, comparisons, measure_speed

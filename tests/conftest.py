@@ -145,7 +145,7 @@ def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callab
     import torch
     from torch import nn
 
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.graph.sites import weight_bytes
     from compressor.passes.rtn import Rtn
     from compressor.pipeline import Context

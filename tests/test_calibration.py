@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from compressor.calibration import Hessian, load_evaluation, load_samples, stream
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.codegen.kernels.vector import AVX2, AVX512_VNNI
 from compressor.codegen.targets.x86 import X86
 from compressor.graph.sites import weight_bytes

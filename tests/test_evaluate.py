@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.evaluate import (
     GraphLogits,

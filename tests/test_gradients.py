@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.gradients import squared_gradients

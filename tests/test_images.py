@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import compressor
 from compressor.calibration import Hessian, stream
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate import measure_accuracy
 from compressor.graph.sites import ModelInfo, linear_sites

@@ -11,7 +11,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.format import FORMATS, Format
 from compressor.graph.sites import linear_sites, replace_linear

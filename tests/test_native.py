@@ -55,7 +55,7 @@ def write_llama(
     write_module: Callable[[Any, Any, int, Path], Path],
 ) -> Callable[..., Path]:
     """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.graph.sites import weight_bytes
     from compressor.pipeline import Context
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 import compressor.pipeline
 from compressor.calibration import Samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.sites import linear_sites, weight_bytes
 from compressor.passes.gptq import Gptq

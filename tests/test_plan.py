@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from compressor import plan as plan_module
 from compressor import plan_roofline
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.cli import main
 from compressor.errors import ResourceError, UsageError
 from compressor.graph.costs import node_costs

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
 from compressor.calibration import Samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.graph.sites import linear_sites, set_parameter, twin
 from compressor.passes.adaptive_rounding import AdaptiveRounding

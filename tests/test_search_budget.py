@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import Site, linear_sites, replace_linear, twin, weight_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from compressor import verify_vectors
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.evaluate import GraphLogits
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize

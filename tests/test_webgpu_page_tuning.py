@@ -13,7 +13,7 @@ import pytest
 from page_helpers import GENERATE, PROMPT, READY, greedy
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.evaluate import graph_hidden
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe

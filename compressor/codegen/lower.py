@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 from tvm_ffi import structural_walk
 
-from compressor.capture import reexport
+from compressor.capture.capture import reexport
 from compressor.codegen.convert import Converter
 from compressor.codegen.convolutions import fuse_convolutions
 from compressor.codegen.elementwise import ScheduleElementwise

@@ -1,7 +1,7 @@
 """What passes read from and write to a captured graph: linear sites, ties, segments, replacement.
 
 A captured graph is a :class:`torch.fx.GraphModule` of call_function nodes over ``get_attr`` parameters (see
-:mod:`compressor.capture`).  Everything here comes from the dataflow, nothing from a table of architectures.
+:mod:`compressor.capture.capture`).  Everything here comes from the dataflow, nothing from a table of architectures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from codegen.kernel_helpers import Program, build, random_packed, relative_error
 from torch import Tensor, nn
 from torch.export import Dim
 
-from compressor.capture import capture, reexport
+from compressor.capture.capture import capture, reexport
 from compressor.codegen.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.kernels import vector
 from compressor.codegen.kernels.convolution import Epilogue, convolution, takes_convolution

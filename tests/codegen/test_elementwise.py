@@ -11,7 +11,7 @@ from torch.export import Dim
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from compressor.capture import capture, reexport
+from compressor.capture.capture import capture, reexport
 from compressor.codegen import lower
 from compressor.codegen.convert import Converter
 from compressor.codegen.kernels.norm import PARALLEL_FROM

@@ -11,7 +11,7 @@ from codegen.kernel_helpers import OPS, build, random_packed, relative_error, to
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from compressor.capture import capture, reexport
+from compressor.capture.capture import capture, reexport
 from compressor.codegen.fusion import fuse, fused_linear
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.packed_linear import Schedule, common_schedule

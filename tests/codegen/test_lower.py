@@ -17,7 +17,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 from tvm import relax
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.codegen import lower
 from compressor.codegen.kernels.vector import AMX
 from compressor.codegen.lower import Library, check_storage, compile_graph

@@ -11,7 +11,7 @@ import torch
 from codegen.model_helpers import DECODERS, SIZES, build, quantized, relative_error, transformers
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.errors import UsageError, VerificationError

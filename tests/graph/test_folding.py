@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import group_by_input, linear_sites, segments, weight_bytes
 from compressor.pipeline import Context

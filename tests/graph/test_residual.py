@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.graph.residual import Residual, find_residuals
 from compressor.graph.sites import Site
 

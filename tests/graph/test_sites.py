@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
 from compressor.graph.sites import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from compressor.calibration import Hessian, stream
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph.sites import linear_sites

@@ -18,7 +18,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     import torch
 
     from compressor.calibration import load_samples
-    from compressor.capture import capture
+    from compressor.capture.capture import capture
     from compressor.graph.sites import twin
     from compressor.host.resources import resource
     from compressor.pipeline import Context, Pipeline

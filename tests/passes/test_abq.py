@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compressor.calibration import Inputs, load_samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format

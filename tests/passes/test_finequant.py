@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize

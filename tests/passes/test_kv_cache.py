@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token

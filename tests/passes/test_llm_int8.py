@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compressor.calibration import load_samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import twin, weight_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration import load_samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin, weight_bytes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from compressor.calibration import Inputs, stream
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
 from compressor.graph.sites import linear_sites, packed_sites, set_parameter, twin, weight_bytes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.calibration import Inputs, load_samples
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule
 from tvm import relax
 
-from compressor.capture import reexport
+from compressor.capture.capture import reexport
 from compressor.codegen.convert import Converter
 from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.fusion import fuse

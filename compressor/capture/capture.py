@@ -1,7 +1,7 @@
 """From a Hugging Face folder or id, or a module in memory, to a graph that passes rewrite and kernels are made from.
 
 A decoder is captured once, with explicit positions and a key-value cache, so that calibration, prefill and decode
-share one graph.  What is exported is the model's shadow (:mod:`compressor.capture_shadow`); the checkpoint's
+share one graph.  What is exported is the model's shadow (:mod:`compressor.capture.meta_model`); the checkpoint's
 tensors, memory-mapped, are bound to the finished graph.
 """
 
@@ -20,11 +20,10 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compressor.capture_attention import Recorder, check_masks, mask_requests
-from compressor.capture_convolutions import rewrite_convolutions
-from compressor.capture_export import explaining, export_program, unlift
-from compressor.capture_normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
-from compressor.capture_shadow import (
+from compressor.capture.attention import Recorder, check_masks, mask_requests
+from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.export import explaining, export_program, unlift
+from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
     Shadow,
@@ -32,7 +31,8 @@ from compressor.capture_shadow import (
     folder_shadow,
     memory_shadow,
 )
-from compressor.capture_weights import map_weights
+from compressor.capture.normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
 from compressor.graph.sites import ModelInfo, drop_dead_parameters
@@ -56,7 +56,7 @@ def capture(
             indices along S whose logits are wanted;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
-            (:mod:`compressor.capture_convolutions`).
+            (:mod:`compressor.capture.convolutions`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
     memory-mapped (or shared with the module given: do not write to them); other parameters are float32.

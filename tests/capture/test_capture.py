@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from compressor.capture import capture, reexport
+from compressor.capture.capture import capture, reexport
 
 transformers = pytest.importorskip("transformers")
 

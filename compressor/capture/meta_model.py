@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture_attention import ATTENTION_NAME, Recorder, recording, register_attention
-from compressor.capture_export import explaining
-from compressor.capture_files import check_config, read_object
-from compressor.capture_weights import WeightSource, folder_source, module_source
+from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture.export import explaining
+from compressor.capture.files import check_config, read_object
+from compressor.capture.weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DecoderProgram(nn.Module):
     def forward(
         self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """See :func:`compressor.capture.capture` for the shapes."""
+        """See :func:`compressor.capture.capture.capture` for the shapes."""
         recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache)
         return self.run(recorder, ids, keep)
 
@@ -86,7 +86,7 @@ class EncoderProgram(nn.Module):
         self.typed = "token_type_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """See :func:`compressor.capture.capture` for the shapes."""
+        """See :func:`compressor.capture.capture.capture` for the shapes."""
         return self.run(Recorder(self.names, mask=mask), ids)
 
     def run(self, recorder: Recorder, ids: Tensor) -> Tensor:

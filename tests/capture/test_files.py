@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.capture import capture
-from compressor.capture_files import check_config, listed_files, read_object
+from compressor.capture.capture import capture
+from compressor.capture.files import check_config, listed_files, read_object
 from compressor.errors import CaptureError, CompressorError, UsageError
 from compressor.export import write_tokenizer
 from compressor.recipe.data_spec import TextSpec

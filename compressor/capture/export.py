@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
-from compressor.capture_attention import ATTENTION_NAME
+from compressor.capture.attention import ATTENTION_NAME
 from compressor.errors import CaptureError
 
 _OWN = Path(__file__).parent

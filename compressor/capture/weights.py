@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.capture_files import listed_files
+from compressor.capture.files import listed_files
 from compressor.errors import CaptureError
 from compressor.host.tensor_files import DTYPES, map_safetensors
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compressor.ops.linear  # noqa: F401  (registers the operators)
-from compressor.capture import capture
-from compressor.capture_convolutions import dense_convolutions
+from compressor.capture.capture import capture
+from compressor.capture.convolutions import dense_convolutions
 from compressor.formats.packing import dequantize
 from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import linear_sites

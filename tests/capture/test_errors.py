@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compressor.capture import capture
+from compressor.capture.capture import capture
 from compressor.errors import CaptureError, UsageError
 
 transformers = pytest.importorskip("transformers")
