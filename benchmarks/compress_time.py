@@ -37,7 +37,7 @@ def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
     from quality_row import compress
 
     from compressor.capture.capture import capture
-    from compressor.samples import Samples, tokens_sha256
+    from compressor.data.text import Samples, tokens_sha256
 
     ids = torch.from_numpy(np.load(ids_file))
     samples = Samples(ids, torch.empty(0, dtype=torch.int64), tokens_sha256(ids), "random tokens")

@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.capture.capture import capture
+from compressor.data.text import load_samples
 from compressor.embeddings import Texts, pool, read_pooling
 from compressor.evaluate_model import BundleProcess
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest
-from compressor.samples import load_samples
 
 TEXTS, LENGTHS, LONGEST = 200, (1, 2, 4, 8), 256
 TARGETS = {"W8A8": 0.99, "W8A8_STATIC": 0.99, "W4A16_G128": 0.98, "W4A16_G32": 0.98}

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from x86_race import cosines
 
 from compressor.capture.capture import capture
+from compressor.data.images import load_image_samples, load_images
+from compressor.data.text import Samples, load_samples
 from compressor.embeddings import pool
-from compressor.images import load_image_samples, load_images
-from compressor.samples import Samples, load_samples
 
 LENGTH = 128  # tokens
 IMAGES = 256  # that calibrate

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.capture.files import read_object
+from compressor.data.text import load_texts
 from compressor.errors import UsageError
 from compressor.evaluate import EvalResult, Hidden
 from compressor.pipeline import Reporter, Silent
-from compressor.samples import load_texts
 
 if TYPE_CHECKING:
+    from compressor.data.text import Samples
     from compressor.recipe.data_spec import EvaluationSpec
-    from compressor.samples import Samples
 
 Pooling: TypeAlias = Literal["mean", "cls", "max"]
 _BATCH = 16  # texts that run at once, padded to the longest: what a mask must hide is there to see

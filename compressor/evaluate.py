@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
 from compressor.graph.sites import ModelInfo
 from compressor.host.tensor_files import Spill
-from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.streaming import Stream, stream_outputs
 

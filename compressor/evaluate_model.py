@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compressor.calibration import load_evaluation
 from compressor.capture.capture import capture
+from compressor.data.images import Images
 from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
 from compressor.evaluate import (
@@ -28,7 +29,6 @@ from compressor.evaluate import (
 )
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.child import Child
-from compressor.images import Images
 from compressor.pipeline import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from compressor.codegen.targets import Target
+    from compressor.data.images import Images
+    from compressor.data.text import Samples
     from compressor.embeddings import Texts
-    from compressor.images import Images
     from compressor.recipe.recipe import Recipe
-    from compressor.samples import Samples
 
 LOCK_NAME = "compress.lock"
 _LARGEST_BYTES = 16 << 20
@@ -92,9 +92,9 @@ class Lock:
 
     def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
         """The calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
+        from compressor.data.images import Images
+        from compressor.data.text import tokens_sha256
         from compressor.embeddings import Texts
-        from compressor.images import Images
-        from compressor.samples import tokens_sha256
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):

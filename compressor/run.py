@@ -19,6 +19,7 @@ from compressor.codegen.targets import Target
 from compressor.codegen.tune import summary
 from compressor.comparison import Speed, comparisons, measure_speed
 from compressor.cpu import cpu_name
+from compressor.data.load import load_data
 from compressor.errors import GateError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.evaluate_model import SIZES, bundle_quality
@@ -37,7 +38,6 @@ from compressor.recipe.gates import GateResult, check_gates
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check, finite
 from compressor.results import Results, digest
-from compressor.run_data import load_data
 from compressor.run_native import NativeMaker
 from compressor.run_web import WebMaker
 from compressor.runtime import Bundle, load

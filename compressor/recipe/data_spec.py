@@ -73,7 +73,7 @@ class DataSource(Section):
         description: for people.
         text, json_files (key ``json``), parquet: one file or several, as written; :meth:`find_files` locates them.
         hub: id of a data set.
-        images: numpy ``.npz`` files with labelled images, for plain modules (:mod:`compressor.images`).
+        images: numpy ``.npz`` files with labelled images, for plain modules (:mod:`compressor.data.images`).
         mean, std: of the images' channels, one number or one a channel: the model reads (pixels / 255 - mean) / std.
         config, split: of the hub's data set; the split is ``train`` unless given.
         field: the field or column that holds the text (JSON, parquet, hub).

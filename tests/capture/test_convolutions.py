@@ -12,13 +12,13 @@ from torch.nn import functional
 import compressor.ops.linear  # noqa: F401  (registers the operators)
 from compressor.capture.capture import capture
 from compressor.capture.convolutions import dense_convolutions
+from compressor.data.text import Samples
 from compressor.formats.packing import dequantize
 from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import linear_sites
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import Smoothquant
 from compressor.pipeline import Context
-from compressor.samples import Samples
 from compressor.sites import choose_format
 
 TOLERANCE = 1e-5  # of the largest output

@@ -19,11 +19,11 @@ from compressor.codegen.kernels.convolution import Epilogue, convolution, takes_
 from compressor.codegen.kernels.convolution_feeds import Geometry
 from compressor.codegen.lower import compile_graph
 from compressor.codegen.targets.x86 import X86
+from compressor.data.text import Samples
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.passes.rtn import Rtn
 from compressor.pipeline import Context
-from compressor.samples import Samples
 
 OPS = torch.ops.compressor
 ISAS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]

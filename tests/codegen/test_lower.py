@@ -22,11 +22,11 @@ from compressor.codegen import lower
 from compressor.codegen.kernels.vector import AMX
 from compressor.codegen.lower import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
+from compressor.data.text import Samples
 from compressor.errors import VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline import Context
-from compressor.samples import Samples
 
 FUSED = {  # codegen/fusion.py
     "llama": {

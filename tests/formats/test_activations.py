@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
@@ -30,7 +31,6 @@ from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
-from compressor.samples import Samples, load_samples
 from compressor.sites import compress_site
 
 ORACLES = {

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from compressor.calibration import Hessian, stream
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph.sites import linear_sites
@@ -22,7 +23,6 @@ from compressor.numerics import bfloat16 as precision
 from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize
 from compressor.pipeline import Context, Pipeline
-from compressor.samples import Samples
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
@@ -24,7 +25,6 @@ from compressor.passes.rotation import Rotation
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import Smoothquant
 from compressor.pipeline import Context, Pipeline
-from compressor.samples import Samples
 
 IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(2))
 SAMPLES = Samples(IDS, torch.empty(0, dtype=torch.int64), "", "random tokens")

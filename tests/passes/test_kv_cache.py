@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.evaluate import GraphLogits
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
@@ -23,7 +24,6 @@ from compressor.graph.sites import ModelInfo, segments, set_parameter, twin
 from compressor.independence import check_independence
 from compressor.passes.kv_cache import KvCache, block_order
 from compressor.pipeline import Context, Pipeline
-from compressor.samples import Samples
 from compressor.verify import verify_stage
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.calibration import load_samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
@@ -23,7 +24,6 @@ from compressor.passes.awq import awq_quantize
 from compressor.passes.llm_fp4 import LlmFp4, exponent_shifts, layouts, llm_fp4_quantize, shift_channels
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
-from compressor.samples import Samples
 
 W4A4 = "FP4_E2M1_C_AFP4_E2M1_STATIC"
 

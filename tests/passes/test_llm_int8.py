@@ -13,6 +13,7 @@ from torch import nn
 
 from compressor.calibration import load_samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import twin, weight_bytes
@@ -23,7 +24,6 @@ from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline import Context
 from compressor.recipe.recipe import load_text_spec
 from compressor.runtime import load
-from compressor.samples import Samples
 
 
 def test_columns_come_in_eights_the_largest_first() -> None:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.calibration import load_samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin, weight_bytes
@@ -21,7 +22,6 @@ from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
-from compressor.samples import Samples
 
 MODEL = resource("models") / "reference"
 TARGETS = r"re:model\.layers\.[03]\."

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compressor.calibration import Inputs, load_samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
@@ -16,7 +17,6 @@ from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale
 from compressor.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
-from compressor.samples import Samples
 
 
 def outliers(seed: int = 0) -> tuple[Tensor, list[Tensor]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from compressor.calibration import load_evaluation, load_samples
+from compressor.data.images import Images, load_evaluation_images, load_image_samples
+from compressor.data.text import Samples
 from compressor.embeddings import Texts, load_embedding_texts
 from compressor.errors import UsageError
 from compressor.graph.sites import ModelInfo
-from compressor.images import Images, load_evaluation_images, load_image_samples
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
-from compressor.samples import Samples
 
 
 def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compressor.data.text import Samples
 from compressor.errors import UsageError
-from compressor.samples import Samples
 
 if TYPE_CHECKING:
     from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec

@@ -18,17 +18,17 @@ from torch.nn import functional
 import compressor
 from compressor.calibration import Hessian, stream
 from compressor.capture.capture import capture
+from compressor.data.images import Images, load_evaluation_images, load_image_samples, load_images
+from compressor.data.load import load_data
+from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate import measure_accuracy
 from compressor.graph.sites import ModelInfo, linear_sites
 from compressor.host.resources import resource
-from compressor.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.passes.mixed_precision import MixedPrecision
 from compressor.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
-from compressor.run_data import load_data
-from compressor.samples import Samples, load_samples
 
 COUNT, CLASSES = 40, 4
 TARGETS = ("Conv2d", "Linear")

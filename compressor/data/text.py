@@ -33,7 +33,7 @@ class Samples:
     Attributes:
         ids: int64 [samples, sequence_length]; inputs are float32 [samples, ...].
         rest: int64 [tokens], everything that was read and not sampled, in order.
-        sha256: of ``ids``, as little-endian int64; of images as :class:`compressor.images.Images` says.
+        sha256: of ``ids``, as little-endian int64; of images as :class:`compressor.data.images.Images` says.
         source: where the text or the images came from.
     """
 
