@@ -20,7 +20,7 @@ from compressor.input_scales import calibrate_inputs
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
 from compressor.pipeline import Context, Silent
-from compressor.search_budget import BUDGETS, Budget, choose_formats, only_budget
+from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 from compressor.sites import choose_sites, naming, summarise_formats
 from compressor.sites_plan import SitePlan, scaled_work
 from compressor.streaming import Stream, split_samples, stream_outputs

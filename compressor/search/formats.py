@@ -13,7 +13,7 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
 from compressor.recipe.gates import parse_amount
-from compressor.search import amount, choose_within
+from compressor.search.knapsack import amount, choose_within
 from compressor.sites_plan import meta_packed
 
 BUDGETS = ("bits", "weight_bytes", "latency_ms", "kl_divergence")

@@ -18,7 +18,7 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import Site, linear_sites, replace_linear, twin, weight_bytes
 from compressor.passes.rtn import rtn_quantize
-from compressor.search_budget import BUDGETS, Budget, choose_formats, linear_seconds, only_budget
+from compressor.search.formats import BUDGETS, Budget, choose_formats, linear_seconds, only_budget
 from compressor.sites_plan import meta_packed
 
 FORMATS = [Format.parse(name) for name in ("W2A16_G16", "W4A8_G16", "W8A16")]

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import ToolchainError, UsageError
-from compressor.search import choose_within
+from compressor.search.knapsack import choose_within
 
 ITEM = st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 50)), min_size=1, max_size=4)
 
