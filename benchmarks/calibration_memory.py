@@ -62,7 +62,7 @@ def save(folder: Path, layers: int) -> None:
 def measure(folder: Path, samples: int) -> dict[str, Any]:
     import torch
 
-    from compressor.calibration import Samples
+    from compressor.calibration.calibrate import Samples
     from compressor.capture.capture import capture
     from compressor.passes.gptq import Gptq
     from compressor.pipeline import Context, Pipeline

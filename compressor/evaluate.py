@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.segment_runner import Stream, stream_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
 from compressor.graph.sites import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.pipeline import Reporter, Silent
-from compressor.streaming import Stream, stream_outputs
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]

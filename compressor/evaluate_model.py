@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.calibration import load_evaluation
+from compressor.calibration.calibrate import load_evaluation
 from compressor.capture.capture import capture
 from compressor.data.images import Images
 from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import learnt
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
 from compressor.numerics.input_scales import search_input_scale

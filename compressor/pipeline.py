@@ -25,7 +25,7 @@ from compressor.errors import CompressorError, UsageError
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from compressor.calibration import Samples
+    from compressor.calibration.calibrate import Samples
     from compressor.host.tensor_files import Spill
     from compressor.results import Results
 

@@ -1,6 +1,6 @@
 """What running samples through a graph segment by segment takes: work and memory.
 
-This follows :func:`compressor.calibration.stream` and :mod:`compressor.streaming` step by step, on costs in place of
+This follows :func:`compressor.calibration.calibrate.stream` and :mod:`compressor.calibration.segment_runner` step by step, on costs in place of
 tensors.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from compressor.calibration.segment_runner import ancestors
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.sites import Segment, Site, group_by_input, segments
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.sites_plan import SitePlan, Work, half_product
-from compressor.streaming import ancestors
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
-_MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.stream
+_MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.calibrate.stream
 
 
 @dataclass(frozen=True)

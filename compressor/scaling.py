@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
 from compressor.graph.folding import Absorber, Unabsorbable, describe, find_absorber
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks, learnt
-from compressor.calibration import Hessian, stream
+from compressor.calibration.calibrate import Hessian, stream
+from compressor.calibration.guided_rows import guided_rows
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.gradients_rows import guided_rows
 from compressor.graph.sites import linear_sites
 from compressor.input_scales import calibrate_inputs
 from compressor.numerics.bfloat16 import is_coarse
@@ -66,9 +66,9 @@ def quantize_calibrated(
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
         make_statistic: called with the width of a group's input.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
-            :func:`compressor.calibration.stream`.
+            :func:`compressor.calibration.calibrate.stream`.
         observer: ``output`` chooses stored scales of activations by the error of the outputs, too.
-        task_guided: weight rows as :func:`compressor.gradients_rows.guided_rows` does.
+        task_guided: weight rows as :func:`compressor.calibration.guided_rows.guided_rows` does.
     """
     sites = [site for site in linear_sites(graph) if site.name in formats]
     samples = ctx.calibration(pass_name)

@@ -35,12 +35,12 @@ _FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for 
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a pass runs calibration samples; the arguments of :func:`compressor.calibration.stream`.
+    """How a pass runs calibration samples; the arguments of :func:`compressor.calibration.calibrate.stream`.
 
     Attributes:
         true_sequential, with_dense: see there.
         squares: the statistic is a matrix, and not a few vectors.
-        gradients: samples also run backwards (:func:`compressor.gradients.backwards`), for that matrix's rows or, where
+        gradients: samples also run backwards (:func:`compressor.calibration.gradients.backwards`), for that matrix's rows or, where
             the statistic is none, in place of it.
     """
 

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 import compressor
 import compressor.run_native
-from compressor.calibration import load_evaluation, load_samples
+from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.capture.capture import capture
 from compressor.comparison import Speed
 from compressor.embeddings import load_embedding_texts, measure_embeddings

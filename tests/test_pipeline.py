@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 import compressor.pipeline
-from compressor.calibration import Samples
+from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.sites import linear_sites, weight_bytes

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Samples
+from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.graph.sites import linear_sites, set_parameter, twin
@@ -155,8 +155,8 @@ def test_a_finished_run_again_reads_no_samples(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("samples run again")
 
-    monkeypatch.setattr("compressor.streaming.Stream.values", refuse)
-    monkeypatch.setattr("compressor.streaming.Stream.run", refuse)
+    monkeypatch.setattr("compressor.calibration.segment_runner.Stream.values", refuse)
+    monkeypatch.setattr("compressor.calibration.segment_runner.Stream.run", refuse)
     assert same(first, run(captured, tmp_path, PASSES[-1])[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compressor.calibration import load_evaluation, load_samples
+from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
 from compressor.data.text import Samples
 from compressor.embeddings import Texts, load_embedding_texts

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Hessian, Inputs
+from compressor.calibration.calibrate import Hessian, Inputs
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Hessian
+from compressor.calibration.calibrate import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, unpack
@@ -117,7 +117,7 @@ class AdaptiveRounding:
             it; otherwise at the outputs of the dense weight on the inputs as they now are.  Doubles the time and
             the hidden states of calibration.
         task_guided: weight the samples' rows, by half, by how far the model's confident predictions move when the
-            linear's outputs there do (:mod:`compressor.gradients_rows`).  Decoders, and modules that predict classes.
+            linear's outputs there do (:mod:`compressor.calibration.guided_rows`).  Decoders, and modules that predict classes.
     """
 
     scheme: str

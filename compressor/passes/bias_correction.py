@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration import stream
+from compressor.calibration.calibrate import stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import PARTS

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Hessian
+from compressor.calibration.calibrate import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest

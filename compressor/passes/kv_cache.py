@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.segment_runner import Stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
@@ -21,7 +22,6 @@ from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pa
 from compressor.graph.sites import ModelInfo, Segment, segments
 from compressor.pipeline import Context
 from compressor.sites_plan import SitePlan
-from compressor.streaming import Stream
 
 _MICRO_BATCH_TOKENS = 2048
 _KEPT_ROWS = 64  # of a micro-batch and head

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format

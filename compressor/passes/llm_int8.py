@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.segment_runner import Stream, split_samples, stream_outputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
@@ -23,7 +24,6 @@ from compressor.pipeline import Context, Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 from compressor.sites import choose_sites, naming, summarise_formats
 from compressor.sites_plan import SitePlan, scaled_work
-from compressor.streaming import Stream, split_samples, stream_outputs
 
 _TOKENS = 2048  # that sensitivities are measured on
 
@@ -160,7 +160,7 @@ def sensitivities(
     proportion to the squared error of the linear's outputs on inputs of the measured sizes.
 
     Args:
-        ids: as for :func:`compressor.calibration.stream`; the first 2,048 tokens, or pixels, serve.
+        ids: as for :func:`compressor.calibration.calibrate.stream`; the first 2,048 tokens, or pixels, serve.
         formats: the smallest first.
     """
     few = split_samples(graph, ids, _TOKENS)[0]

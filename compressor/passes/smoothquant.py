@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration import Inputs
+from compressor.calibration.calibrate import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.gradients import squared_gradients
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight
-from compressor.gradients import squared_gradients
 from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid

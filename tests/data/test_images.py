@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compressor
-from compressor.calibration import Hessian, stream
+from compressor.calibration.calibrate import Hessian, stream
 from compressor.capture.capture import capture
 from compressor.data.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.data.load import load_data

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compressor.calibration import Hessian, stream
+from compressor.calibration.calibrate import Hessian, stream
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.formats.format import Format

@@ -17,7 +17,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     """
     import torch
 
-    from compressor.calibration import load_samples
+    from compressor.calibration.calibrate import load_samples
     from compressor.capture.capture import capture
     from compressor.graph.sites import twin
     from compressor.host.resources import resource

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from compressor.calibration import Inputs, load_samples
+from compressor.calibration.calibrate import Inputs, load_samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration import Hessian, Samples, load_samples, stream
+from compressor.calibration.calibrate import Hessian, Samples, load_samples, stream
+from compressor.calibration.guided_rows import guided_rows
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.gradients_rows import guided_rows
 from compressor.graph.sites import linear_sites, match_sites, twin
 from compressor.host.resources import resource
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round

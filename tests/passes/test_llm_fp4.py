@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration import load_samples
+from compressor.calibration.calibrate import load_samples
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError

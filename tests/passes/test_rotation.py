@@ -11,7 +11,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.calibration import Inputs, stream
+from compressor.calibration.calibrate import Inputs, stream
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration import Inputs, load_samples
+from compressor.calibration.calibrate import Inputs, load_samples
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import UsageError

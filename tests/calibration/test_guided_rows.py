@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from compressor.calibration.guided_rows import CONFIDENT, guided_rows, half_guided, positive_slopes
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
-from compressor.gradients_rows import CONFIDENT, guided_rows, half_guided, positive_slopes
 from compressor.graph.sites import group_by_input, linear_sites
 
 

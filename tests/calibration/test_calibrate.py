@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from compressor.calibration import Hessian, load_evaluation, load_samples, stream
+from compressor.calibration.calibrate import Hessian, load_evaluation, load_samples, stream
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.gradients import backwards
+from compressor.calibration.segment_runner import split_samples
 from compressor.errors import UsageError
-from compressor.gradients import backwards
 from compressor.graph.sites import ModelInfo, Site, group_by_input
 from compressor.host.tensor_files import Spill
 from compressor.numerics.deterministic import total
-from compressor.streaming import split_samples
 
 CONFIDENT = 0.1
 """The least probability of a positive's likeliest prediction."""
@@ -41,10 +41,10 @@ def guided_rows(
 ) -> dict[str, Tensor]:
     """The weight of each row of each site's input, float32 [rows], its mean 1; the same for sites that share an input.
 
-    Peak memory: as :func:`compressor.gradients.backwards` takes it, and the weights.
+    Peak memory: as :func:`compressor.calibration.gradients.backwards` takes it, and the weights.
 
     Args:
-        ids: as for :func:`compressor.calibration.stream`.
+        ids: as for :func:`compressor.calibration.calibrate.stream`.
         seed: of the signs.
     Raises:
         UsageError: the model predicts no classes.

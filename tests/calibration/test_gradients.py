@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from compressor.calibration.gradients import squared_gradients
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.gradients import squared_gradients
 from compressor.graph.sites import linear_sites, replace_linear
 from compressor.passes.rtn import rtn_quantize
 

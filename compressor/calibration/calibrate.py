@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.blocks import Blocks
+from compressor.calibration.segment_runner import Stream, split_samples
 from compressor.data.text import Samples, load_evaluation, load_samples
 from compressor.errors import CompressorError
 from compressor.graph.sites import Segment, Site, group_by_input, segments, twin
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.numerics.deterministic import BLOCK
-from compressor.streaming import Stream, split_samples
 
 __all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
 

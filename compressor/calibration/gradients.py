@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy
 
+from compressor.calibration.segment_runner import Stream
 from compressor.errors import UsageError
 from compressor.graph.sites import Segment, Site, segments
 from compressor.host.tensor_files import Spill
-from compressor.streaming import Stream
 
 
 def squared_gradients(
@@ -66,7 +66,7 @@ def backwards(
     segment's weights in float32 and their gradients, and one batch's activations in that segment.
 
     Args:
-        batches: as for :class:`compressor.streaming.Stream`.
+        batches: as for :class:`compressor.calibration.segment_runner.Stream`.
         of: what the gradients are taken with respect to.
         loss: (number of the batch, the model's output on it) -> what is derived; without dimensions.
         add: called with each site of a segment, the number of the batch, and the gradient: float32 [out, in], or of
