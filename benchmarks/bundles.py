@@ -18,7 +18,7 @@ from compressor.codegen.lower import compile_graph
 from compressor.data.text import Samples
 from compressor.graph.sites import twin, weight_bytes
 from compressor.independence import check_independence
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import Recipe
 from compressor.run_assemble import assemble
 

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from quality_table import table
 
-from compressor.pipeline import pass_class
+from compressor.pipeline.pipeline import pass_class
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -22,7 +22,7 @@ from compressor.calibration.calibrate import Samples, load_evaluation, load_samp
 from compressor.capture.capture import capture
 from compressor.graph.sites import linear_sites, twin
 from compressor.host.tensor_files import map_safetensors
-from compressor.pipeline import Context, Pipeline, pass_class
+from compressor.pipeline.pipeline import Context, Pipeline, pass_class
 from compressor.recipe.recipe import Recipe, load_text_spec
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128

@@ -27,7 +27,7 @@ from compressor.data.images import Images, load_image_samples, load_images
 from compressor.evaluate import Classes, graph_classes
 from compressor.evaluate_model import BundleProcess
 from compressor.graph.sites import weight_bytes
-from compressor.pipeline import pass_class
+from compressor.pipeline.pipeline import pass_class
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressor.codegen.targets import Target
     from compressor.formats.format import Format
-    from compressor.pipeline import Context, Pass, Pipeline
+    from compressor.pipeline.pipeline import Context, Pass, Pipeline
     from compressor.recipe.recipe import Recipe
     from compressor.run import compress
     from compressor.runtime import Bundle, load
@@ -23,10 +23,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Bundle": "compressor.runtime",
-    "Context": "compressor.pipeline",
+    "Context": "compressor.pipeline.pipeline",
     "Format": "compressor.formats.format",
-    "Pass": "compressor.pipeline",
-    "Pipeline": "compressor.pipeline",
+    "Pass": "compressor.pipeline.pipeline",
+    "Pipeline": "compressor.pipeline.pipeline",
     "Recipe": "compressor.recipe.recipe",
     "Target": "compressor.codegen.targets",
     "compress": "compressor.run",

@@ -370,7 +370,7 @@ def cache_list(as_json: bool) -> None:
 @_reported
 def cache_prune(older_than: float, as_json: bool) -> None:
     """Remove finished blocks, and what killed runs left; runs that use one keep it."""
-    from compressor.results import Results
+    from compressor.pipeline.segment_cache import Results
 
     removed = Results().prune(older_than)
     content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}

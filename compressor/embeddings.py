@@ -17,7 +17,7 @@ from compressor.capture.files import read_object
 from compressor.data.text import load_texts
 from compressor.errors import UsageError
 from compressor.evaluate import EvalResult, Hidden
-from compressor.pipeline import Reporter, Silent
+from compressor.pipeline.pipeline import Reporter, Silent
 
 if TYPE_CHECKING:
     from compressor.data.text import Samples

@@ -23,7 +23,7 @@ from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
 from compressor.graph.sites import ModelInfo
 from compressor.host.tensor_files import Spill
-from compressor.pipeline import Reporter, Silent
+from compressor.pipeline.pipeline import Reporter, Silent
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]

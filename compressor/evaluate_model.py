@@ -29,7 +29,7 @@ from compressor.evaluate import (
 )
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.child import Child
-from compressor.pipeline import Reporter, Silent
+from compressor.pipeline.pipeline import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest
 

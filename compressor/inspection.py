@@ -21,7 +21,7 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def _passes() -> dict[str, str]:
-    from compressor.pipeline import available_passes, pass_class
+    from compressor.pipeline.pipeline import available_passes, pass_class
 
     return {name: _summary(pass_class(name)) for name in available_passes()}
 
@@ -67,7 +67,7 @@ _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
 
 def cached() -> dict[str, Any]:
     """The finished blocks in the cache, by model and pass."""
-    from compressor.results import Results
+    from compressor.pipeline.segment_cache import Results
 
     results, rows = Results(), dict[str, dict[str, Any]]()
     for entry in results.entries():  # the most recently used first
@@ -86,7 +86,7 @@ def describe(name: str) -> tuple[str, str]:
         UsageError: nothing has that name; the nearest is named.
     """
     from compressor.codegen.targets import available_targets, target_class
-    from compressor.pipeline import available_passes, pass_class
+    from compressor.pipeline.pipeline import available_passes, pass_class
 
     if name in available_passes():
         return "pass", _options_text(name, pass_class(name))

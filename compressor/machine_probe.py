@@ -245,7 +245,7 @@ def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
 
     from compressor.formats.format import Format
     from compressor.passes.gptq import gptq_quantize
-    from compressor.sites_plan import gptq_work
+    from compressor.pipeline.site_plan import gptq_work
 
     # Few columns and many rows: most of the time goes into the inner loop.
     fmt, columns, sizes = Format.parse("W4A16_G128"), 128, (16, 2048)

@@ -21,15 +21,15 @@ from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, set_parameter, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import Memory, available_memory, free_disk
-from compressor.input_scales import has_input_scale
 from compressor.machine_probe import Machine, machine
-from compressor.pipeline import Context, pass_name
+from compressor.pipeline.input_scales import has_input_scale
+from compressor.pipeline.pipeline import Context, pass_name
+from compressor.pipeline.site_plan import SitePlan
 from compressor.plan_memory import StageMemory, needed, peak
 from compressor.plan_roofline import Roofline, rooflines
 from compressor.plan_stages import Costs, run_costs
 from compressor.plan_time import Estimate, estimate
 from compressor.recipe.recipe import Recipe
-from compressor.sites_plan import SitePlan
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,6 +17,7 @@ from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.resources import resource
 from compressor.machine_probe import Machine
+from compressor.pipeline.site_plan import Work
 from compressor.plan_memory import Amounts, StageMemory, memory_stages
 from compressor.plan_roofline import PROMPT_TOKENS, Roofline
 from compressor.plan_streaming import Streaming, plan_calibration, plan_forward
@@ -35,7 +36,6 @@ from compressor.plan_time import (
 )
 from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
-from compressor.sites_plan import Work
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa

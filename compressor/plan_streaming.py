@@ -18,7 +18,7 @@ from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.sites import Segment, Site, group_by_input, segments
 from compressor.numerics.bfloat16 import is_coarse
-from compressor.sites_plan import SitePlan, Work, half_product
+from compressor.pipeline.site_plan import SitePlan, Work, half_product
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 _MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.calibrate.stream

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from compressor.formats.format import TILE_ROWS, Format
 from compressor.graph.costs import NodeCost
 from compressor.machine_probe import Machine
+from compressor.pipeline.site_plan import Work
 from compressor.plan_roofline import Roofline
-from compressor.sites_plan import Work
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa

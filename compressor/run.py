@@ -32,16 +32,16 @@ from compressor.host.tensor_files import Spill, trim
 from compressor.independence import check_independence
 from compressor.lock import Lock
 from compressor.machine_probe import machine
-from compressor.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
+from compressor.pipeline.observers import verify_stage
+from compressor.pipeline.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
+from compressor.pipeline.segment_cache import Results, digest
 from compressor.plan import Plan, check_plan, compare_plan, plan_graph
 from compressor.recipe.gates import GateResult, check_gates
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check, finite
-from compressor.results import Results, digest
 from compressor.run_native import NativeMaker
 from compressor.run_web import WebMaker
 from compressor.runtime import Bundle, load
-from compressor.verify import verify_stage
 
 if TYPE_CHECKING:
     from torch import nn

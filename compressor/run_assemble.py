@@ -18,7 +18,7 @@ from compressor.errors import CompressorError
 from compressor.export import BundleParts, FasterLibrary, fill_bundle
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.sites import ModelInfo
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.verify_vectors import make_vectors
 

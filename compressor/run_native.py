@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from compressor.codegen.lower import Library, compile_graph
 from compressor.codegen.targets import NativeTarget
 from compressor.evaluate_model import BundleProcess
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import assemble

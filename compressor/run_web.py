@@ -19,7 +19,7 @@ from compressor.codegen.web.lower import WebProgram, compile_program, compile_wa
 from compressor.errors import VerificationError
 from compressor.export_web import WebParts, fill_web_bundle
 from compressor.graph.sites import ModelInfo
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import model_facts

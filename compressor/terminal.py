@@ -14,7 +14,7 @@ from rich.table import Table
 from compressor.timing import CONFIDENCE
 
 if TYPE_CHECKING:
-    from compressor.pipeline import Reporter, Task
+    from compressor.pipeline.pipeline import Reporter, Task
     from compressor.run import Outcome
 
 
@@ -27,7 +27,7 @@ class _Bar:
 
 
 class _Progress:
-    """A :class:`compressor.pipeline.Reporter` that draws bars."""
+    """A :class:`compressor.pipeline.pipeline.Reporter` that draws bars."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars

@@ -11,10 +11,10 @@ from rich.table import Table
 from compressor.terminal import figure, stdout_console
 
 if TYPE_CHECKING:
+    from compressor.pipeline.site_plan import SitePlan
     from compressor.plan import PassPlan, Plan
     from compressor.plan_roofline import Roofline
     from compressor.plan_time import Estimate
-    from compressor.sites_plan import SitePlan
 
 
 def show_plan(plan: Plan) -> None:

@@ -148,7 +148,7 @@ def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callab
     from compressor.capture.capture import capture
     from compressor.graph.sites import weight_bytes
     from compressor.passes.rtn import Rtn
-    from compressor.pipeline import Context
+    from compressor.pipeline.pipeline import Context
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -120,7 +120,7 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
 )
 def test_options_are_documented_with_their_defaults(name: str) -> None:
     from compressor.codegen.targets import target_class
-    from compressor.pipeline import pass_class
+    from compressor.pipeline.pipeline import pass_class
 
     cls = target_class(name) if name == "x86" else pass_class(name)
     table = rows("docs/recipes.md", f"option of `{name}`")

@@ -22,7 +22,7 @@ from compressor.codegen.kernels.vector import AVX2, AVX512_VNNI
 from compressor.codegen.targets.x86 import X86
 from compressor.graph.sites import weight_bytes
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.verify_smoke import BLOCKED
 
 CPU = "Haswell-noTSX"  # the first with all of AVX2, FMA and F16C

@@ -34,7 +34,7 @@ from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context, pass_name
+from compressor.pipeline.pipeline import Context, pass_name
 from compressor.recipe.data_spec import EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run import Outcome, run_recipe

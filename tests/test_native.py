@@ -57,7 +57,7 @@ def write_llama(
     """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
     from compressor.capture.capture import capture
     from compressor.graph.sites import weight_bytes
-    from compressor.pipeline import Context
+    from compressor.pipeline.pipeline import Context
 
     def write(*passes: Any) -> Path:
         sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

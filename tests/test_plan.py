@@ -29,7 +29,7 @@ from compressor.host.machine import Memory
 from compressor.host.resources import resource
 from compressor.machine_probe import UNITS, Machine
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.plan import Plan, check_plan, compare_plan, make_plan, plan_graph
 from compressor.plan_memory import StageMemory
 from compressor.plan_streaming import peak_bytes, plan_calibration

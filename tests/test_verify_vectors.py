@@ -18,7 +18,7 @@ from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.verify_vectors import make_vectors
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.segment_runner import Stream, split_samples
 from compressor.data.text import Samples, load_evaluation, load_samples
 from compressor.errors import CompressorError
@@ -22,6 +21,7 @@ from compressor.graph.sites import Segment, Site, group_by_input, segments, twin
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.numerics.deterministic import BLOCK
+from compressor.pipeline.resume import Blocks
 
 __all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
 

@@ -19,7 +19,7 @@ from compressor.graph.caches import empty_caches
 from compressor.graph.sites import ModelInfo, Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.bfloat16 import bfloat16_products
-from compressor.pipeline import Reporter
+from compressor.pipeline.pipeline import Reporter
 
 
 class Stream:

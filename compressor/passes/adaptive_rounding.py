@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.calibrate import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
@@ -20,16 +19,17 @@ from compressor.numerics.learned_rounding import descend, learn_rounding, neighb
 from compressor.numerics.obs import match_dense
 from compressor.numerics.range_search import Observer, chooser
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
-from compressor.sites_plan import (
+from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import (
     Gathering,
     SitePlan,
     adaptive_rounding_work,
     adaptive_rounding_working_bytes,
     plan_sites,
 )
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
 

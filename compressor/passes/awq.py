@@ -14,14 +14,14 @@ from compressor.calibration.calibrate import Inputs
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.folding import Absorber
-from compressor.input_scales import calibrate_inputs
 from compressor.numerics.range_search import search_grid
 from compressor.passes.rtn import round_sites, rtn_quantize
 from compressor.passes.smoothquant import search_scale
-from compressor.pipeline import Context
-from compressor.scaling import scale_groups
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
+from compressor.pipeline.input_scales import calibrate_inputs
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.scaling import scale_groups
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _STRENGTHS = tuple(0.05 * step for step in range(20))
 

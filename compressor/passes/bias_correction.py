@@ -19,12 +19,12 @@ from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_
 from compressor.graph.packed import packed_weight, set_bias
 from compressor.graph.sites import Site, linear_sites, packed_sites, ties
 from compressor.host.tensor_files import release
-from compressor.input_scales import has_input_scale
 from compressor.numerics.deterministic import column_sums
 from compressor.numerics.input_scales import round_activations
-from compressor.pipeline import Context
-from compressor.sites import choose_sites
-from compressor.sites_plan import Gathering, SitePlan
+from compressor.pipeline.input_scales import has_input_scale
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.site_plan import Gathering, SitePlan
+from compressor.pipeline.sites import choose_sites
 
 
 class Means:

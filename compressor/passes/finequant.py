@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.errors import UsageError
 from compressor.formats.format import LARGEST_GROUP, Format
 from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import round_sites, rtn_quantize, weight_error
-from compressor.pipeline import Context
-from compressor.sites import by_segment, choose_format, choose_sites, summarise_formats
-from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.sites import by_segment, choose_format, choose_sites, summarise_formats
 
 _ROWS = 64  # of the weight that a plan takes in place of the real one
 

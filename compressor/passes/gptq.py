@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.calibrate import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
@@ -22,10 +21,11 @@ from compressor.numerics.deterministic import quadratic, total
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
 from compressor.numerics.range_search import Observer, chooser
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_calibrated import Quantized, output_loss, quantize_calibrated
-from compressor.sites_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
+from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _MOST_DAMPENING = 1e3
 _EXACT_DAMPENING = 1e-6  # then the condition is at most 1e6 times the columns, and ||E||^2 exact but for 1e-5
@@ -196,7 +196,7 @@ class Gptq:
 
         Args:
             blocks: that of the pass.
-            make_statistic: as for :func:`compressor.sites_calibrated.quantize_calibrated`.
+            make_statistic: as for :func:`compressor.pipeline.calibrated_sites.quantize_calibrated`.
         """
         quantize_calibrated(
             graph,

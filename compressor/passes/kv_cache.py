@@ -20,8 +20,8 @@ from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pack_caches
 from compressor.graph.sites import ModelInfo, Segment, segments
-from compressor.pipeline import Context
-from compressor.sites_plan import SitePlan
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.site_plan import SitePlan
 
 _MICRO_BATCH_TOKENS = 2048
 _KEPT_ROWS = 64  # of a micro-batch and head

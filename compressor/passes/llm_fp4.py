@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.calibrate import Inputs, stream
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.elements import Element
@@ -24,10 +23,11 @@ from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.passes.smoothquant import search_scale
-from compressor.pipeline import Context, Task
-from compressor.scaling import scale_groups
-from compressor.sites import choose_format, choose_sites, compress_site, naming
-from compressor.sites_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
+from compressor.pipeline.pipeline import Context, Task
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.scaling import scale_groups
+from compressor.pipeline.site_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
+from compressor.pipeline.sites import choose_format, choose_sites, compress_site, naming
 
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 2

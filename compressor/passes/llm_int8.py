@@ -15,9 +15,9 @@ from compressor.formats.outliers import add_columns
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site
 from compressor.passes.rtn import round_sites, rtn_quantize
-from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_plan import Gathering, SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _STEP = 8  # columns are taken in so many, so that layers share kernels
 

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.calibrate import Inputs, stream
 from compressor.calibration.segment_runner import Stream, split_samples, stream_outputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import ModelInfo, Site, linear_sites, replace_linear, segments, twin
-from compressor.input_scales import calibrate_inputs
 from compressor.passes.awq import awq_quantize
 from compressor.passes.gptq import Gptq
-from compressor.pipeline import Context, Silent
+from compressor.pipeline.input_scales import calibrate_inputs
+from compressor.pipeline.pipeline import Context, Silent
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import SitePlan, scaled_work
+from compressor.pipeline.sites import choose_sites, naming, summarise_formats
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
-from compressor.sites import choose_sites, naming, summarise_formats
-from compressor.sites_plan import SitePlan, scaled_work
 
 _TOKENS = 2048  # that sensitivities are measured on
 

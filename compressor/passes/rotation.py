@@ -22,9 +22,9 @@ from compressor.graph.residual import Residual, find_residuals, norm_parameters
 from compressor.graph.sites import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
 from compressor.host.tensor_files import release
 from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
-from compressor.pipeline import Context
-from compressor.sites import choose_sites
-from compressor.sites_plan import SitePlan, meta_packed, plan_rotated_sites
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.site_plan import SitePlan, meta_packed, plan_rotated_sites
+from compressor.pipeline.sites import choose_sites
 
 _RMS_NORM = torch.ops.compressor.rms_norm.default
 _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers, largest
 from compressor.formats.packing import PackedWeight, dequantize_rows, pack
 from compressor.graph.sites import Site
 from compressor.host.tensor_files import release
-from compressor.input_scales import calibrate_inputs, gathering_for
 from compressor.numerics.deterministic import total
 from compressor.numerics.grids import choose_grid, round_to_grid, tensor_scale
 from compressor.numerics.range_search import ChooseGrid
-from compressor.pipeline import Context, Task
-from compressor.sites import by_segment, choose_format, choose_sites, compress_site, naming
-from compressor.sites_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.input_scales import calibrate_inputs, gathering_for
+from compressor.pipeline.pipeline import Context, Task
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
+from compressor.pipeline.sites import by_segment, choose_format, choose_sites, compress_site, naming
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -84,7 +84,7 @@ def round_sites(
 
     Args:
         quantize: (site, weight float32 [out, in]) -> what it is stored as.
-        input_scales: of :func:`compressor.input_scales.calibrate_inputs`.
+        input_scales: of :func:`compressor.pipeline.input_scales.calibrate_inputs`.
     """
     for site in sites:
         stored = graph.get_parameter(site.weight_name).detach()

@@ -16,14 +16,14 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.folding import Absorber
-from compressor.input_scales import has_input_scale
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import round_activations, search_input_scale
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context
-from compressor.scaling import scale_groups
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_plan import Gathering, SitePlan, plan_dense_sites
+from compressor.pipeline.input_scales import has_input_scale
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.scaling import scale_groups
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_dense_sites
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _STRENGTHS = tuple(0.1 * step for step in range(11))
 

@@ -16,9 +16,9 @@ from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid
 from compressor.passes.rtn import round_sites, rtn_quantize
-from compressor.pipeline import Context
-from compressor.sites import choose_format, choose_sites
-from compressor.sites_plan import Gathering, SitePlan, plan_sites, rtn_working_bytes, squeezellm_work
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, rtn_working_bytes, squeezellm_work
+from compressor.pipeline.sites import choose_format, choose_sites
 
 _SENSITIVE = 0.05 / 0.45  # of the outliers, as the paper shares them out (section 4.2)
 

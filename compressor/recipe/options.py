@@ -59,7 +59,7 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
 
 
 def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
-    from compressor.pipeline import available_passes, pass_class
+    from compressor.pipeline.pipeline import available_passes, pass_class
 
     name = str(path[-1])
     if name not in available_passes():
@@ -144,7 +144,7 @@ def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
 
 def recipe_name(step: Any) -> str:
     """The name under which a recipe finds the pass."""
-    from compressor.pipeline import available_passes, pass_name
+    from compressor.pipeline.pipeline import available_passes, pass_name
 
     place = f"{type(step).__module__}:{type(step).__qualname__}"
     return next((name for name, known in available_passes().items() if known == place), pass_name(step))

@@ -40,7 +40,7 @@ class Recipe(Section):
         trust_remote_code: run code that comes with the model.
         calibration: text that calibrated passes learn from.
         evaluation: text that quality is measured on.
-        passes: the passes, in order: frozen dataclasses as :class:`compressor.pipeline.Pass` says.
+        passes: the passes, in order: frozen dataclasses as :class:`compressor.pipeline.pipeline.Pass` says.
         target: what to generate code for.
         tune: how long to search for fast kernels.
         gates: what the result must reach.

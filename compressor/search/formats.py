@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
+from compressor.pipeline.site_plan import meta_packed
 from compressor.recipe.gates import parse_amount
 from compressor.search.knapsack import amount, choose_within
-from compressor.sites_plan import meta_packed
 
 BUDGETS = ("bits", "weight_bytes", "latency_ms", "kl_divergence")
 _ENCODED_TOKENS = 128  # of an encoder's call, as compressor.bench times it
@@ -68,7 +68,7 @@ def choose_formats(
     Args:
         graph: with the sites still dense.
         costs: of each site in each format; divergences, in nats a token, where that is the budget.
-        prices: seconds by unit of work, for a budget of time (:attr:`compressor.pipeline.Context.prices`).
+        prices: seconds by unit of work, for a budget of time (:attr:`compressor.pipeline.pipeline.Context.prices`).
     Raises:
         UsageError: the smallest choice exceeds the budget, or it is one of time and nobody knows the prices.
     """

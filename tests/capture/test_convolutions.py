@@ -18,8 +18,8 @@ from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import linear_sites
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import Smoothquant
-from compressor.pipeline import Context
-from compressor.sites import choose_format
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.sites import choose_format
 
 TOLERANCE = 1e-5  # of the largest output
 

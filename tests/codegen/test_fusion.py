@@ -19,7 +19,7 @@ from compressor.codegen.kernels.prologue import Prologue
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 TOKENS = (1, 5, 40, 130)
 

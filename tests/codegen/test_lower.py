@@ -26,7 +26,7 @@ from compressor.data.text import Samples
 from compressor.errors import VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 FUSED = {  # codegen/fusion.py
     "llama": {

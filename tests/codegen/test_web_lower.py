@@ -17,7 +17,7 @@ from compressor.codegen.web.lower import WebProgram, compile_program, compile_wa
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.run_web import WebMaker
 from compressor.wasm import WasmProgram
 from compressor.web_session import Session, encode

@@ -26,7 +26,7 @@ from compressor.evaluate import measure_accuracy
 from compressor.graph.sites import ModelInfo, linear_sites
 from compressor.host.resources import resource
 from compressor.passes.mixed_precision import MixedPrecision
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
 

@@ -29,9 +29,9 @@ from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.sites import compress_site
 from compressor.recipe.recipe import load_text_spec
-from compressor.sites import compress_site
 
 ORACLES = {
     "FP4_E2M1": ml_dtypes.float4_e2m1fn, "FP6_E2M3": ml_dtypes.float6_e2m3fn, "FP6_E3M2": ml_dtypes.float6_e3m2fn,

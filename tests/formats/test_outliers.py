@@ -13,7 +13,7 @@ from compressor.formats.outliers import add_columns, add_outliers, largest
 from compressor.formats.packing import PackedWeight, coded_rows, dequantize, dequantize_rows
 from compressor.ops.linear import packed_product
 from compressor.passes.rtn import rtn_quantize
-from compressor.sites import choose_format
+from compressor.pipeline.sites import choose_format
 
 
 def codes_only(packed: PackedWeight) -> torch.Tensor:

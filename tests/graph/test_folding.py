@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import group_by_input, linear_sites, segments, weight_bytes
-from compressor.pipeline import Context
-from compressor.scaling import scale_inputs
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.scaling import scale_inputs
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -22,7 +22,7 @@ from compressor.graph.sites import linear_sites
 from compressor.numerics import bfloat16 as precision
 from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 
 
 @pytest.fixture(autouse=True)

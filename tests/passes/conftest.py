@@ -21,7 +21,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     from compressor.capture.capture import capture
     from compressor.graph.sites import twin
     from compressor.host.resources import resource
-    from compressor.pipeline import Context, Pipeline
+    from compressor.pipeline.pipeline import Context, Pipeline
     from compressor.recipe.recipe import load_text_spec
 
     model = resource("models") / "reference"

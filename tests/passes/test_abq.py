@@ -18,7 +18,7 @@ from compressor.passes.abq import _STRENGTHS, Abq, RoundedInputs, balance_scale,
 from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import output_error
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 

@@ -23,7 +23,7 @@ from compressor.host.resources import resource
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.plan_streaming import plan_calibration
 from compressor.recipe.recipe import load_text_spec
 

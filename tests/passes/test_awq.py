@@ -13,7 +13,7 @@ from compressor.formats.packing import dequantize
 from compressor.passes.awq import _STRENGTHS, Awq, awq_quantize, awq_scale
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import output_error
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 
 def test_the_scale_is_equation_5() -> None:

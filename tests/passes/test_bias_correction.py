@@ -24,7 +24,7 @@ from compressor.passes.bias_correction import BiasCorrection, Means, corrected_b
 from compressor.passes.rotation import Rotation
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.smoothquant import Smoothquant
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 
 IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(2))
 SAMPLES = Samples(IDS, torch.empty(0, dtype=torch.int64), "", "random tokens")

@@ -16,7 +16,7 @@ from compressor.graph.sites import twin
 from compressor.host.resources import resource
 from compressor.passes.finequant import Finequant, finequant_quantize, granularities
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 
 
 def weight_with_outliers(every: int) -> Tensor:

@@ -22,7 +22,7 @@ from compressor.host.resources import resource
 from compressor.numerics.input_scales import range_cuts, round_activations
 from compressor.passes.awq import awq_quantize
 from compressor.passes.llm_fp4 import LlmFp4, exponent_shifts, layouts, llm_fp4_quantize, shift_channels
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 W4A4 = "FP4_E2M1_C_AFP4_E2M1_STATIC"

@@ -21,7 +21,7 @@ from compressor.host.resources import resource
 from compressor.ops.linear import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
 from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import load_text_spec
 from compressor.runtime import load
 

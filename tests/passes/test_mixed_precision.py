@@ -20,7 +20,7 @@ from compressor.graph.sites import linear_sites, match_sites, replace_linear, tw
 from compressor.host.resources import resource
 from compressor.passes.awq import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 MODEL = resource("models") / "reference"

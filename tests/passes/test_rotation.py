@@ -20,7 +20,7 @@ from compressor.host.resources import resource
 from compressor.numerics.hadamard import random_signs
 from compressor.passes.rotation import Rotation, pack_rotation
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 64}

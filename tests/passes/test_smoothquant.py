@@ -15,7 +15,7 @@ from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale
-from compressor.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 

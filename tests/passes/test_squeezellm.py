@@ -12,7 +12,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.passes.rtn import Rtn, rtn_quantize
 from compressor.passes.squeezellm import Squeezellm, squeezellm_quantize
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 
 @pytest.mark.parametrize("name", ["LUT2", "LUT3", "LUT4", "LUT3_G32", "LUT3_S1"])

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from compressor import pipeline
 from compressor.errors import RecipeError
 from compressor.host.resources import resource
+from compressor.pipeline import pipeline
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TargetSpec, TextSpec, load_recipe, load_text_spec
 from compressor.recipe.sources import shipped_names

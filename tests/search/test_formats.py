@@ -18,8 +18,8 @@ from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import Site, linear_sites, replace_linear, twin, weight_bytes
 from compressor.passes.rtn import rtn_quantize
+from compressor.pipeline.site_plan import meta_packed
 from compressor.search.formats import BUDGETS, Budget, choose_formats, linear_seconds, only_budget
-from compressor.sites_plan import meta_packed
 
 FORMATS = [Format.parse(name) for name in ("W2A16_G16", "W4A8_G16", "W8A16")]
 PRICES = {"read_byte": 1e-9, "matmul_flop": 2e-10, "int8_op": 5e-11}

@@ -9,18 +9,18 @@ from functools import partial
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks, learnt
 from compressor.calibration.calibrate import Hessian, stream
 from compressor.calibration.guided_rows import guided_rows
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import linear_sites
-from compressor.input_scales import calibrate_inputs
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
-from compressor.pipeline import Context
-from compressor.sites import compress_site, naming
+from compressor.pipeline.input_scales import calibrate_inputs
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.resume import Blocks, learnt
+from compressor.pipeline.sites import compress_site, naming
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from compressor.calibration.calibrate import Samples
     from compressor.host.tensor_files import Spill
-    from compressor.results import Results
+    from compressor.pipeline.segment_cache import Results
 
 _GROUP = "compressor.passes"
 
@@ -218,7 +218,7 @@ class Pipeline:
 def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:
     """The digest after a pass: of what it was asked to do on which samples, or, if it is not ours, of what it left."""
     from compressor.host.digests import tensors_sha256
-    from compressor.results import digest
+    from compressor.pipeline.segment_cache import digest
 
     package, _, name = type(step).__module__.rpartition(".")
     if package == _GROUP:

@@ -20,7 +20,7 @@ from compressor.graph.sites import Site, linear_sites, match_sites, replace_line
 from compressor.numerics.deterministic import BLOCK
 from compressor.numerics.learned_rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
 from compressor.numerics.range_search import OUTPUT_RATIOS, Observer
-from compressor.sites import patterns, site_notes
+from compressor.pipeline.sites import patterns, site_notes
 
 Work = Mapping[str, float]
 """Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
 from compressor.formats.format import PARTS
-from compressor.pipeline import Context
+from compressor.pipeline.pipeline import Context
 
 
 def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:

@@ -13,8 +13,8 @@ from compressor.formats.format import PARTS, Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site, replace_linear, set_parameter
 from compressor.host.tensor_files import trim
-from compressor.pipeline import Context, SiteRecord, Task
-from compressor.results import digest
+from compressor.pipeline.pipeline import Context, SiteRecord, Task
+from compressor.pipeline.segment_cache import digest
 
 
 class Blocks:

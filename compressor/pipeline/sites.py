@@ -15,7 +15,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site, linear_sites, match_sites, replace_linear, segments
-from compressor.pipeline import Context, SiteRecord
+from compressor.pipeline.pipeline import Context, SiteRecord
 
 
 def choose_format(scheme: str, group_size: int = 0) -> Format:

@@ -13,8 +13,8 @@ from compressor.calibration.calibrate import Inputs, stream
 from compressor.graph.folding import Absorber, Unabsorbable, describe, find_absorber
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits
-from compressor.pipeline import Context, Task
-from compressor.sites import naming
+from compressor.pipeline.pipeline import Context, Task
+from compressor.pipeline.sites import naming
 
 ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
 """(what is known of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64

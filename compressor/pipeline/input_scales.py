@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.blocks import learnt
 from compressor.calibration.calibrate import Inputs, stream
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
-from compressor.pipeline import Context
-from compressor.sites import naming
-from compressor.sites_plan import Gathering
+from compressor.pipeline.pipeline import Context
+from compressor.pipeline.resume import learnt
+from compressor.pipeline.site_plan import Gathering
+from compressor.pipeline.sites import naming
 
 
 def has_input_scale(fmt: Format) -> bool:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-import compressor.pipeline
+import compressor.pipeline.pipeline
 from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.sites import linear_sites, weight_bytes
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context, Dump, Pass, Pipeline, available_passes, pass_class, pass_name
+from compressor.pipeline.pipeline import Context, Dump, Pass, Pipeline, available_passes, pass_class, pass_name
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,7 +192,9 @@ def test_the_registry_is_the_folder() -> None:
 def entries(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     known = [EntryPoint(name, value, "compressor.passes") for name, value in values.items()]
     monkeypatch.setattr(
-        compressor.pipeline, "entry_points", lambda group, name=None: [e for e in known if name in (None, e.name)]
+        compressor.pipeline.pipeline,
+        "entry_points",
+        lambda group, name=None: [e for e in known if name in (None, e.name)],
     )
 
 

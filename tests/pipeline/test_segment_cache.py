@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compressor.blocks import Blocks
 from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
@@ -21,8 +20,9 @@ from compressor.graph.sites import linear_sites, set_parameter, twin
 from compressor.passes.adaptive_rounding import AdaptiveRounding
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
-from compressor.pipeline import Context, Pass, Pipeline
-from compressor.results import Results, digest
+from compressor.pipeline.pipeline import Context, Pass, Pipeline
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.segment_cache import Results, digest
 
 transformers = pytest.importorskip("transformers")
 
