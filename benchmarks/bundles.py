@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.capture.capture import capture
-from compressor.codegen.lower import compile_graph
+from compressor.codegen.lowering.compile import compile_graph
 from compressor.data.text import Samples
 from compressor.graph.sites import twin, weight_bytes
 from compressor.independence import check_independence

@@ -94,8 +94,8 @@ class Kernel:
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
     """The linears' kernels that schedules are chosen for, equal ones once; of several weights, the first one's."""
-    from compressor.codegen.convert_linears import dense_linear_name, packed_linear_name
-    from compressor.codegen.fusion import groups
+    from compressor.codegen.lowering.fusion import groups
+    from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
     found: dict[str, Kernel] = {}
     for first, *_ in groups(graph.graph):
@@ -131,7 +131,7 @@ def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -
         tune: ``off``, ``quick`` or ``full``.
         isa: instruction set of the kernels.
     """
-    from compressor.codegen.convert_linears import TUNED_TOKENS
+    from compressor.codegen.lowering.linear_converters import TUNED_TOKENS
     from compressor.codegen.tune import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compressor.codegen.lower import Library
+from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import NativeTarget
 from compressor.errors import CompressorError
 from compressor.export import BundleParts, FasterLibrary, fill_bundle

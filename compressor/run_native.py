@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compressor.codegen.lower import Library, compile_graph
+from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.targets import NativeTarget
 from compressor.evaluate_model import BundleProcess
 from compressor.pipeline.pipeline import Context
@@ -30,7 +30,7 @@ class NativeMaker:
     Attributes:
         runs_here: whether this machine can execute the kernels.
         timed: whether their speed here says something.
-        schedules, tried, notes: of all libraries; see :class:`compressor.codegen.lower.Library`.
+        schedules, tried, notes: of all libraries; see :class:`compressor.codegen.lowering.compile.Library`.
     """
 
     timed = True

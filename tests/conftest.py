@@ -112,7 +112,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
     require_tool("g++")
 
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
-        from compressor.codegen.lower import compile_graph
+        from compressor.codegen.lowering.compile import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export import BundleParts, write_bundle
         from compressor.run_assemble import model_facts

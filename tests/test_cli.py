@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.fx import GraphModule
 
 from compressor.cli import main
-from compressor.codegen.lower import phases
+from compressor.codegen.lowering.compile import phases
 from compressor.comparison import Speed
 from compressor.recipe.gates import METRICS
 from compressor.verify_vectors import make_vectors

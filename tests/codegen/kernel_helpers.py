@@ -16,7 +16,7 @@ from tvm import relax
 import compressor.ops.linear  # noqa: F401  (registers the operators)
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.tiles import takes_tiles
-from compressor.codegen.lower import Library
+from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers

@@ -17,9 +17,9 @@ from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 from tvm import te
 
-from compressor.codegen.elementwise import ScheduleElementwise
 from compressor.codegen.kernels import attention, dense_linear, embedding, norm, packed_linear
 from compressor.codegen.kernels.vector import SIMD128
+from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.web import wasm
 from compressor.errors import ToolchainError, VerificationError
 from compressor.formats.format import Format

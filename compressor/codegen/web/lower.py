@@ -14,12 +14,12 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import reexport
-from compressor.codegen.convert import Converter
-from compressor.codegen.elementwise import ScheduleElementwise
-from compressor.codegen.fusion import fuse
 from compressor.codegen.kernels.vector import SIMD128
-from compressor.codegen.lower import Importer, import_program, naming, run_phases
-from compressor.codegen.sizes import fixed_sizes
+from compressor.codegen.lowering.compile import Importer, import_program, naming, run_phases
+from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.elementwise import ScheduleElementwise
+from compressor.codegen.lowering.fusion import fuse
+from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tune import Tuner
 from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter

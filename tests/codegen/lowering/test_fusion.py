@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from compressor.capture.capture import capture, reexport
-from compressor.codegen.fusion import fuse, fused_linear
 from compressor.codegen.kernels import packed_linear, vector
 from compressor.codegen.kernels.packed_linear import Schedule, common_schedule
 from compressor.codegen.kernels.prologue import Prologue
+from compressor.codegen.lowering.fusion import fuse, fused_linear
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import Rtn

@@ -19,14 +19,14 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from tvm_ffi import structural_walk
 
 from compressor.capture.capture import reexport
-from compressor.codegen.convert import Converter
-from compressor.codegen.convolutions import fuse_convolutions
-from compressor.codegen.elementwise import ScheduleElementwise
-from compressor.codegen.fusion import fuse
 from compressor.codegen.kernels import probe
 from compressor.codegen.kernels.vector import Isa
-from compressor.codegen.ordering import OrderShapeStores
-from compressor.codegen.sizes import entry_bytes, fixed_sizes
+from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.convolutions import fuse_convolutions
+from compressor.codegen.lowering.elementwise import ScheduleElementwise
+from compressor.codegen.lowering.fusion import fuse
+from compressor.codegen.lowering.ordering import OrderShapeStores
+from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.targets import NativeTarget, Target
 from compressor.codegen.tune import Tuner
 from compressor.cpu import cpu_name

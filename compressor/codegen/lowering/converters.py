@@ -10,9 +10,9 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.convert_linears import LinearConverter
-from compressor.codegen.convolutions import fused_convolution
 from compressor.codegen.kernels import attention, embedding, norm, packed_cache
+from compressor.codegen.lowering.convolutions import fused_convolution
+from compressor.codegen.lowering.linear_converters import LinearConverter
 from compressor.formats.cache import CacheFormat
 
 _ATEN = torch.ops.aten

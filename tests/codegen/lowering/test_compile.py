@@ -18,9 +18,9 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import capture
-from compressor.codegen import lower
 from compressor.codegen.kernels.vector import AMX
-from compressor.codegen.lower import Library, check_storage, compile_graph
+from compressor.codegen.lowering import compile as lower
+from compressor.codegen.lowering.compile import Library, check_storage, compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.data.text import Samples
 from compressor.errors import VerificationError

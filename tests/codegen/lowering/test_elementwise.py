@@ -12,10 +12,10 @@ from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
 from compressor.capture.capture import capture, reexport
-from compressor.codegen import lower
-from compressor.codegen.convert import Converter
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-from compressor.codegen.lower import compile_graph
+from compressor.codegen.lowering import compile as lower
+from compressor.codegen.lowering.compile import compile_graph
+from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tune import Tuner
 

@@ -12,10 +12,10 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.convolutions import geometry_of
 from compressor.codegen.kernels import convolution, dense_linear, packed_linear, patches
 from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
+from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tune import Tuner
 from compressor.formats.format import TILE_ROWS, Format
 from compressor.ops.linear import outputs
@@ -87,7 +87,7 @@ class LinearConverter:
         return self._linears(importer, [x], [], [(parts, bias, rows)], None, None, format_name, columns)
 
     def fused_linear(self, node: fx.Node, importer: Any) -> Any:
-        """See :func:`compressor.codegen.fusion.fused_linear`."""
+        """See :func:`compressor.codegen.lowering.fusion.fused_linear`."""
         return self._linears(importer, *importer.retrieve_args(node))
 
     def _linears(
@@ -101,7 +101,7 @@ class LinearConverter:
         format_name: str,
         columns: int,
     ) -> Any:
-        """One call of a kernel, see :func:`compressor.codegen.fusion.fused_linear`; of several weights, a tuple."""
+        """One call of a kernel, see :func:`compressor.codegen.lowering.fusion.fused_linear`; of several weights, a tuple."""
         fmt, rows = Format.parse(format_name), [n for _, _, n in weights]
         has_bias = weights[0][1] is not None
         self._count_packed(min(rows) * columns)
@@ -162,7 +162,7 @@ class LinearConverter:
         return importer.block_builder.emit(relax.call_tir(self.kernel(importer, name, make), [x], out_ty=out))
 
     def convolution(self, node: fx.Node, importer: Any) -> Any:
-        """See :func:`compressor.codegen.convolutions.fused_convolution`."""
+        """See :func:`compressor.codegen.lowering.convolutions.fused_convolution`."""
         x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following = importer.retrieve_args(node)
         fmt, geometry = Format.parse(name), geometry_of(cast(fx.Node, node.args[0]), pairs)
         assert geometry is not None
