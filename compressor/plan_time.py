@@ -132,7 +132,7 @@ def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -
         isa: instruction set of the kernels.
     """
     from compressor.codegen.lowering.linear_converters import TUNED_TOKENS
-    from compressor.codegen.tune import QUICK_CANDIDATES, Database
+    from compressor.codegen.tuning import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
     turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * nodes + _GENERATE_TURNS * len(kernels)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compressor.bench_child import peak_rss_bytes
 from compressor.capture.capture import capture
 from compressor.codegen.targets import Target
-from compressor.codegen.tune import summary
+from compressor.codegen.tuning import summary
 from compressor.comparison import Speed, comparisons, measure_speed
 from compressor.cpu import cpu_name
 from compressor.data.load import load_data

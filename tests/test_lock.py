@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Database
+from compressor.codegen.tuning import Database
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import DriftError, UsageError
 from compressor.lock import LOCK_NAME, Lock, check_lock, check_place, read_lock, save_lock

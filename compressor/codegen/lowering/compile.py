@@ -28,7 +28,7 @@ from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.ordering import OrderShapeStores
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.targets import NativeTarget, Target
-from compressor.codegen.tune import Tuner
+from compressor.codegen.tuning import Tuner
 from compressor.cpu import cpu_name
 from compressor.errors import CompressorError, VerificationError
 
@@ -49,7 +49,7 @@ class Library:
         kernels: one record a kernel: name, family, shape, format, schedule, evidence.
         isa: the instruction set that it needs.
         schedules: kernel and number of tokens -> fields of the chosen schedule, for the lock.
-        tried: what the tuner timed, see :class:`compressor.codegen.tune.Tuner`.
+        tried: what the tuner timed, see :class:`compressor.codegen.tuning.Tuner`.
         notes: what the user should know.
         entry_bytes: of the largest value that one batch entry makes, of an encoder one token of it; 0 where inputs or
             outputs do not all begin with the batch, and of decoders.

@@ -16,7 +16,7 @@ from compressor.codegen.kernels import convolution, dense_linear, packed_linear,
 from compressor.codegen.kernels.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.lowering.convolutions import geometry_of
-from compressor.codegen.tune import Tuner
+from compressor.codegen.tuning import Tuner
 from compressor.formats.format import TILE_ROWS, Format
 from compressor.ops.linear import outputs
 

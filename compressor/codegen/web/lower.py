@@ -20,7 +20,7 @@ from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.sizes import fixed_sizes
-from compressor.codegen.tune import Tuner
+from compressor.codegen.tuning import Tuner
 from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate

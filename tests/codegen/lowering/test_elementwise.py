@@ -17,7 +17,7 @@ from compressor.codegen.lowering import compile as lower
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Tuner
+from compressor.codegen.tuning import Tuner
 
 WIDTH = 48
 

@@ -15,7 +15,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tune import Database, Tuner, summary
+from compressor.codegen.tuning import Database, Tuner, summary
 from compressor.cpu import cpu_name
 from compressor.errors import DriftError
 from compressor.host.cache import cache_folder
@@ -210,7 +210,7 @@ def test_an_entry_that_makes_no_sense_is_measured_again(entry: Any, database: Da
 WRITE = """
 import sys
 from pathlib import Path
-from compressor.codegen.tune import Database
+from compressor.codegen.tuning import Database
 
 database = Database(Path(sys.argv[1]))
 for i in range(20):
