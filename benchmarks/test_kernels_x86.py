@@ -32,7 +32,9 @@ import pytest
 import tvm
 from compressor_runtime import available_cores, configure_threads
 
-from compressor.codegen.kernels import attention, dense_linear, norm, packed_linear, probe
+from compressor.codegen.kernels import attention, norm, probe
+from compressor.codegen.kernels.linear import dense as dense_linear
+from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.vector import AMX, AVX2, AVX512_VNNI, Isa
 from compressor.codegen.targets.x86 import X86
 from compressor.errors import UsageError

@@ -116,7 +116,8 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
 
 def _candidates(kernel: Kernel, isa: Isa) -> tuple[int, int]:
     """Schedules that there are for one token, and for many."""
-    from compressor.codegen.kernels import dense_linear, packed_linear
+    from compressor.codegen.kernels.linear import dense as dense_linear
+    from compressor.codegen.kernels.linear import packed as packed_linear
 
     if kernel.format is None:
         return len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1))

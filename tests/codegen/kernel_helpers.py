@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 from tvm import relax
 
 import compressor.ops.linear  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import packed_linear, vector
-from compressor.codegen.kernels.tiles import takes_tiles
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.kernels.linear.tiles import takes_tiles
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format

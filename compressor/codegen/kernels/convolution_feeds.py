@@ -14,7 +14,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.vector import emit_tree, registers
 from compressor.formats.activations import Activations
 from compressor.ops.linear import outputs

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compressor.codegen.kernels.prologue import Kind, Prologue
+from compressor.codegen.kernels.linear.prologue import Kind, Prologue
 from compressor.formats.format import Format
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten

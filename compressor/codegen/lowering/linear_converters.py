@@ -12,8 +12,10 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.kernels import convolution, dense_linear, packed_linear, patches
-from compressor.codegen.kernels.prologue import Prologue
+from compressor.codegen.kernels import convolution, patches
+from compressor.codegen.kernels.linear import dense as dense_linear
+from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner

@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from compressor.capture.capture import capture, reexport
-from compressor.codegen.kernels import packed_linear, vector
-from compressor.codegen.kernels.packed_linear import Schedule, common_schedule
-from compressor.codegen.kernels.prologue import Prologue
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.kernels.linear.packed import Schedule, common_schedule
+from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.fusion import fuse, fused_linear
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight

@@ -8,7 +8,8 @@ import pytest
 import torch
 from codegen.kernel_helpers import OPS, build, random_packed, relative_error, run, tolerance
 
-from compressor.codegen.kernels import packed_linear, vector
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.formats.format import Format
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.products import Products
+from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.vector import Isa, dot4, emit_tree, splat
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format

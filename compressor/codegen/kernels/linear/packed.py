@@ -2,7 +2,7 @@
 
 Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
 by bytes, by AMX's tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path:
-activations stay as they are, or become the floats that they round to (:mod:`compressor.codegen.kernels.activations`),
+activations stay as they are, or become the floats that they round to (:mod:`compressor.codegen.kernels.linear.activations`),
 and codes become floats in registers, integers by conversion, small floats by way of float16, tables by a permutation,
 codebooks by a tree of choices.  What a weight stores as floats meets the activations as they came, after that.  A
 single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of
@@ -21,13 +21,13 @@ from tvm.script import tirx as T
 
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.bit_planes import PlaneProducts, counts_bits
-from compressor.codegen.kernels.preparation import Prepared, preparation
-from compressor.codegen.kernels.products import Products
-from compressor.codegen.kernels.prologue import Prologue
-from compressor.codegen.kernels.tiles import TOKENS, Buffers, TileProducts, takes_tiles
+from compressor.codegen.kernels.linear.bit_planes import PlaneProducts, counts_bits
+from compressor.codegen.kernels.linear.preparation import Prepared, preparation
+from compressor.codegen.kernels.linear.products import Products
+from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts, takes_tiles
+from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import Isa, registers
-from compressor.codegen.kernels.weights import Weights, by_token, parameter
 from compressor.formats.activations import Activations
 from compressor.formats.format import TILE_ROWS, Format
 

@@ -1,6 +1,6 @@
 """The products of the packed linear: what a group of columns adds to the outputs of some tiles, for some tokens.
 
-A packed linear in :mod:`compressor.codegen.kernels.packed_linear` is loops around these statements.
+A packed linear in :mod:`compressor.codegen.kernels.linear.packed` is loops around these statements.
 """
 
 from __future__ import annotations

@@ -25,16 +25,10 @@ from codegen.kernel_helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compressor.codegen.kernels import (
-    activations,
-    bit_planes,
-    dense_linear,
-    embedding,
-    norm,
-    packed_linear,
-    patches,
-    vector,
-)
+from compressor.codegen.kernels import embedding, norm, patches, vector
+from compressor.codegen.kernels.linear import activations, bit_planes
+from compressor.codegen.kernels.linear import dense as dense_linear
+from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
