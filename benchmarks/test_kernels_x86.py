@@ -32,7 +32,8 @@ import pytest
 import tvm
 from compressor_runtime import available_cores, configure_threads
 
-from compressor.codegen.kernels import attention, norm, probe
+from compressor.codegen.kernels import norm, probe
+from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.vector import AMX, AVX2, AVX512_VNNI, Isa

@@ -17,7 +17,8 @@ from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 from tvm import te
 
-from compressor.codegen.kernels import attention, embedding, norm
+from compressor.codegen.kernels import embedding, norm
+from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.vector import SIMD128

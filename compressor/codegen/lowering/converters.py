@@ -10,7 +10,9 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.kernels import attention, embedding, norm, packed_cache
+from compressor.codegen.kernels import embedding, norm
+from compressor.codegen.kernels.attention import cached as attention
+from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.linear_converters import LinearConverter
 from compressor.formats.cache import CacheFormat

@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention import VECTOR, Place, Row
+from compressor.codegen.kernels.attention.cached import VECTOR, Place, Row
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import emit_tree, ramp, splat_float, widen
 from compressor.formats.cache import CacheFormat
@@ -165,7 +165,7 @@ def _ints(value: int, lanes: int) -> Any:
 
 
 class PackedRows:
-    """Rows of packed caches uint8 [B, Hkv, T, row_bytes]; see :class:`compressor.codegen.kernels.attention.Rows`."""
+    """Rows of packed caches uint8 [B, Hkv, T, row_bytes]; see :class:`compressor.codegen.kernels.attention.cached.Rows`."""
 
     def __init__(self, keys: Any, values: Any, b: Any, kv: Any, width: int, fmt: CacheFormat) -> None:
         self.keys, self.values, self.b, self.kv, self.width, self.fmt = keys, values, b, kv, width, fmt

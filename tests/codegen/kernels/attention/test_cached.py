@@ -7,7 +7,8 @@ import torch
 import tvm
 from codegen.kernel_helpers import OPS, TOLERANCE, build, relative_error, run
 
-from compressor.codegen.kernels import attention, vector
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.attention import cached as attention
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Attention kernels: causal over a cache that the kernel itself extends, and bidirectional with padding.
 
 Of a single token the scores of each head are kept whole (two passes); several tokens are attended to in blocks
-(:mod:`compressor.codegen.kernels.prompt_attention`).  Heads and blocks are divided over threads.
+(:mod:`compressor.codegen.kernels.attention.prompt`).  Heads and blocks are divided over threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.prompt_attention import Heads, PromptBlocks, at_most
+from compressor.codegen.kernels.attention.prompt import Heads, PromptBlocks, at_most
 from compressor.codegen.kernels.vector import emit_tree_sum, exp, ramp, splat, splat_float, widen
 
 VECTOR = 16

@@ -12,7 +12,8 @@ import torch
 import tvm
 
 import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import packed_cache, vector
+from compressor.codegen.kernels import vector
+from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.cache import CacheFormat
 from compressor.formats.packed_cache import dequantize_cache
