@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compressor.codegen.kernels.convolution import takes_convolution
-from compressor.codegen.kernels.convolution_feeds import Geometry
+from compressor.codegen.kernels.convolution.feeds import Geometry
+from compressor.codegen.kernels.convolution.kernel import takes_convolution
 from compressor.codegen.lowering.fusion import addition_behind
 from compressor.formats.format import Format
 from compressor.numerics.input_scales import SMALLEST

@@ -12,7 +12,8 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.kernels import convolution, patches
+from compressor.codegen.kernels.convolution import kernel as convolution
+from compressor.codegen.kernels.convolution import patches
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue

@@ -25,7 +25,8 @@ from codegen.kernel_helpers import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compressor.codegen.kernels import embedding, norm, patches, vector
+from compressor.codegen.kernels import embedding, norm, vector
+from compressor.codegen.kernels.convolution import patches
 from compressor.codegen.kernels.linear import activations, bit_planes
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE
-from compressor.codegen.kernels.convolution_feeds import RUN_BYTES, Feed, PatchFeed
+from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, Feed, PatchFeed
 from compressor.codegen.kernels.vector import Isa, centred, code_quad, dot4, registers, splat
 from compressor.formats.format import TILE_ROWS, Format
 

@@ -14,8 +14,8 @@ from torch.export import Dim
 
 from compressor.capture.capture import capture, reexport
 from compressor.codegen.kernels import vector
-from compressor.codegen.kernels.convolution import Epilogue, convolution, takes_convolution
-from compressor.codegen.kernels.convolution_feeds import Geometry
+from compressor.codegen.kernels.convolution.feeds import Geometry
+from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, takes_convolution
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.targets.x86 import X86

@@ -2,7 +2,7 @@
 
 The weight is stored as that of the linear over patches that it is.  Where it has one scale a row, and activations one a
 token or tensor, no patches are written: each thread rounds the rows of an image that it reads
-(:mod:`compressor.codegen.kernels.convolution_feeds`) and multiplies what lies there, 16 outputs at once with AMX.
+(:mod:`compressor.codegen.kernels.convolution.feeds`) and multiplies what lies there, 16 outputs at once with AMX.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.convolution_feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
-from compressor.codegen.kernels.convolution_products import Products, is_aligned
+from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
+from compressor.codegen.kernels.convolution.products import Products, is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import Isa, ramp, registers, scale_values, widen
