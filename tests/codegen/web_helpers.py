@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from compressor.codegen.web.packed_linear import check_format
+from compressor.codegen.web.kernels.packed_linear import check_format
 from compressor.errors import UsageError
 from compressor.formats.format import FORMATS, Format
 

@@ -21,12 +21,12 @@ from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
-from compressor.codegen.web.argmax import argmax
 from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate
-from compressor.codegen.web.products import POLYFILLS, PRODUCT
+from compressor.codegen.web.kernels.argmax import argmax
+from compressor.codegen.web.kernels.products import POLYFILLS, PRODUCT
+from compressor.codegen.web.kernels.top_k import MOST, top_k
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
-from compressor.codegen.web.top_k import MOST, top_k
 from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
 

@@ -1,13 +1,13 @@
 """The loops of the packed linear in WGSL: what a thread adds to its totals, of floats or of integers.
 
 Both find the thread's ``row`` of a tile, tokens ``token0``, ... and totals ``total0_0``, ... (tile, token), in the text
-around them, :mod:`compressor.codegen.web.packed_linear`.
+around them, :mod:`compressor.codegen.web.kernels.packed_linear`.
 """
 
 from __future__ import annotations
 
-from compressor.codegen.web.activations import Rounded
 from compressor.codegen.web.kernel import SINGLE
+from compressor.codegen.web.kernels.activations import Rounded
 from compressor.codegen.web.values import BYTES4, element_values, four_inputs, quads_of
 from compressor.formats.format import TILE_ROWS, Format
 
@@ -93,7 +93,7 @@ class FloatLoop(_Loop):
 class IntegerLoop(_Loop):
     """Bytes are multiplied, four an instruction, and added up as integers; then scaled, at each step or at the end.
 
-    A thread takes every ``LANES``-th step of :class:`compressor.codegen.web.activations.Rounded`.  Bytes are signed:
+    A thread takes every ``LANES``-th step of :class:`compressor.codegen.web.kernels.activations.Rounded`.  Bytes are signed:
     codes of 8 bits count from 128, symmetric ones from the middle of their grid; what is left of the zero point is
     multiplied by the step's sum of activations.
     """

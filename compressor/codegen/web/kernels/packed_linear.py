@@ -2,16 +2,16 @@
 
 A workgroup computes ``TILES`` tiles of 16 rows: thread ``16 * lane + row`` takes every ``LANES``-th chunk of its row in
 each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` tokens.  Layout:
-:mod:`compressor.formats.format`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.activations`).
+:mod:`compressor.formats.format`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.kernels.activations`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from compressor.codegen.web.activations import Rounded
 from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
-from compressor.codegen.web.products import FloatLoop, IntegerLoop
+from compressor.codegen.web.kernels.activations import Rounded
+from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
 from compressor.formats.format import TILE_ROWS, Format
@@ -47,7 +47,7 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
     Buffers: x f32 [M, columns], or where products are of integers x u32 [M, words] and numbers f32 [M, numbers]
-    (:class:`compressor.codegen.web.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where there
+    (:class:`compressor.codegen.web.kernels.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where there
     is one), y f32 [M, rows].  Sizes: M.
 
     Raises:
