@@ -15,7 +15,10 @@ from torch.fx import GraphModule
 
 from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.targets.webgpu import Webgpu
+from compressor.codegen.web.execute_wasm import is_available
+from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
+from compressor.codegen.web.session import Engine, WebBundle
 from compressor.errors import VerificationError
 from compressor.export_web import WebParts, fill_web_bundle
 from compressor.graph.sites import ModelInfo
@@ -26,9 +29,6 @@ from compressor.run_assemble import model_facts
 from compressor.run_native import Dumper
 from compressor.verify_smoke import worst_error
 from compressor.verify_vectors import make_vectors
-from compressor.wasm import is_available
-from compressor.web_session import Engine, WebBundle
-from compressor.webgpu import adapter_name, is_software
 
 
 class WebMaker:

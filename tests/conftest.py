@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def require_adapter() -> None:
     """WebGPU from Python; without it the test is skipped, and in CI it fails."""
+    from compressor.codegen.web.execute_webgpu import device
     from compressor.errors import ToolchainError
-    from compressor.webgpu import device
 
     try:
         device()
@@ -39,7 +39,7 @@ def require_adapter() -> None:
 @pytest.fixture(scope="session")
 def require_half(require_adapter: None) -> None:
     """The same, that computes in float16."""
-    from compressor.webgpu import has_half
+    from compressor.codegen.web.execute_webgpu import has_half
 
     if not has_half():
         if os.environ.get("CI"):

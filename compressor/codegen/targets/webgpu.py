@@ -37,7 +37,7 @@ class Webgpu:
 
     def executes(self, isa: Isa) -> bool:
         """Whether the package wgpu is here and finds an adapter, be it a software one."""
-        from compressor.webgpu import device
+        from compressor.codegen.web.execute_webgpu import device
 
         try:
             device()

@@ -16,6 +16,7 @@ from codegen.kernel_helpers import OPS, random_packed
 from codegen.web_helpers import SERVED, TOLERANCE, error
 from torch import Tensor
 
+from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
 from compressor.codegen.web.kernels import argmax, attention, dense_linear, embedding, norm, top_k
 from compressor.codegen.web.kernels.activations import Rounded, round_activations
@@ -23,7 +24,6 @@ from compressor.codegen.web.kernels.packed_linear import packed_linear, stored_p
 from compressor.codegen.web.kernels.products import POLYFILLS
 from compressor.errors import UsageError
 from compressor.formats.format import FORMATS, Format
-from compressor.webgpu import run_kernels
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "webgpu"
 

@@ -24,9 +24,9 @@ from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.web import wasm
+from compressor.codegen.web.execute_wasm import WasmProgram
 from compressor.errors import ToolchainError, VerificationError
 from compressor.formats.format import Format
-from compressor.wasm import WasmProgram
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from tvm import te, tirx
 
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
 from compressor.codegen.web.elementwise import generate
+from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.errors import VerificationError
-from compressor.webgpu import run_kernels
 
 
 def run(function: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from compressor.codegen.web.execute_wasm import WasmProgram
+from compressor.codegen.web.execute_webgpu import GpuProgram
 from compressor.codegen.web.kernel import evaluate
-from compressor.wasm import WasmProgram
-from compressor.webgpu import GpuProgram
 
 Engine = Literal["webgpu", "wasm"]
 

@@ -13,15 +13,15 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
+from compressor.codegen.web.execute_wasm import WasmProgram
+from compressor.codegen.web.execute_webgpu import GpuProgram
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
+from compressor.codegen.web.session import Session, encode
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.pipeline import Context
 from compressor.run_web import WebMaker
-from compressor.wasm import WasmProgram
-from compressor.web_session import Session, encode
-from compressor.webgpu import GpuProgram
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 1e-3
