@@ -35,8 +35,8 @@ from torch import Tensor
 
 from compressor.capture.capture import capture
 from compressor.data.text import load_samples
-from compressor.embeddings import Texts, pool, read_pooling
-from compressor.evaluate_model import BundleProcess
+from compressor.evaluate.embeddings import Texts, pool, read_pooling
+from compressor.evaluate.models import BundleProcess
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compressor.capture.capture import capture
-from compressor.evaluate import GraphLogits, Ids, Logits, measure_quality
-from compressor.evaluate_model import BundleProcess
+from compressor.evaluate.models import BundleProcess
+from compressor.evaluate.quality import GraphLogits, Ids, Logits, measure_quality
 
 
 class Remembered:

@@ -17,9 +17,9 @@ from bundles import lower
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.bench_child import peak_rss_bytes
 from compressor.calibration.calibrate import Samples, load_evaluation, load_samples
 from compressor.capture.capture import capture
+from compressor.evaluate.speed_worker import peak_rss_bytes
 from compressor.graph.sites import linear_sites, twin
 from compressor.host.tensor_files import map_safetensors
 from compressor.pipeline.pipeline import Context, Pipeline, pass_class

@@ -24,8 +24,8 @@ from torch import nn
 
 from compressor.capture.capture import capture
 from compressor.data.images import Images, load_image_samples, load_images
-from compressor.evaluate import Classes, graph_classes
-from compressor.evaluate_model import BundleProcess
+from compressor.evaluate.models import BundleProcess
+from compressor.evaluate.quality import Classes, graph_classes
 from compressor.graph.sites import weight_bytes
 from compressor.pipeline.pipeline import pass_class
 from compressor.recipe.recipe import Recipe

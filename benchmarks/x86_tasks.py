@@ -22,7 +22,7 @@ from x86_race import cosines
 from compressor.capture.capture import capture
 from compressor.data.images import load_image_samples, load_images
 from compressor.data.text import Samples, load_samples
-from compressor.embeddings import pool
+from compressor.evaluate.embeddings import pool
 
 LENGTH = 128  # tokens
 IMAGES = 256  # that calibrate

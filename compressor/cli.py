@@ -201,7 +201,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
     if tokens is not None:
         spec = spec.model_copy(update={"tokens": tokens})
     with progress() as reporter:
-        from compressor.evaluate_model import evaluate_path
+        from compressor.evaluate.models import evaluate_path
 
         metrics = evaluate_path(path, spec, dense=dense, threads=threads, reporter=reporter)
     _emit(as_json, metrics, lambda: show_metrics(str(path), metrics))
@@ -260,7 +260,7 @@ def bench_command(
     bundle: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
 ) -> None:
     """Time BUNDLE (or a Hugging Face folder, in PyTorch float32) in a process of its own."""
-    from compressor.bench import bench
+    from compressor.evaluate.speed import bench
     from compressor.terminal import show_metrics
 
     metrics = bench(bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats)

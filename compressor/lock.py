@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from compressor.codegen.targets import Target
     from compressor.data.images import Images
     from compressor.data.text import Samples
-    from compressor.embeddings import Texts
+    from compressor.evaluate.embeddings import Texts
     from compressor.recipe.recipe import Recipe
 
 LOCK_NAME = "compress.lock"
@@ -94,7 +94,7 @@ class Lock:
         """The calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
         from compressor.data.images import Images
         from compressor.data.text import tokens_sha256
-        from compressor.embeddings import Texts
+        from compressor.evaluate.embeddings import Texts
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):

@@ -60,7 +60,7 @@ def mark(name):
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
     print(name, time.perf_counter() - begin, int(status["VmRSS"].split()[0]) * 1024)
 import sys; sys.modules["torch"] = None
-import compressor.bench, compressor_runtime
+import compressor.evaluate.speed, compressor_runtime
 mark("bundle")
 del sys.modules["torch"]
 import torch, transformers.models.auto.modeling_auto

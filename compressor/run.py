@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compressor.bench_child import peak_rss_bytes
 from compressor.capture.capture import capture
 from compressor.codegen.targets import Target
 from compressor.codegen.tuning import summary
-from compressor.comparison import Speed, comparisons, measure_speed
 from compressor.cpu import cpu_name
 from compressor.data.load import load_data
 from compressor.errors import GateError, UsageError
-from compressor.evaluate import GraphLogits
-from compressor.evaluate_model import SIZES, bundle_quality
+from compressor.evaluate.comparison import Speed, comparisons, measure_speed
+from compressor.evaluate.models import SIZES, bundle_quality
+from compressor.evaluate.quality import GraphLogits
+from compressor.evaluate.speed_worker import peak_rss_bytes
 from compressor.export import check_destination, installed_versions, publishing, write_measurements
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.sites import ModelInfo, twin, weight_bytes

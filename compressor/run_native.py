@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.targets import NativeTarget
-from compressor.evaluate_model import BundleProcess
+from compressor.evaluate.models import BundleProcess
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check

@@ -156,7 +156,7 @@ class WebMaker:
 
 
 class WebProcess:
-    """A bundle for evaluations, as :class:`compressor.evaluate_model.BundleProcess`."""
+    """A bundle for evaluations, as :class:`compressor.evaluate.models.BundleProcess`."""
 
     def __init__(self, bundle: WebBundle) -> None:
         self._bundle = bundle

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from compressor.timing import CONFIDENCE
+from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
     from compressor.pipeline.pipeline import Reporter, Task

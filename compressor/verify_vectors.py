@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.node import Target
 from torch.utils._pytree import tree_map
 
-from compressor.evaluate import GraphLogits, graph_hidden
+from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import ModelInfo

@@ -13,7 +13,7 @@ import pytest
 from torch.fx import GraphModule
 
 import compressor.run_web as run_web
-from compressor.evaluate import GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
 from compressor.run import run_recipe

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from compressor.cli import main
 from compressor.codegen.lowering.compile import phases
-from compressor.comparison import Speed
+from compressor.evaluate.comparison import Speed
 from compressor.recipe.gates import METRICS
 from compressor.verify_vectors import make_vectors
 

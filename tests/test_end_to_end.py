@@ -24,11 +24,11 @@ import compressor
 import compressor.run_native
 from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.capture.capture import capture
-from compressor.comparison import Speed
-from compressor.embeddings import load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
-from compressor.evaluate import GraphLogits, graph_hidden, measure_quality
-from compressor.evaluate_model import evaluate_path
+from compressor.evaluate.comparison import Speed
+from compressor.evaluate.embeddings import load_embedding_texts, measure_embeddings
+from compressor.evaluate.models import evaluate_path
+from compressor.evaluate.quality import GraphLogits, graph_hidden, measure_quality
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, linear_sites, match_sites

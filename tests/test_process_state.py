@@ -21,7 +21,7 @@ import transformers
 
 import compressor
 import compressor.run
-from compressor.comparison import Speed
+from compressor.evaluate.comparison import Speed
 from compressor.recipe.recipe import load_recipe
 
 BLOCK = r"re:model\.layers\.0\.self_attn"

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from compressor import verify_vectors
 from compressor.capture.capture import capture
-from compressor.evaluate import GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import ModelInfo

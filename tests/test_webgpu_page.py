@@ -17,7 +17,7 @@ from page_helpers import GENERATE, PROMPT, READY, WITHOUT_WEBGPU, greedy
 from torch.fx import GraphModule
 
 from compressor import serve
-from compressor.evaluate import GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.host.resources import resource
 
 WITH_ALL_LOGITS = """async (given) => {{

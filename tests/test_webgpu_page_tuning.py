@@ -14,7 +14,7 @@ from page_helpers import GENERATE, PROMPT, READY, greedy
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.evaluate import graph_hidden
+from compressor.evaluate.quality import graph_hidden
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
 from compressor.run import run_recipe

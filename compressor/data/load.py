@@ -7,8 +7,8 @@ from torch import Tensor
 from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
 from compressor.data.text import Samples
-from compressor.embeddings import Texts, load_embedding_texts
 from compressor.errors import UsageError
+from compressor.evaluate.embeddings import Texts, load_embedding_texts
 from compressor.graph.sites import ModelInfo
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe

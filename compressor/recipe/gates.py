@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import RecipeError, UsageError
+from compressor.evaluate.timing import CONFIDENCE, Timing
 from compressor.recipe.located_yaml import nearest
-from compressor.timing import CONFIDENCE, Timing
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from compressor.recipe.gates import parse_amount
 from compressor.search.knapsack import amount, choose_within
 
 BUDGETS = ("bits", "weight_bytes", "latency_ms", "kl_divergence")
-_ENCODED_TOKENS = 128  # of an encoder's call, as compressor.bench times it
+_ENCODED_TOKENS = 128  # of an encoder's call, as compressor.evaluate.speed times it
 
 
 @dataclass(frozen=True)

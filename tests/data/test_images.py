@@ -22,7 +22,7 @@ from compressor.data.images import Images, load_evaluation_images, load_image_sa
 from compressor.data.load import load_data
 from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, RecipeError, UsageError
-from compressor.evaluate import measure_accuracy
+from compressor.evaluate.quality import measure_accuracy
 from compressor.graph.sites import ModelInfo, linear_sites
 from compressor.host.resources import resource
 from compressor.passes.mixed_precision import MixedPrecision

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
-from compressor.evaluate import GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import attention_layers, empty_caches

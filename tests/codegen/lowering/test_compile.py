@@ -24,7 +24,7 @@ from compressor.codegen.lowering.compile import Library, check_storage, compile_
 from compressor.codegen.targets.x86 import X86
 from compressor.data.text import Samples
 from compressor.errors import VerificationError
-from compressor.evaluate import GraphLogits, graph_hidden
+from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.pipeline import Context
 

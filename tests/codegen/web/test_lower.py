@@ -18,7 +18,7 @@ from compressor.codegen.web.execute_webgpu import GpuProgram
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Session, encode
 from compressor.errors import UsageError, VerificationError
-from compressor.evaluate import GraphLogits, graph_hidden
+from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.pipeline import Context
 from compressor.run_web import WebMaker

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.bench import Worker, summary
 from compressor.errors import CompressorError
+from compressor.evaluate.speed import Worker, summary
+from compressor.evaluate.timing import CONFIDENCE, Timing, collect, record
 from compressor.graph.sites import ModelInfo
 from compressor.recipe.gates import Gate, timing_of
-from compressor.timing import CONFIDENCE, Timing, collect, record
 
 LOOKS = (7, 14, 28)
 """Repeats after which one looks whether the gates are decided.  Seven are the fewest that give an interval."""

@@ -14,16 +14,16 @@ import pytest
 import torch
 import transformers
 
-import compressor.comparison
-from compressor.bench import Worker, bench
-from compressor.comparison import LOOKS, Speed, comparisons, measure_speed
+import compressor.evaluate.comparison
 from compressor.errors import CompressorError, UsageError
+from compressor.evaluate.comparison import LOOKS, Speed, comparisons, measure_speed
+from compressor.evaluate.speed import Worker, bench
+from compressor.evaluate.timing import Timing
 from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import Recipe
 from compressor.run import run_recipe
-from compressor.timing import Timing
 
 REFERENCE = resource("models") / "reference"
 SIZES = {
@@ -137,7 +137,7 @@ def test_the_speed_of_a_plain_module_is_not_measured() -> None:
 
 def repeats_until(samples: Callable[[int], float], gate: str) -> int:
     taken: list[float] = []
-    found = compressor.comparison._until_decided(
+    found = compressor.evaluate.comparison._until_decided(
         lambda: taken.append(samples(len(taken))),
         lambda: {"latency_ms": Timing(tuple(taken), len(LOOKS))},
         [Gate.parse("latency_ms", gate), Gate.parse("weight_bytes", "<= 1")],
@@ -150,7 +150,7 @@ def test_repeats_go_on_until_the_gates_are_decided(monkeypatch: pytest.MonkeyPat
     assert repeats_until(lambda i: 1 + i % 3, "<= 4") == 7
     assert repeats_until(lambda i: 5.0 if i == 2 else 1.0, "<= 4") == 14  # one disturbance is no verdict
     assert repeats_until(lambda i: 1 + i % 3, "<= 2") == 28  # the limit is the median: no number of repeats decides
-    monkeypatch.setattr("compressor.comparison._PATIENCE_S", 0.0)
+    monkeypatch.setattr("compressor.evaluate.comparison._PATIENCE_S", 0.0)
     assert repeats_until(lambda i: 1 + i % 3, "<= 4") == 3
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.data.text import Samples
-from compressor.embeddings import Pooling, Texts, load_embedding_texts, measure_embeddings, pool, read_pooling
 from compressor.errors import UsageError
+from compressor.evaluate.embeddings import Pooling, Texts, load_embedding_texts, measure_embeddings, pool, read_pooling
 from compressor.host.resources import resource
 from compressor.recipe.data_spec import EvaluationSpec
 

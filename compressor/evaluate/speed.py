@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import UsageError
+from compressor.evaluate.timing import Timing, collect, record
 from compressor.host.child import Child
-from compressor.timing import Timing, collect, record
 
 
 class Worker(Child):
@@ -27,7 +27,7 @@ class Worker(Child):
         if prompt_tokens < 1 or new_tokens < 1:
             raise UsageError("bench: prompt tokens and new tokens must be at least 1")
         numbers = [str(n) for n in (prompt_tokens, new_tokens, threads or 0)]
-        super().__init__("bench", "compressor.bench_child", [str(path.absolute()), *numbers])
+        super().__init__("bench", "compressor.evaluate.speed_worker", [str(path.absolute()), *numbers])
 
     def repeat(self) -> dict[str, float]:
         """The figures of one repeat, by their JSON names."""

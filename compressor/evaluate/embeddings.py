@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.capture.files import read_object
 from compressor.data.text import load_texts
 from compressor.errors import UsageError
-from compressor.evaluate import EvalResult, Hidden
+from compressor.evaluate.quality import EvalResult, Hidden
 from compressor.pipeline.pipeline import Reporter, Silent
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 from compressor.calibration.calibrate import load_evaluation
 from compressor.capture.capture import capture
 from compressor.data.images import Images
-from compressor.embeddings import Texts, load_embedding_texts, measure_embeddings
 from compressor.errors import UsageError
-from compressor.evaluate import (
+from compressor.evaluate.embeddings import Texts, load_embedding_texts, measure_embeddings
+from compressor.evaluate.quality import (
     EvalResult,
     GraphLogits,
     Hidden,
@@ -49,7 +49,7 @@ class BundleProcess(Child):
 
     def __init__(self, bundle: Path, threads: int | None = None) -> None:
         arguments = [str(bundle.absolute()), str(threads or 0)]
-        super().__init__(f"{bundle}: evaluation", "compressor.evaluate_child", arguments)
+        super().__init__(f"{bundle}: evaluation", "compressor.evaluate.quality_worker", arguments)
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """A decoder's logits [B, S, V] for ids [B, S], from an empty cache."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
-from compressor.evaluate import (
+from compressor.evaluate.quality import (
     GraphLogits,
     Ids,
     measure_quality,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.timing import CONFIDENCE, Timing, collect, median_interval, record
+from compressor.evaluate.timing import CONFIDENCE, Timing, collect, median_interval, record
 
 
 def misses(n: int, k: int) -> float:
