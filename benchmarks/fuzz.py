@@ -88,7 +88,7 @@ def make_bundle(folder: Path) -> None:
     """A bundle as export writes it, of a packed linear and an embedding; its libraries are no libraries."""
     import torch
 
-    from compressor.export import BundleParts, write_bundle
+    from compressor.export.publish import BundleParts, write_bundle
     from compressor.formats.format import Format
     from compressor.passes.rtn import rtn_quantize
 

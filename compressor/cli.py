@@ -311,7 +311,7 @@ def verify(bundle: Path, public_key: Path | None, threads: int | None, as_json: 
 @_reported
 def sign(bundle: Path, key: Path, as_json: bool) -> None:
     """Sign BUNDLE with ed25519: writes manifest.json.sig, which `compress verify --public-key` checks."""
-    from compressor.signing import sign_bundle
+    from compressor.export.signing import sign_bundle
 
     file = sign_bundle(bundle, key)
     _emit(as_json, {"signature": str(file)}, lambda: click.echo(f"signed: {file}"))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compressor.errors import DriftError, UsageError
-from compressor.export import installed_versions
+from compressor.export.publish import installed_versions
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 
 if TYPE_CHECKING:

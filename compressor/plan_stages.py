@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compressor.codegen.targets.webgpu import Webgpu
-from compressor.export_web import SHIPPED
+from compressor.export.web import SHIPPED
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.resources import resource

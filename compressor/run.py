@@ -23,7 +23,7 @@ from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import GraphLogits
 from compressor.evaluate.speed_worker import peak_rss_bytes
-from compressor.export import check_destination, installed_versions, publishing, write_measurements
+from compressor.export.publish import check_destination, installed_versions, publishing, write_measurements
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.sites import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder

@@ -15,12 +15,12 @@ from torch.fx import GraphModule
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import NativeTarget
 from compressor.errors import CompressorError
-from compressor.export import BundleParts, FasterLibrary, fill_bundle
+from compressor.export.publish import BundleParts, FasterLibrary, fill_bundle
+from compressor.export.vectors import make_vectors
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.sites import ModelInfo
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
-from compressor.verify_vectors import make_vectors
 
 _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
 

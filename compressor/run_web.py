@@ -20,7 +20,8 @@ from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Engine, WebBundle
 from compressor.errors import VerificationError
-from compressor.export_web import WebParts, fill_web_bundle
+from compressor.export.vectors import make_vectors
+from compressor.export.web import WebParts, fill_web_bundle
 from compressor.graph.sites import ModelInfo
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
@@ -28,7 +29,6 @@ from compressor.report import Check
 from compressor.run_assemble import model_facts
 from compressor.run_native import Dumper
 from compressor.verify_smoke import worst_error
-from compressor.verify_vectors import make_vectors
 
 
 class WebMaker:

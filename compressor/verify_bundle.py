@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError, VerificationError
+from compressor.export.schema import Manifest, check_schema
+from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import PARTS, TILE_ROWS, Format
 from compressor.report import Check
-from compressor.signing import MANIFEST, SIGNATURE, check_signature
-from compressor.verify_schema import Manifest, check_schema
 from compressor.verify_smoke import SmokeResult, smoke_test
 
 UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")

@@ -114,9 +114,9 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
         from compressor.codegen.lowering.compile import compile_graph
         from compressor.codegen.targets.x86 import X86
-        from compressor.export import BundleParts, write_bundle
+        from compressor.export.publish import BundleParts, write_bundle
+        from compressor.export.vectors import make_vectors
         from compressor.run_assemble import model_facts
-        from compressor.verify_vectors import make_vectors
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)

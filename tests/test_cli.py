@@ -25,8 +25,8 @@ from torch.fx import GraphModule
 from compressor.cli import main
 from compressor.codegen.lowering.compile import phases
 from compressor.evaluate.comparison import Speed
+from compressor.export.vectors import make_vectors
 from compressor.recipe.gates import METRICS
-from compressor.verify_vectors import make_vectors
 
 VOCAB, POSITIONS = 320, 64
 COMMAND = "from compressor.cli import main; main(prog_name='compress')"

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 
 import compressor
-from compressor.export import BundleParts, write_bundle
+from compressor.export.publish import BundleParts, write_bundle
 from compressor.runtime import Bundle, BundleError, DamagedBundleError, RequestError, TextStream, load
 
 VOCAB, WIDTH, POSITIONS = 300, 16, 40
@@ -124,7 +124,7 @@ def build_library(file: Path) -> None:
 
 
 def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
-    """What compressor.verify_vectors would store, by the model's own arithmetic; every third column."""
+    """What compressor.export.vectors would store, by the model's own arithmetic; every third column."""
     ids = np.random.default_rng(1).integers(0, VOCAB, (2, 18))
     logits = np.array([model.logits(list(row[: i + 1])) for row in ids for i in range(18)])
     rows, columns = np.arange(len(logits)), np.arange(0, VOCAB, 3)

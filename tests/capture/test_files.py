@@ -16,7 +16,7 @@ from compressor.capture.capture import capture
 from compressor.capture.files import check_config, listed_files, read_object
 from compressor.data.text import load_samples
 from compressor.errors import CaptureError, CompressorError, UsageError
-from compressor.export import write_tokenizer
+from compressor.export.publish import write_tokenizer
 from compressor.recipe.data_spec import TextSpec
 from compressor.recipe.recipe import Recipe
 

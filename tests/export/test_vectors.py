@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor import verify_vectors
 from compressor.capture.capture import capture
 from compressor.evaluate.quality import GraphLogits
+from compressor.export import vectors as verify_vectors
+from compressor.export.vectors import make_vectors
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.pipeline import Context
-from compressor.verify_vectors import make_vectors
 
 
 def reference(scheme: str) -> GraphModule:

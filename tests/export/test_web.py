@@ -17,11 +17,11 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-import compressor.export_web as module
+import compressor.export.web as module
 from compressor.cli import main
 from compressor.errors import UsageError
-from compressor.export import publishing
-from compressor.export_web import WebParts, fill_web_bundle
+from compressor.export.publish import publishing
+from compressor.export.web import WebParts, fill_web_bundle
 from compressor.runtime import load
 from compressor.serve import make_server
 

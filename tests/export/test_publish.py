@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 from torch import nn
 
 from compressor.errors import CompressorError, UsageError
-from compressor.export import (
+from compressor.export.publish import (
     BundleParts,
     check_destination,
     publishing,
@@ -232,7 +232,7 @@ def test_the_former_bundle_survives_a_failure(tmp_path: Path, parts: BundleParts
 def test_a_file_system_that_cannot_exchange_names(
     tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.export._EXCHANGE", 1 << 20)  # no such flag: the kernel refuses it
+    monkeypatch.setattr("compressor.export.publish._EXCHANGE", 1 << 20)  # no such flag: the kernel refuses it
     for seed in (0, 1):
         write_bundle(tmp_path / "b", replace(parts, recipe={"seed": seed}))
     assert read_manifest(tmp_path / "b")["recipe"] == {"seed": 1}
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written_to(
     def full(path: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("compressor.export._flush", full)
+    monkeypatch.setattr("compressor.export.publish._flush", full)
     with pytest.raises(CompressorError, match="No space left"):
         write_bundle(tmp_path / "b", parts)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.so", "model"]

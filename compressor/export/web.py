@@ -11,7 +11,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.export import described, explaining_failed_writes, listing, stored_parameter, with_total, write_origin
+from compressor.export.publish import (
+    described,
+    explaining_failed_writes,
+    listing,
+    stored_parameter,
+    with_total,
+    write_origin,
+)
 from compressor.host.resources import resource
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ SHIPPED: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class WebParts:
-    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.BundleParts`."""
+    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.publish.BundleParts`."""
 
     graph: nn.Module
     parameters: Sequence[str]

@@ -27,7 +27,7 @@ from compressor.host.resources import resource
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from compressor.export_web import WebParts
+    from compressor.export.web import WebParts
 
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE: two names swap what they name, in one step
@@ -55,7 +55,7 @@ class BundleParts:
     graph: nn.Module  # the parameters, by name; they may be memory-mapped, or views
     parameters: Sequence[str]  # names, in the order in which the library's entry takes them
     library: Path  # the kernels, linked
-    vectors: Mapping[str, Tensor]  # inputs and expected outputs, see compressor.verify_vectors
+    vectors: Mapping[str, Tensor]  # inputs and expected outputs, see compressor.export.vectors
     model: Mapping[str, Any]  # fields of ModelInfo; `source` is left out
     recipe: Mapping[str, Any]  # after defaults and overrides
     sites: Sequence[Mapping[str, Any]]  # site, format, bytes_before, bytes_after, ...

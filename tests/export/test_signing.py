@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from compressor.errors import ToolchainError, UsageError, VerificationError
+from compressor.export.signing import check_signature, sign_bundle
 from compressor.runtime import DamagedBundleError
-from compressor.signing import check_signature, sign_bundle
 
 PEM = serialization.Encoding.PEM
 
