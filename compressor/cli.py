@@ -293,7 +293,7 @@ def verify(bundle: Path, public_key: Path | None, threads: int | None, as_json: 
 
     Exit code 4 when a check fails. Kernels run in a process of their own, and only if files and signature are right.
     """
-    from compressor.verify_bundle import verify_bundle
+    from compressor.verify.bundle import verify_bundle
 
     result = verify_bundle(bundle, threads=threads, public_key=public_key)
     _emit(as_json, result.content(), lambda: click.echo("\n".join(map(str, result.checks))))

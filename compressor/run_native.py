@@ -16,7 +16,7 @@ from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import assemble
 from compressor.runtime import read_manifest
-from compressor.verify_smoke import smoke_test
+from compressor.verify.smoke import smoke_test
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa

@@ -28,7 +28,7 @@ from compressor.recipe.recipe import Recipe
 from compressor.report import Check
 from compressor.run_assemble import model_facts
 from compressor.run_native import Dumper
-from compressor.verify_smoke import worst_error
+from compressor.verify.smoke import worst_error
 
 
 class WebMaker:

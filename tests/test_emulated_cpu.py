@@ -23,7 +23,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.graph.sites import weight_bytes
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.pipeline import Context
-from compressor.verify_smoke import BLOCKED
+from compressor.verify.smoke import BLOCKED
 
 CPU = "Haswell-noTSX"  # the first with all of AVX2, FMA and F16C
 FLAGS = ("fpu", "sse", "sse2", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", *AVX2.cpu_flags)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from compressor_runtime import read_safetensors
 
-from compressor import verify_smoke
 from compressor.errors import VerificationError
-from compressor.verify_smoke import BLOCKED, smoke_test, worst_error
+from compressor.verify import smoke as verify_smoke
+from compressor.verify.smoke import BLOCKED, smoke_test, worst_error
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from compressor_runtime import read_safetensors
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from compressor import verify_bundle as module
 from compressor.cli import main
 from compressor.errors import UsageError
 from compressor.export.schema import Manifest, check_schema
 from compressor.host.tensor_files import write_safetensors
-from compressor.verify_bundle import Check, Verification, verify_bundle
+from compressor.verify import bundle as module
+from compressor.verify.bundle import Check, Verification, verify_bundle
 
 NAMES = ["schema", "files", "bytes", "signature", "kernels", "evidence"]
 Edit = Callable[[dict[str, Any]], object]

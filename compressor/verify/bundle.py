@@ -20,7 +20,7 @@ from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import PARTS, TILE_ROWS, Format
 from compressor.report import Check
-from compressor.verify_smoke import SmokeResult, smoke_test
+from compressor.verify.smoke import SmokeResult, smoke_test
 
 UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")
 """Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
