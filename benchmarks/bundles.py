@@ -17,10 +17,10 @@ from compressor.capture.capture import capture
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.data.text import Samples
 from compressor.graph.sites import twin, weight_bytes
-from compressor.independence import check_independence
 from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import Recipe
 from compressor.run_assemble import assemble
+from compressor.verify.independence.check import check_independence
 
 
 def write_bundle(

@@ -29,7 +29,6 @@ from compressor.graph.sites import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 from compressor.host.tensor_files import Spill, trim
-from compressor.independence import check_independence
 from compressor.lock import Lock
 from compressor.machine_probe import machine
 from compressor.pipeline.observers import verify_stage
@@ -42,6 +41,7 @@ from compressor.report import Check, finite
 from compressor.run_native import NativeMaker
 from compressor.run_web import WebMaker
 from compressor.runtime import Bundle, load
+from compressor.verify.independence.check import check_independence
 
 if TYPE_CHECKING:
     from torch import nn

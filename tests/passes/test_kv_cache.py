@@ -21,10 +21,10 @@ from compressor.formats.packed_cache import dequantize_cache, pack_cache, quanti
 from compressor.graph.caches import attention_layers, empty_caches
 from compressor.graph.costs import node_costs
 from compressor.graph.sites import ModelInfo, segments, set_parameter, twin
-from compressor.independence import check_independence
 from compressor.passes.kv_cache import KvCache, block_order
 from compressor.pipeline.observers import verify_stage
 from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.verify.independence.check import check_independence
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))

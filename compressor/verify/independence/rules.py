@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor import independence_moves as moves
-from compressor import independence_picks as picks
-from compressor.independence_call import Call, Rule, agree, aligned, avoid, dims_of, pointwise
-from compressor.independence_labels import SHARED, CannotProve, Label, same_size, size_of
+from compressor.verify.independence import indexing as picks
+from compressor.verify.independence import views as moves
+from compressor.verify.independence.call import Call, Rule, agree, aligned, avoid, dims_of, pointwise
+from compressor.verify.independence.labels import SHARED, CannotProve, Label, same_size, size_of
 
 _aten = torch.ops.aten
 

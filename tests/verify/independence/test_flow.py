@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from compressor.graph.sites import ModelInfo
-from compressor.independence import check_independence
+from compressor.verify.independence.check import check_independence
 
 aten = torch.ops.aten
 WIDTH, ROWS = 4, 6

@@ -1,7 +1,7 @@
 """Proves that no output of one batch entry depends on another entry's input, or names the node that breaks it.
 
 An abstract interpretation: the graph runs once on fake tensors, and each value is labelled as shared, as holding one
-entry at each place along one dimension, or as mixed (:mod:`compressor.independence_labels`).  No weight is read.
+entry at each place along one dimension, or as mixed (:mod:`compressor.verify.independence.labels`).  No weight is read.
 Sound: an operator of which nothing is known mixes.  After "Architectural backdoors: information flow proves that one
 batch entry cannot influence another" and docs/batch_independence.md, which says what the proof covers.
 """
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from compressor.errors import CompressorError
 from compressor.graph.sites import ModelInfo
-from compressor.independence_flow import Flow, Sizes
-from compressor.independence_labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
+from compressor.verify.independence.flow import Flow, Sizes
+from compressor.verify.independence.labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
 
 _BATCH = "batch"  # the name of a torch.export.Dim that says where the entries of a plain module's input lie
 

@@ -15,8 +15,8 @@ from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.format import FORMATS, Format
 from compressor.graph.sites import linear_sites, replace_linear
-from compressor.independence import Leak, check_independence
 from compressor.passes.rtn import rtn_quantize
+from compressor.verify.independence.check import Leak, check_independence
 
 transformers = pytest.importorskip("transformers")
 aten = torch.ops.aten

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from compressor.independence_call import Call, pointwise
-from compressor.independence_labels import (
+from compressor.verify.independence.call import Call, pointwise
+from compressor.verify.independence.labels import (
     SHARED,
     CannotProve,
     Entries,
@@ -41,7 +41,7 @@ from compressor.independence_labels import (
     size_of,
     sizes_of,
 )
-from compressor.independence_rules import RULES
+from compressor.verify.independence.rules import RULES
 
 _aten = torch.ops.aten
 _UNWRITTEN = frozenset(

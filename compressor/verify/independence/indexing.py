@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compressor.independence_call import Call, agree, aligned, avoid
-from compressor.independence_labels import SHARED, CannotProve, Entries, Label
+from compressor.verify.independence.call import Call, agree, aligned, avoid
+from compressor.verify.independence.labels import SHARED, CannotProve, Entries, Label
 
 
 def embedding(call: Call) -> Label:

@@ -10,7 +10,7 @@ import sympy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from compressor.independence_labels import SHARED, CannotProve, Entries, Label
+from compressor.verify.independence.labels import SHARED, CannotProve, Entries, Label
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compressor.independence_call import Call, agree, aligned, avoid, dims_of
-from compressor.independence_labels import CannotProve, Entries, Label, regroup, size_of, sizes_of
+from compressor.verify.independence.call import Call, agree, aligned, avoid, dims_of
+from compressor.verify.independence.labels import CannotProve, Entries, Label, regroup, size_of, sizes_of
 
 
 def view(call: Call) -> Label:
