@@ -171,7 +171,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     from compressor.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, **changes)
-    from compressor.plan import check_plan, make_plan
+    from compressor.plan.plan import check_plan, make_plan
     from compressor.terminal_plan import show_plan
 
     plan = make_plan(loaded, measure=probe)

@@ -30,11 +30,11 @@ from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 from compressor.host.tensor_files import Spill, trim
 from compressor.lock import Lock
-from compressor.machine_probe import machine
 from compressor.pipeline.observers import verify_stage
 from compressor.pipeline.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.pipeline.segment_cache import Results, digest
-from compressor.plan import Plan, check_plan, compare_plan, plan_graph
+from compressor.plan.plan import Plan, check_plan, compare_plan, plan_graph
+from compressor.plan.prices import machine
 from compressor.recipe.gates import GateResult, check_gates
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check, finite

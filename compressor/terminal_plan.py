@@ -12,9 +12,9 @@ from compressor.terminal import figure, stdout_console
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan
-    from compressor.plan import PassPlan, Plan
-    from compressor.plan_roofline import Roofline
-    from compressor.plan_time import Estimate
+    from compressor.plan.durations import Estimate
+    from compressor.plan.plan import PassPlan, Plan
+    from compressor.plan.roofline import Roofline
 
 
 def show_plan(plan: Plan) -> None:

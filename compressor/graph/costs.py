@@ -172,7 +172,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def eager_work(costs: Iterable[NodeCost]) -> dict[str, float]:
-    """Work of running nodes in PyTorch once, by unit (:data:`compressor.machine_probe.UNITS`)."""
+    """Work of running nodes in PyTorch once, by unit (:data:`compressor.plan.prices.UNITS`)."""
     work = dict.fromkeys(("matmul_flop", "dequantize_element", "stream_byte", "node", "custom_op"), 0.0)
     for cost in costs:
         if cost.kind in ("linear", "attention"):

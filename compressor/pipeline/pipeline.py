@@ -122,7 +122,7 @@ class Context:
         state: digest of everything that led to the graph as it is; with ``results`` only.
         spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
         notes: what passes have to say beside their records, a line each.
-        prices: what work costs on this machine, seconds by unit (:data:`compressor.machine_probe.UNITS`); None where it
+        prices: what work costs on this machine, seconds by unit (:data:`compressor.plan.prices.UNITS`); None where it
             was not measured.
         dense: the graph before the first linear was packed, for passes that say ``needs_dense``; else None.
         blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.

@@ -23,7 +23,7 @@ from compressor.numerics.range_search import OUTPUT_RATIOS, Observer
 from compressor.pipeline.sites import patterns, site_notes
 
 Work = Mapping[str, float]
-"""Amounts of work by unit; :data:`compressor.machine_probe.UNITS` lists the units."""
+"""Amounts of work by unit; :data:`compressor.plan.prices.UNITS` lists the units."""
 
 _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
 _CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.numerics.clustering.cluster

@@ -82,7 +82,7 @@ def choose_formats(
         if prices is None:
             raise UsageError(
                 f"{budget}: what work costs on this machine is not known here; compress through compressor.compress or "
-                "the command line, or give the context prices=compressor.machine_probe.machine().seconds"
+                "the command line, or give the context prices=compressor.plan.prices.machine().seconds"
             )
         tokens = _tokens(graph, [*linear_sites(graph), *packed_sites(graph)])
         rest = 1e3 * _other_seconds(graph, sites, tokens, prices)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor import machine_probe
 from compressor.host.machine import available_memory, free_disk
-from compressor.machine_probe import UNITS, Machine, machine
+from compressor.plan import prices as machine_probe
+from compressor.plan.prices import UNITS, Machine, machine
 
 GB = 1 << 30
 

@@ -24,7 +24,7 @@ from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
 from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline.pipeline import Context, Pipeline
-from compressor.plan_streaming import plan_calibration
+from compressor.plan.streaming import plan_calibration
 from compressor.recipe.recipe import load_text_spec
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W2A16_G64", "W4A16_ASYM_G32", "W8A8", "W3A16_ASYM_T"]

@@ -67,7 +67,7 @@ import torch, transformers.models.auto.modeling_auto
 mark("dense")
 import compressor.run
 mark("all")
-from compressor.machine_probe import compute
+from compressor.plan.prices import compute
 torch.set_num_threads(int(sys.argv[1]))
 torch.manual_seed(0)
 torch.set_grad_enabled(False)

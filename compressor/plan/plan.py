@@ -2,7 +2,7 @@
 
 Only the headers of the model's files are read.  Each pass rewrites a graph without weights as it will rewrite the real
 one, so sizes are counted rather than estimated; memory, disk and time come from models of what each stage does
-(:mod:`compressor.plan_memory`, :mod:`compressor.plan_time`).
+(:mod:`compressor.plan.memory`, :mod:`compressor.plan.durations`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from compressor.formats.format import Format
 from compressor.graph.sites import ModelInfo, set_parameter, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import Memory, available_memory, free_disk
-from compressor.machine_probe import Machine, machine
 from compressor.pipeline.input_scales import has_input_scale
 from compressor.pipeline.pipeline import Context, pass_name
 from compressor.pipeline.site_plan import SitePlan
-from compressor.plan_memory import StageMemory, needed, peak
-from compressor.plan_roofline import Roofline, rooflines
-from compressor.plan_stages import Costs, run_costs
-from compressor.plan_time import Estimate, estimate
+from compressor.plan.durations import Estimate, estimate
+from compressor.plan.memory import StageMemory, needed, peak
+from compressor.plan.prices import Machine, machine
+from compressor.plan.roofline import Roofline, rooflines
+from compressor.plan.stages import Costs, run_costs
 from compressor.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import TILE_ROWS, Format
 from compressor.graph.costs import NodeCost
-from compressor.machine_probe import Machine
 from compressor.pipeline.site_plan import Work
-from compressor.plan_roofline import Roofline
+from compressor.plan.prices import Machine
+from compressor.plan.roofline import Roofline
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa

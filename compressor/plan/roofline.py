@@ -1,7 +1,7 @@
 """How fast the bundle can be at best: per layer, operations and bytes, and which of the two binds.
 
 After LLM-Viewer (Yuan et al. 2024, arXiv 2402.16363): a layer takes at least its operations at the machine's peak and
-at least its bytes at the memory's bandwidth.  Both are measured here (:mod:`compressor.machine_probe`), so they are
+at least its bytes at the memory's bandwidth.  Both are measured here (:mod:`compressor.plan.prices`), so they are
 what this machine reaches, not what its data sheet says.  Element-wise operators are fused into chains that stay in
 the caches: their operations count, their bytes do not.
 """
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
 from compressor.graph.sites import ModelInfo, segments
-from compressor.machine_probe import Machine
+from compressor.plan.prices import Machine
 
 PROMPT_TOKENS = 128
 

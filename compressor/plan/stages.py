@@ -16,12 +16,8 @@ from compressor.export.web import SHIPPED
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.sites import ModelInfo, weight_bytes
 from compressor.host.resources import resource
-from compressor.machine_probe import Machine
 from compressor.pipeline.site_plan import Work
-from compressor.plan_memory import Amounts, StageMemory, memory_stages
-from compressor.plan_roofline import PROMPT_TOKENS, Roofline
-from compressor.plan_streaming import Streaming, plan_calibration, plan_forward
-from compressor.plan_time import (
+from compressor.plan.durations import (
     bundle_seconds,
     capture_work,
     child_work,
@@ -34,12 +30,16 @@ from compressor.plan_time import (
     timing_seconds,
     write_work,
 )
+from compressor.plan.memory import Amounts, StageMemory, memory_stages
+from compressor.plan.prices import Machine
+from compressor.plan.roofline import PROMPT_TOKENS, Roofline
+from compressor.plan.streaming import Streaming, plan_calibration, plan_forward
 from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from compressor.codegen.kernels.vector import Isa
-    from compressor.plan import PassPlan
+    from compressor.plan.plan import PassPlan
 
 _NEW_TOKENS = 64  # timed single steps
 _CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in verify_vectors

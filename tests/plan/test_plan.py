@@ -18,8 +18,6 @@ from click.testing import CliRunner
 from torch import nn
 from torch.fx import GraphModule
 
-from compressor import plan as plan_module
-from compressor import plan_roofline
 from compressor.capture.capture import capture
 from compressor.cli import main
 from compressor.errors import ResourceError, UsageError
@@ -27,12 +25,14 @@ from compressor.graph.costs import node_costs
 from compressor.graph.sites import segments, weight_bytes
 from compressor.host.machine import Memory
 from compressor.host.resources import resource
-from compressor.machine_probe import UNITS, Machine
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.pipeline import Context, Pipeline
-from compressor.plan import Plan, check_plan, compare_plan, make_plan, plan_graph
-from compressor.plan_memory import StageMemory
-from compressor.plan_streaming import peak_bytes, plan_calibration
+from compressor.plan import plan as plan_module
+from compressor.plan import roofline as plan_roofline
+from compressor.plan.memory import StageMemory
+from compressor.plan.plan import Plan, check_plan, compare_plan, make_plan, plan_graph
+from compressor.plan.prices import UNITS, Machine
+from compressor.plan.streaming import peak_bytes, plan_calibration
 from compressor.recipe.recipe import Recipe
 
 REFERENCE = resource("models") / "reference"
@@ -341,7 +341,7 @@ def test_tuned_schedules_cost_no_time_again(
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path))
     wanted = recipe({"rtn": {"scheme": "W4A16_G128", "ignore": "lm_head"}})
     cold = plan_graph(shape_graph, wanted).stages["compile"].value
-    from compressor.plan_time import linear_kernels
+    from compressor.plan.durations import linear_kernels
 
     kernels = linear_kernels(plan_module._attempt(shape_graph, wanted, MACHINE)[2])
     assert {kernel.name for kernel in kernels} == {

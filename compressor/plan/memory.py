@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compressor.formats.packing import PIECE_ELEMENTS
-from compressor.machine_probe import Machine
-from compressor.plan_streaming import Streaming
+from compressor.plan.prices import Machine
+from compressor.plan.streaming import Streaming
 
 MODEL_ERROR = 0.15
 """How far off the peak may be, as a fraction: see benchmarks/plan_accuracy.py."""
