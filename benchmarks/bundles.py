@@ -19,7 +19,7 @@ from compressor.data.text import Samples
 from compressor.graph.sites import twin, weight_bytes
 from compressor.pipeline.pipeline import Context, Pipeline
 from compressor.recipe.recipe import Recipe
-from compressor.run_assemble import assemble
+from compressor.run.assemble import assemble
 from compressor.verify.independence.check import check_independence
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compressor.formats.format import Format
     from compressor.pipeline.pipeline import Context, Pass, Pipeline
     from compressor.recipe.recipe import Recipe
-    from compressor.run import compress
+    from compressor.run.job import compress
     from compressor.runtime import Bundle, load
 
 __all__ = ["Bundle", "Context", "Format", "Pass", "Pipeline", "Recipe", "Target", "compress", "load"]
@@ -29,7 +29,7 @@ _HOMES = {
     "Pipeline": "compressor.pipeline.pipeline",
     "Recipe": "compressor.recipe.recipe",
     "Target": "compressor.codegen.targets",
-    "compress": "compressor.run",
+    "compress": "compressor.run.job",
     "load": "compressor.runtime",
 }
 

@@ -131,9 +131,9 @@ def run(
     **changes: Any,
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
-    from compressor.lock import LOCK_NAME, check_place, read_lock, save_lock
     from compressor.recipe.recipe import load_recipe
     from compressor.report import outcome_content, recording
+    from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
     from compressor.terminal import progress, show_outcome
 
     failed: GateError | None = None
@@ -144,7 +144,7 @@ def run(
         if lock is not None and not locked:
             check_place(lock)
         with progress() as reporter:
-            from compressor.run import run_recipe
+            from compressor.run.job import run_recipe
 
             try:
                 outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads, locked=former)

@@ -20,7 +20,7 @@ from compressor.errors import CompressorError, UsageError
 
 if TYPE_CHECKING:
     from compressor.recipe.gates import GateResult
-    from compressor.run import Outcome
+    from compressor.run.job import Outcome
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, not even as a reference: https://www.w3.org/TR/xml/#charsets"""

@@ -15,7 +15,7 @@ from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
     from compressor.pipeline.pipeline import Reporter, Task
-    from compressor.run import Outcome
+    from compressor.run.job import Outcome
 
 
 class _Bar:

@@ -116,7 +116,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
         from compressor.codegen.targets.x86 import X86
         from compressor.export.publish import BundleParts, write_bundle
         from compressor.export.vectors import make_vectors
-        from compressor.run_assemble import model_facts
+        from compressor.run.assemble import model_facts
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from torch.fx import GraphModule
 
-import compressor.run_web as run_web
+import compressor.run.web as run_web
 from compressor.evaluate.quality import GraphLogits
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
 from compressor.serve import make_server
 
 FLAGS = (

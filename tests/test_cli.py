@@ -150,7 +150,7 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares the two processes that measure speed."""
     speed = Speed(dict.fromkeys((*SPEED, "threads"), 1.0), {})
-    monkeypatch.setattr("compressor.run.measure_speed", lambda *_: speed)
+    monkeypatch.setattr("compressor.run.job.measure_speed", lambda *_: speed)
 
 
 def one_message(result: Result) -> str:
@@ -371,7 +371,7 @@ def test_bad_recipe_files_say_where(invoke: Callable[..., Result], tmp_path: Pat
 def test_bad_outputs_are_refused_before_any_work(
     invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run.capture", lambda *_args, **_options: pytest.fail("began to work"))
+    monkeypatch.setattr("compressor.run.job.capture", lambda *_args, **_options: pytest.fail("began to work"))
     file = tmp_path / "file"
     file.write_text("precious")
     mine = tmp_path / "mine"
@@ -525,7 +525,7 @@ def test_a_run_that_never_begins_still_leaves_its_files(folder: Path, tmp_path: 
 def test_reports_that_cannot_be_written_are_refused_before_any_work(
     invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run.capture", lambda *_args, **_options: pytest.fail("began to work"))
+    monkeypatch.setattr("compressor.run.job.capture", lambda *_args, **_options: pytest.fail("began to work"))
     for option in ("--junit", "--report"):
         for place, message in ((tmp_path, "is no file"), (tmp_path / "out" / "x", "lies inside the bundle")):
             result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", option, place)
@@ -540,7 +540,7 @@ def test_kernels_that_are_wrong_fail_verification(
         vectors = make_vectors(graph)
         return {**vectors, "output_0": vectors["output_0"] * 1.01}
 
-    monkeypatch.setattr("compressor.run_assemble.make_vectors", off_by_a_little)
+    monkeypatch.setattr("compressor.run.assemble.make_vectors", off_by_a_little)
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", "--json")
     assert result.exit_code == 4
     assert "the kernels do not compute what the graph does: relative error" in one_message(result)
@@ -560,7 +560,7 @@ def test_an_interrupted_run_leaves_nothing(
         assert [path.name.startswith(".out.") for path in tmp_path.iterdir()] == [True]  # the last step but one
         raise error
 
-    monkeypatch.setattr("compressor.run.measure_speed", interrupt)
+    monkeypatch.setattr("compressor.run.job.measure_speed", interrupt)
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out")
     assert result.exit_code == code and result.stdout == ""
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import compressor
-import compressor.run_native
+import compressor.run.native
 from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
@@ -37,7 +37,7 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.pipeline import Context, pass_name
 from compressor.recipe.data_spec import EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
-from compressor.run import Outcome, run_recipe
+from compressor.run.job import Outcome, run_recipe
 from compressor.runtime import load
 
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith("_webgpu"))
@@ -96,15 +96,15 @@ def load_for_test(name: str) -> Recipe:
 def execute(name: str, output: Path) -> Run:
     """Run a recipe and keep the graph; speed is measured elsewhere."""
     graphs: list[GraphModule] = []
-    compile_graph = compressor.run_native.compile_graph
+    compile_graph = compressor.run.native.compile_graph
 
     def spy(graph: GraphModule, *arguments: Any, **options: Any) -> Any:
         graphs.append(graph)
         return compile_graph(graph, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compressor.run_native.compile_graph", spy)
-        patch.setattr("compressor.run.measure_speed", lambda *_: Speed({}, {}))
+        patch.setattr("compressor.run.native.compile_graph", spy)
+        patch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
         recipe = load_for_test(name)
         outcome = run_recipe(recipe, output)
     return Run(recipe, outcome, graphs[0], json.loads((output / "manifest.json").read_text()))

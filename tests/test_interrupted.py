@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compressor.errors import CompressorError
-from compressor.run_assemble import _check_room
+from compressor.run.assemble import _check_room
 
 COMMAND = "from compressor.cli import main; main(prog_name='compress')"
 VOCABULARY = 128
@@ -124,6 +124,6 @@ def test_a_disk_without_room_is_one_message_and_leaves_nothing(
 def test_too_little_room_for_temporary_files_is_said_before_llvm_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run_assemble.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
+    monkeypatch.setattr("compressor.run.assemble.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
     with pytest.raises(CompressorError, match=r"temporary files has 1\.0 MB left.* set TMPDIR"):
         _check_room(tmp_path / "scratch")

@@ -20,7 +20,7 @@ import torch._dynamo  # what these libraries do to the process when they are imp
 import transformers
 
 import compressor
-import compressor.run
+import compressor.run.job
 from compressor.evaluate.comparison import Speed
 from compressor.recipe.recipe import load_recipe
 
@@ -96,7 +96,7 @@ def test_a_run_leaves_the_process_as_it_was(
 ) -> None:
     require_tool("g++")
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("compressor.run.measure_speed", lambda *_arguments: Speed({}, {}))  # in other processes
+    monkeypatch.setattr("compressor.run.job.measure_speed", lambda *_arguments: Speed({}, {}))  # in other processes
     before, known = state(), loggers()
     recipe = load_recipe(
         "quickstart",

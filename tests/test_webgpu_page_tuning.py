@@ -17,7 +17,7 @@ from compressor.capture.capture import capture
 from compressor.evaluate.quality import graph_hidden
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
 
 
 @pytest.mark.parametrize("clock", ["timestamps", "queue"])

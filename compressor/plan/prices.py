@@ -65,7 +65,7 @@ mark("bundle")
 del sys.modules["torch"]
 import torch, transformers.models.auto.modeling_auto
 mark("dense")
-import compressor.run
+import compressor.run.job
 mark("all")
 from compressor.plan.prices import compute
 torch.set_num_threads(int(sys.argv[1]))

@@ -28,7 +28,7 @@ from compressor.host.resources import resource
 from compressor.passes.mixed_precision import MixedPrecision
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
 
 COUNT, CLASSES = 40, 4
 TARGETS = ("Conv2d", "Linear")

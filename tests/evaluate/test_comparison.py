@@ -23,7 +23,7 @@ from compressor.graph.sites import ModelInfo
 from compressor.host.resources import resource
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import Recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
 
 REFERENCE = resource("models") / "reference"
 SIZES = {
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str],
     root = tmp_path_factory.mktemp("comparison")
     recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16_G32"}}], "tune": "off"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compressor.run.measure_speed", lambda *_: Speed({}, {}))
+        patch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
         for kind, make in MODELS.items():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

@@ -17,7 +17,7 @@ from compressor.codegen.targets import target_class, x86
 from compressor.errors import ToolchainError, UsageError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import Recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
 
 
 def test_without_a_compiler_both_remedies_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from compressor.errors import UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.pipeline import Context
-from compressor.run_web import WebMaker
+from compressor.run.web import WebMaker
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 1e-3

@@ -14,7 +14,7 @@ from compressor.evaluate.models import BundleProcess
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check
-from compressor.run_assemble import assemble
+from compressor.run.assemble import assemble
 from compressor.runtime import read_manifest
 from compressor.verify.smoke import smoke_test
 

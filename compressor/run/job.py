@@ -29,7 +29,6 @@ from compressor.graph.sites import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 from compressor.host.tensor_files import Spill, trim
-from compressor.lock import Lock
 from compressor.pipeline.observers import verify_stage
 from compressor.pipeline.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
 from compressor.pipeline.segment_cache import Results, digest
@@ -38,8 +37,9 @@ from compressor.plan.prices import machine
 from compressor.recipe.gates import GateResult, check_gates
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check, finite
-from compressor.run_native import NativeMaker
-from compressor.run_web import WebMaker
+from compressor.run.lock import Lock
+from compressor.run.native import NativeMaker
+from compressor.run.web import WebMaker
 from compressor.runtime import Bundle, load
 from compressor.verify.independence.check import check_independence
 
@@ -132,7 +132,7 @@ def run_recipe(
         example, dynamic_shapes: as for :func:`compress`.
         dump: folder for the graph after each pass and the program after each lowering phase.
         threads: for tuning and for timing; None takes the physical cores.
-        locked: what :func:`compressor.lock.read_lock` gave: the run repeats that one, or refuses.
+        locked: what :func:`compressor.run.lock.read_lock` gave: the run repeats that one, or refuses.
     Raises:
         DriftError: the run would not repeat the locked one; everything that changed is named.
         GateError: a gate failed; each is named with what was expected and measured.

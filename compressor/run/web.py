@@ -26,13 +26,13 @@ from compressor.graph.sites import ModelInfo
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
 from compressor.report import Check
-from compressor.run_assemble import model_facts
-from compressor.run_native import Dumper
+from compressor.run.assemble import model_facts
+from compressor.run.native import Dumper
 from compressor.verify.smoke import worst_error
 
 
 class WebMaker:
-    """Makes and checks a bundle for browsers; the names are those of :class:`compressor.run_native.NativeMaker`."""
+    """Makes and checks a bundle for browsers; the names are those of :class:`compressor.run.native.NativeMaker`."""
 
     timed = False  # a software adapter says nothing of the users' devices
 

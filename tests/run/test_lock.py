@@ -17,9 +17,9 @@ from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tuning import Database
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import DriftError, UsageError
-from compressor.lock import LOCK_NAME, Lock, check_lock, check_place, read_lock, save_lock
 from compressor.recipe.recipe import Recipe
-from compressor.run import run_recipe
+from compressor.run.job import run_recipe
+from compressor.run.lock import LOCK_NAME, Lock, check_lock, check_place, read_lock, save_lock
 
 RECIPE = {"passes": [{"rtn": {"scheme": "W4A16_G128"}}], "seed": 3}
 IDS = torch.arange(12).view(3, 4)
