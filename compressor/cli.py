@@ -132,7 +132,7 @@ def run(
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
     from compressor.recipe.recipe import load_recipe
-    from compressor.report import outcome_content, recording
+    from compressor.report.recorder import outcome_content, recording
     from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
     from compressor.terminal import progress, show_outcome
 

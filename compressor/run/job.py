@@ -36,7 +36,7 @@ from compressor.plan.plan import Plan, check_plan, compare_plan, plan_graph
 from compressor.plan.prices import machine
 from compressor.recipe.gates import GateResult, check_gates
 from compressor.recipe.recipe import Recipe
-from compressor.report import Check, finite
+from compressor.report.recorder import Check, finite
 from compressor.run.lock import Lock
 from compressor.run.native import NativeMaker
 from compressor.run.web import WebMaker

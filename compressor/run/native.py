@@ -13,7 +13,7 @@ from compressor.codegen.targets import NativeTarget
 from compressor.evaluate.models import BundleProcess
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
-from compressor.report import Check
+from compressor.report.recorder import Check
 from compressor.run.assemble import assemble
 from compressor.runtime import read_manifest
 from compressor.verify.smoke import smoke_test

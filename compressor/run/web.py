@@ -25,7 +25,7 @@ from compressor.export.web import WebParts, fill_web_bundle
 from compressor.graph.sites import ModelInfo
 from compressor.pipeline.pipeline import Context
 from compressor.recipe.recipe import Recipe
-from compressor.report import Check
+from compressor.report.recorder import Check
 from compressor.run.assemble import model_facts
 from compressor.run.native import Dumper
 from compressor.verify.smoke import worst_error

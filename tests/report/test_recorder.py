@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, RecipeError, UsageError, VerificationError
 from compressor.recipe.gates import Gate, check_gates
-from compressor.report import Check, outcome_content, recording, write_junit, write_report
+from compressor.report.recorder import Check, outcome_content, recording, write_junit, write_report
 from compressor.run.job import Outcome
 
 GATES = check_gates(
