@@ -165,7 +165,7 @@ def read_manifest(folder: Path, data: bytes) -> None:
     """The manifest of a bundle whose other files are whole."""
     from compressor_runtime import load
 
-    from compressor.inspection import inspect_path
+    from compressor.cli.catalogue import inspect_path
 
     (folder / "manifest.json").write_bytes(data)
     refuses(inspect_path, folder)
@@ -344,7 +344,7 @@ def child(options: argparse.Namespace) -> None:
     ):
         import compressor_runtime  # noqa: F401
 
-        import compressor.inspection
+        import compressor.cli.catalogue
         import compressor.recipe.recipe  # noqa: F401
 
     load_tvm()

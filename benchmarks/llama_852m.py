@@ -103,7 +103,7 @@ def main() -> None:
         make_model(model)
     recipe = options.folder / "llama-852m.yaml"
     recipe.write_text(RECIPE.format(model=model.absolute(), scheme=options.scheme, tune=options.tune))
-    compress = [sys.executable, "-c", "from compressor.cli import main; main()"]
+    compress = [sys.executable, "-c", "from compressor.cli.commands import main; main()"]
     run, run_s, run_peak = watched(
         [*compress, "run", str(recipe), "-o", str(bundle), "--threads", options.threads, "--json"]
     )

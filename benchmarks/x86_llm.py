@@ -79,7 +79,7 @@ def smoke_bundle(model: Path, folder: Path) -> Runtime:
     bundle, recipe = folder / "smoke-bundle", folder / "smoke.yaml"
     if not bundle.exists():
         recipe.write_text(RECIPE.format(model=model.absolute(), scheme="W4A8_G128", tune="off"))
-        compress = [sys.executable, "-c", "from compressor.cli import main; main()", "run", str(recipe)]
+        compress = [sys.executable, "-c", "from compressor.cli.commands import main; main()", "run", str(recipe)]
         subprocess.run([*compress, "-o", str(bundle)], check=True, stdout=sys.stderr)
     return Runtime("ours W4A8_G128", "", "x86_ours", "bundle", str(bundle))
 

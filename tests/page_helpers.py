@@ -13,11 +13,11 @@ import pytest
 from torch.fx import GraphModule
 
 import compressor.run.web as run_web
+from compressor.cli.serve import make_server
 from compressor.evaluate.quality import GraphLogits
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
 from compressor.run.job import run_recipe
-from compressor.serve import make_server
 
 FLAGS = (
     "--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--disable-background-networking",

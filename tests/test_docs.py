@@ -12,7 +12,7 @@ import click
 import pytest
 import yaml
 
-from compressor.cli import main
+from compressor.cli.commands import main
 from compressor.formats.format import Format
 from compressor.recipe.gates import METRICS
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compressor.errors import CompressorError
 from compressor.run.assemble import _check_room
 
-COMMAND = "from compressor.cli import main; main(prog_name='compress')"
+COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
 VOCABULARY = 128
 
 

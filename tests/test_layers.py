@@ -141,7 +141,7 @@ def loaded_by(code: str) -> set[str]:
         "from compressor import Format",
         "import compressor.recipe.recipe",
         "from compressor.pipeline.pipeline import available_passes; available_passes()",
-        "from click.testing import CliRunner; from compressor.cli import main\n"
+        "from click.testing import CliRunner; from compressor.cli.commands import main\n"
         "done = CliRunner().invoke(main, ['--help']); assert done.exit_code == 0, done.output",
     ],
     ids=["package", "Format", "recipe", "list passes", "compress --help"],

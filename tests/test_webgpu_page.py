@@ -16,7 +16,7 @@ import pytest
 from page_helpers import GENERATE, PROMPT, READY, WITHOUT_WEBGPU, greedy
 from torch.fx import GraphModule
 
-from compressor import serve
+from compressor.cli import serve
 from compressor.evaluate.quality import GraphLogits
 from compressor.host.resources import resource
 

@@ -18,12 +18,12 @@ from click.testing import CliRunner
 from torch import nn
 
 import compressor.export.web as module
-from compressor.cli import main
+from compressor.cli.commands import main
+from compressor.cli.serve import make_server
 from compressor.errors import UsageError
 from compressor.export.publish import publishing
 from compressor.export.web import WebParts, fill_web_bundle
 from compressor.runtime import load
-from compressor.serve import make_server
 
 
 def parts(**tensors: torch.Tensor) -> WebParts:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.cli import main
+from compressor.cli.commands import main
 from compressor.errors import ResourceError, UsageError
 from compressor.graph.costs import node_costs
 from compressor.graph.sites import segments, weight_bytes

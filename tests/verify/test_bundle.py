@@ -15,7 +15,7 @@ from compressor_runtime import read_safetensors
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from compressor.cli import main
+from compressor.cli.commands import main
 from compressor.errors import UsageError
 from compressor.export.schema import Manifest, check_schema
 from compressor.host.tensor_files import write_safetensors

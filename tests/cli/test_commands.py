@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.fx import GraphModule
 
-from compressor.cli import main
+from compressor.cli.commands import main
 from compressor.codegen.lowering.compile import phases
 from compressor.evaluate.comparison import Speed
 from compressor.export.vectors import make_vectors
 from compressor.recipe.gates import METRICS
 
 VOCAB, POSITIONS = 320, 64
-COMMAND = "from compressor.cli import main; main(prog_name='compress')"
+COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
 QUALITY = {"perplexity", "dense_perplexity", "top1_agreement"}
 SIZES = {"weight_bytes", "dense_weight_bytes", "bundle_bytes"}
 SPEED = {"prefill_tokens_per_s", "decode_tokens_per_s", "bytes_per_token", "bandwidth_fraction", "peak_rss_bytes"}

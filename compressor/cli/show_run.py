@@ -115,7 +115,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
         console.print(f"warning: {note}", highlight=False, markup=False)
-    from compressor.terminal_plan import show_comparison
+    from compressor.cli.show_plan import show_comparison
 
     totals = [row for row in outcome.predictions if row[0] == "seconds" or row[0].endswith("_bytes")]
     show_comparison(outcome.predictions if time_passes else totals)

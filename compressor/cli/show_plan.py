@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compressor.terminal import figure, stdout_console
+from compressor.cli.show_run import figure, stdout_console
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan

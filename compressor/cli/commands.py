@@ -131,10 +131,10 @@ def run(
     **changes: Any,
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
+    from compressor.cli.show_run import progress, show_outcome
     from compressor.recipe.recipe import load_recipe
     from compressor.report.recorder import outcome_content, recording
     from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
-    from compressor.terminal import progress, show_outcome
 
     failed: GateError | None = None
     with recording(recipe, junit, report, changes["output"]) as recorder:
@@ -171,8 +171,8 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     from compressor.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, **changes)
+    from compressor.cli.show_plan import show_plan
     from compressor.plan.plan import check_plan, make_plan
-    from compressor.terminal_plan import show_plan
 
     plan = make_plan(loaded, measure=probe)
     _emit(as_json, plan.to_json(), lambda: show_plan(plan))
@@ -194,8 +194,8 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
     Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense.
     """
+    from compressor.cli.show_run import progress, show_metrics
     from compressor.recipe.recipe import load_text_spec
-    from compressor.terminal import progress, show_metrics
 
     spec = load_text_spec(data, evaluation=True)
     if tokens is not None:
@@ -239,7 +239,7 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 @_reported
 def serve(bundle: Path, port: int, as_json: bool) -> None:
     """Serve BUNDLE, made for browsers, on this machine alone until interrupted."""
-    from compressor.serve import HOST, make_server
+    from compressor.cli.serve import HOST, make_server
 
     with make_server(bundle, port) as server:
         url = f"http://{HOST}:{server.server_port}/"
@@ -260,8 +260,8 @@ def bench_command(
     bundle: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
 ) -> None:
     """Time BUNDLE (or a Hugging Face folder, in PyTorch float32) in a process of its own."""
+    from compressor.cli.show_run import show_metrics
     from compressor.evaluate.speed import bench
-    from compressor.terminal import show_metrics
 
     metrics = bench(bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats)
     _emit(as_json, metrics, lambda: show_metrics(str(bundle), metrics))
@@ -273,8 +273,8 @@ def bench_command(
 @_reported
 def inspect(path: Path, as_json: bool) -> None:
     """Show what is in PATH: a bundle's formats, bytes and kernels, or the linears of a Hugging Face folder."""
-    from compressor.inspection import inspect_path
-    from compressor.terminal import show_inspection
+    from compressor.cli.catalogue import inspect_path
+    from compressor.cli.show_run import show_inspection
 
     content = inspect_path(path)
     _emit(as_json, content, lambda: show_inspection(content))
@@ -323,7 +323,7 @@ def sign(bundle: Path, key: Path, as_json: bool) -> None:
 @_reported
 def list_command(what: str, as_json: bool) -> None:
     """List what there is of one kind, a line each."""
-    from compressor.inspection import catalogue
+    from compressor.cli.catalogue import catalogue
 
     entries = catalogue(what)
 
@@ -341,7 +341,7 @@ def list_command(what: str, as_json: bool) -> None:
 @_reported
 def show(name: str, as_json: bool) -> None:
     """Show a pass, format, target, recipe or calibration set in full."""
-    from compressor.inspection import describe
+    from compressor.cli.catalogue import describe
 
     kind, text = describe(name)
     _emit(as_json, {"name": name, "kind": kind, "text": text}, lambda: click.echo(text))
@@ -357,8 +357,8 @@ def cache() -> None:
 @_reported
 def cache_list(as_json: bool) -> None:
     """List the finished blocks, the most recently used first."""
-    from compressor.inspection import cached
-    from compressor.terminal import show_inspection
+    from compressor.cli.catalogue import cached
+    from compressor.cli.show_run import show_inspection
 
     content = cached()
     _emit(as_json, content, lambda: show_inspection(content))
