@@ -16,10 +16,11 @@ from typing import Any
 from compressor.capture.capture import capture
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.data.text import Samples
-from compressor.graph.sites import twin, weight_bytes
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.graph.model import twin, weight_bytes
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe
-from compressor.run.assemble import assemble
+from compressor.run.native import assemble
 from compressor.verify.independence.check import check_independence
 
 

@@ -65,7 +65,8 @@ def measure(folder: Path, samples: int) -> dict[str, Any]:
     from compressor.calibration.calibrate import Samples
     from compressor.capture.capture import capture
     from compressor.passes.gptq import Gptq
-    from compressor.pipeline.pipeline import Context, Pipeline
+    from compressor.pipeline.context import Context
+    from compressor.pipeline.pipeline import Pipeline
 
     graph = capture(folder)
     ids = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=torch.Generator().manual_seed(0))

@@ -88,9 +88,9 @@ def make_bundle(folder: Path) -> None:
     """A bundle as export writes it, of a packed linear and an embedding; its libraries are no libraries."""
     import torch
 
-    from compressor.export.publish import BundleParts, write_bundle
+    from compressor.export.native import BundleParts, write_bundle
     from compressor.formats.format import Format
-    from compressor.passes.rtn import rtn_quantize
+    from compressor.numerics.nearest import rtn_quantize
 
     random_numbers = torch.Generator().manual_seed(0)
     packed = rtn_quantize(torch.randn(20, 64, generator=random_numbers), Format.parse("W4A16_ASYM_G32"))
@@ -165,7 +165,7 @@ def read_manifest(folder: Path, data: bytes) -> None:
     """The manifest of a bundle whose other files are whole."""
     from compressor_runtime import load
 
-    from compressor.cli.catalogue import inspect_path
+    from compressor.cli.contents import inspect_path
 
     (folder / "manifest.json").write_bytes(data)
     refuses(inspect_path, folder)

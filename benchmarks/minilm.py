@@ -34,10 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.capture.capture import capture
+from compressor.data.embedding_texts import Texts, read_pooling
 from compressor.data.text import load_samples
-from compressor.evaluate.embeddings import Texts, pool, read_pooling
+from compressor.evaluate.embeddings import pool
 from compressor.evaluate.models import BundleProcess
-from compressor.graph.sites import ModelInfo, weight_bytes
+from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest
 

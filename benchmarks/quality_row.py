@@ -19,10 +19,12 @@ from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import Samples, load_evaluation, load_samples
 from compressor.capture.capture import capture
-from compressor.evaluate.speed_worker import peak_rss_bytes
-from compressor.graph.sites import linear_sites, twin
+from compressor.graph.model import twin
+from compressor.graph.sites import linear_sites
+from compressor.host.machine import peak_rss_bytes
 from compressor.host.tensor_files import map_safetensors
-from compressor.pipeline.pipeline import Context, Pipeline, pass_class
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline, pass_class
 from compressor.recipe.recipe import Recipe, load_text_spec
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128

@@ -26,7 +26,7 @@ from compressor.capture.capture import capture
 from compressor.data.images import Images, load_image_samples, load_images
 from compressor.evaluate.models import BundleProcess
 from compressor.evaluate.quality import Classes, graph_classes
-from compressor.graph.sites import weight_bytes
+from compressor.graph.model import weight_bytes
 from compressor.pipeline.pipeline import pass_class
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import read_manifest

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from compressor.cpu import cpu_name
+from compressor.host.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 FLAGS = (

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from x86_child import ROOT, Child, ChildError, Runtime, available_bytes, peak_int8
 
-from compressor.cpu import cpu_name, host_flags
+from compressor.host.machine import cpu_name, host_flags
 
 SPARE_BYTES = 4 << 30  # left to the others
 SETTLE_S = 0.5  # threads of the runtime before wait for work, spinning

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressor.codegen.targets import Target
     from compressor.formats.format import Format
-    from compressor.pipeline.pipeline import Context, Pass, Pipeline
+    from compressor.pipeline.context import Context
+    from compressor.pipeline.pipeline import Pass, Pipeline
     from compressor.recipe.recipe import Recipe
     from compressor.run.job import compress
     from compressor.runtime import Bundle, load

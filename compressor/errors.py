@@ -29,7 +29,7 @@ class GateError(CompressorError):
     """A gate of the recipe failed: the result is not as good as was asked for.
 
     Attributes:
-        outcome: what the run gave nevertheless, a :class:`compressor.run.job.Outcome`.
+        outcome: what the run gave nevertheless, a :class:`compressor.run.outcome.Outcome`.
     """
 
     exit_code: ClassVar[int] = 3

@@ -114,9 +114,9 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
         from compressor.codegen.lowering.compile import compile_graph
         from compressor.codegen.targets.x86 import X86
-        from compressor.export.publish import BundleParts, write_bundle
+        from compressor.export.facts import model_facts
+        from compressor.export.native import BundleParts, write_bundle
         from compressor.export.vectors import make_vectors
-        from compressor.run.assemble import model_facts
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)
@@ -146,9 +146,9 @@ def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callab
     from torch import nn
 
     from compressor.capture.capture import capture
-    from compressor.graph.sites import weight_bytes
+    from compressor.graph.model import weight_bytes
     from compressor.passes.rtn import Rtn
-    from compressor.pipeline.pipeline import Context
+    from compressor.pipeline.context import Context
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

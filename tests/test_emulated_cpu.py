@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 
 from compressor.capture.capture import capture
-from compressor.codegen.kernels.vector import AVX2, AVX512_VNNI
-from compressor.codegen.targets.x86 import X86
-from compressor.graph.sites import weight_bytes
+from compressor.codegen.targets.x86 import AVX2, AVX512_VNNI, X86
+from compressor.graph.model import weight_bytes
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.verify.smoke import BLOCKED
 
 CPU = "Haswell-noTSX"  # the first with all of AVX2, FMA and F16C

@@ -24,20 +24,24 @@ import compressor
 import compressor.run.native
 from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.capture.capture import capture
+from compressor.data.embedding_texts import load_embedding_texts
 from compressor.errors import UsageError
 from compressor.evaluate.comparison import Speed
-from compressor.evaluate.embeddings import load_embedding_texts, measure_embeddings
+from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.models import evaluate_path
 from compressor.evaluate.quality import GraphLogits, graph_hidden, measure_quality
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
-from compressor.graph.sites import ModelInfo, linear_sites, match_sites
+from compressor.graph.model import ModelInfo
+from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context, pass_name
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import pass_name
 from compressor.recipe.data_spec import EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
-from compressor.run.job import Outcome, run_recipe
+from compressor.run.job import run_recipe
+from compressor.run.outcome import Outcome
 from compressor.runtime import load
 
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith("_webgpu"))

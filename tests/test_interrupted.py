@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compressor.errors import CompressorError
-from compressor.run.assemble import _check_room
+from compressor.run.native import _check_room
 
 COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
 VOCABULARY = 128

@@ -56,8 +56,8 @@ def write_llama(
 ) -> Callable[..., Path]:
     """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
     from compressor.capture.capture import capture
-    from compressor.graph.sites import weight_bytes
-    from compressor.pipeline.pipeline import Context
+    from compressor.graph.model import weight_bytes
+    from compressor.pipeline.context import Context
 
     def write(*passes: Any) -> Path:
         sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 
 import compressor
-from compressor.export.publish import BundleParts, write_bundle
+from compressor.export.native import BundleParts, write_bundle
 from compressor.runtime import Bundle, BundleError, DamagedBundleError, RequestError, TextStream, load
 
 VOCAB, WIDTH, POSITIONS = 300, 16, 40

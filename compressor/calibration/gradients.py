@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from compressor.calibration.segment_runner import Stream
 from compressor.errors import UsageError
-from compressor.graph.sites import Segment, Site, segments
+from compressor.graph.segments import Segment, segments
+from compressor.graph.sites import Site
 from compressor.host.tensor_files import Spill
 
 

@@ -27,7 +27,8 @@ from torch.fx import GraphModule
 from compressor.calibration.gradients import backwards
 from compressor.calibration.segment_runner import split_samples
 from compressor.errors import UsageError
-from compressor.graph.sites import ModelInfo, Site, group_by_input
+from compressor.graph.model import ModelInfo
+from compressor.graph.sites import Site, group_by_input
 from compressor.host.tensor_files import Spill
 from compressor.numerics.deterministic import total
 

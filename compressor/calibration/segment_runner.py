@@ -16,10 +16,11 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
-from compressor.graph.sites import ModelInfo, Segment, segments, shared_nodes
+from compressor.graph.model import ModelInfo
+from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.bfloat16 import bfloat16_products
-from compressor.pipeline.pipeline import Reporter
+from compressor.progress import Reporter
 
 
 class Stream:

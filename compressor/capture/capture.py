@@ -35,7 +35,8 @@ from compressor.capture.normalize import StoredLayout, cast_half_embeddings, kee
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
-from compressor.graph.sites import ModelInfo, drop_dead_parameters
+from compressor.graph.model import ModelInfo
+from compressor.graph.rewrite import drop_dead_parameters
 
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 

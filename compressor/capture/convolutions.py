@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.sites import drop_dead_parameters, set_parameter
+from compressor.graph.rewrite import drop_dead_parameters, set_parameter
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 _CONVOLUTIONS = (

@@ -23,9 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
 from compressor.capture.export import explaining
-from compressor.capture.files import check_config, read_object
+from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError
+from compressor.host.json_files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

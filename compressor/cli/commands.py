@@ -133,7 +133,8 @@ def run(
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
     from compressor.cli.show_run import progress, show_outcome
     from compressor.recipe.recipe import load_recipe
-    from compressor.report.recorder import outcome_content, recording
+    from compressor.report.content import outcome_content
+    from compressor.report.recorder import recording
     from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
 
     failed: GateError | None = None
@@ -273,7 +274,7 @@ def bench_command(
 @_reported
 def inspect(path: Path, as_json: bool) -> None:
     """Show what is in PATH: a bundle's formats, bytes and kernels, or the linears of a Hugging Face folder."""
-    from compressor.cli.catalogue import inspect_path
+    from compressor.cli.contents import inspect_path
     from compressor.cli.show_run import show_inspection
 
     content = inspect_path(path)

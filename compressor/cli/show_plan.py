@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.show_run import figure, stdout_console
+from compressor.cli.figures import figure, stdout_console
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan
     from compressor.plan.durations import Estimate
-    from compressor.plan.plan import PassPlan, Plan
+    from compressor.plan.model import PassPlan, Plan
     from compressor.plan.roofline import Roofline
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from compressor.cli.figures import figure, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
-    from compressor.pipeline.pipeline import Reporter, Task
-    from compressor.run.job import Outcome
+    from compressor.progress import Reporter, Task
+    from compressor.run.outcome import Outcome
 
 
 class _Bar:
@@ -27,7 +27,7 @@ class _Bar:
 
 
 class _Progress:
-    """A :class:`compressor.pipeline.pipeline.Reporter` that draws bars."""
+    """A :class:`compressor.progress.Reporter` that draws bars."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -68,11 +68,6 @@ _ROWS = (
     ("latency, ms", "latency_ms", "{:,.2f}"),
     ("peak memory", "peak_rss_bytes", "bytes"),
 )
-
-
-def stdout_console() -> Console:
-    """Standard output; where that is no terminal, wide enough for whole names."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def show_outcome(outcome: Outcome, time_passes: bool) -> None:
@@ -183,13 +178,3 @@ def show_inspection(content: Mapping[str, Any]) -> None:
 
 def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def figure(value: float, form: str) -> str:
-    """A number as text: bytes with a unit, anything else by its format."""
-    if form != "bytes":
-        return form.format(value)
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"

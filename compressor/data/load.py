@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from compressor.calibration.calibrate import load_evaluation, load_samples
+from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
 from compressor.data.text import Samples
 from compressor.errors import UsageError
-from compressor.evaluate.embeddings import Texts, load_embedding_texts
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
 

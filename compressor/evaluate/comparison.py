@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError
+from compressor.evaluate.gates import timing_of
 from compressor.evaluate.speed import Worker, summary
 from compressor.evaluate.timing import CONFIDENCE, Timing, collect, record
-from compressor.graph.sites import ModelInfo
-from compressor.recipe.gates import Gate, timing_of
+from compressor.graph.model import ModelInfo
+from compressor.recipe.gates import Gate
 
 LOOKS = (7, 14, 28)
 """Repeats after which one looks whether the gates are decided.  Seven are the fewest that give an interval."""

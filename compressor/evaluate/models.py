@@ -13,9 +13,10 @@ from torch import Tensor
 
 from compressor.calibration.calibrate import load_evaluation
 from compressor.capture.capture import capture
+from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images
 from compressor.errors import UsageError
-from compressor.evaluate.embeddings import Texts, load_embedding_texts, measure_embeddings
+from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.quality import (
     EvalResult,
     GraphLogits,
@@ -27,9 +28,9 @@ from compressor.evaluate.quality import (
     measure_accuracy,
     measure_quality,
 )
-from compressor.graph.sites import ModelInfo, weight_bytes
+from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.child import Child
-from compressor.pipeline.pipeline import Reporter, Silent
+from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest
 

@@ -21,9 +21,9 @@ from compressor.calibration.segment_runner import Stream, stream_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
-from compressor.pipeline.pipeline import Reporter, Silent
+from compressor.progress import Reporter, Silent
 
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError
 from compressor.host.child import serve
+from compressor.host.machine import peak_rss_bytes
 
 Step: TypeAlias = Callable[[Any], Any]
 """Ids int64 [1, S] -> the likeliest next token, int64 [1, 1]."""
@@ -154,14 +155,6 @@ def _random_ids(
     if positions and tokens > positions:
         raise UsageError(f"{path}: {tokens} tokens are more than the model's {positions} positions; ask for fewer")
     return np.random.default_rng(0).integers(0, vocab_size, (1, prompt_tokens), dtype=np.int64)
-
-
-def peak_rss_bytes() -> int:
-    """VmHWM: unlike ``ru_maxrss`` it does not begin with the size of the parent process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise CompressorError("bench: /proc/self/status has no VmHWM; speed and memory are measured on Linux only")
 
 
 def main() -> int:

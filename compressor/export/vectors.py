@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import release
 from compressor.ops.linear import packed_product
 

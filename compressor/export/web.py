@@ -11,14 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.export.publish import (
-    described,
-    explaining_failed_writes,
-    listing,
-    stored_parameter,
-    with_total,
-    write_origin,
-)
+from compressor.export.facts import described, stored_parameter, write_origin
+from compressor.export.manifest import listing, with_total
+from compressor.export.publish import explaining_failed_writes
 from compressor.host.resources import resource
 
 if TYPE_CHECKING:
@@ -36,7 +31,7 @@ SHIPPED: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class WebParts:
-    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.publish.BundleParts`."""
+    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.native.BundleParts`."""
 
     graph: nn.Module
     parameters: Sequence[str]

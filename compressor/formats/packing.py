@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.format import TILE_ROWS, TILED, Format
-from compressor.numerics.grids import STORED, unscaled
+from compressor.formats.values import STORED, unscaled
 
 PIECE_ELEMENTS = 1 << 22
 
@@ -191,3 +191,12 @@ def _untile(tiled: Tensor, fmt: Format, rows: int) -> Tensor:
     if fmt.block_tiles:
         return tiled.repeat_interleave(fmt.group_size, dim=0)[:rows]
     return tiled.movedim(-1, 1).flatten(0, 1)[:rows]
+
+
+def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
+    """A packed [rows, columns] weight without storage."""
+    parts = {
+        part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+        for part, (kind, shape) in fmt.parts(rows, columns).items()
+    }
+    return PackedWeight(parts, fmt, (rows, columns))

@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 
 import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
-from compressor.graph.sites import ModelInfo, set_parameter
+from compressor.graph.model import ModelInfo
+from compressor.graph.rewrite import set_parameter
 
 _CACHED = torch.ops.compressor.cached_attention.default
 _PACKED = torch.ops.compressor.packed_attention.default

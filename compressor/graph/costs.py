@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph.caches import empty_caches
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default

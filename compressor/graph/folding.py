@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.sites import Site, linear_sites, set_parameter
+from compressor.graph.provenance import describe
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import Site, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
@@ -187,9 +189,3 @@ def _names(node: Node, *values: Any) -> tuple[str, ...]:
     if not names:
         raise Unabsorbable(f"{describe(node)} in front of it has no weight")
     return tuple(names)
-
-
-def describe(node: Node) -> str:
-    """A node's name, and the module that it belongs to."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return f"{node.name} ({stack[-1][0]})" if stack and stack[-1][0] else node.name

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.folding import Unabsorbable, describe
+from compressor.graph.folding import Unabsorbable
+from compressor.graph.provenance import describe
 from compressor.graph.sites import Site, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten

@@ -10,41 +10,18 @@ import re
 import time
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 from torch.fx import GraphModule, Node
 
 import compressor.ops.linear  # noqa: F401  (registers the operators)
-from compressor.formats.cache import DENSE_CACHE
-from compressor.formats.packing import PackedWeight
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Facts about a captured model; ``graph.meta["model"]``.  Sizes are 0 where they have no meaning."""
-
-    kind: Literal["decoder", "encoder", "module"]
-    name: str  # folder name, hub id or class name
-    architecture: str  # class name
-    vocab_size: int = 0
-    layers: int = 0  # attention layers, one cache entry each
-    kv_heads: int = 0
-    head_dim: int = 0
-    cache_format: str = DENSE_CACHE  # of keys and values
-    max_positions: int = 0  # 0: no limit stated
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    source: Path | None = None  # the folder, which also holds the tokenizer
-    config_sha256: str = ""
-    parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
 
 
 @dataclass(frozen=True)
@@ -170,144 +147,11 @@ def _matches(pattern: str, site: Site) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
 
 
-def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
-    """Create or replace a parameter (no gradient) under a dotted name, and the modules on the way."""
-    path, _, leaf = name.rpartition(".")
-    module: nn.Module = graph
-    for part in path.split(".") if path else []:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-
-
-def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
-    """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
-
-    The module's code stays as it is until the caller is done and calls ``graph.recompile()``: torch.fx keeps the source
-    of every version, and one for each linear would take more memory than the weights.
-
-    The dense weight goes when nothing else uses it.  The site's node is gone afterwards.  Other sites can still be
-    replaced, but the ``input`` of one that reads this node's output directly is stale: list the sites again.
-
-    Raises:
-        ValueError: the packed weight has another shape.
-    """
-    if packed.shape != (site.out_features, site.in_features):
-        raise ValueError(f"{site.name} is {site.out_features} x {site.in_features}, the packed weight {packed.shape}")
-    old = site.node
-    weight, bias = cast(Node, old.args[1]), old.args[2]
-    with graph.graph.inserting_before(old):
-        new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
-    new.meta = dict(old.meta)
-    old.replace_all_uses_with(new)
-    graph.graph.erase_node(old)
-    if not weight.users:
-        graph.graph.erase_node(weight)
-        _delete_parameter(graph, site.weight_name)
-
-
-def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
-    """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
-    stored = []
-    for part, value in packed.parts.items():
-        set_parameter(graph, f"{name}.{part}", value)
-        stored.append(graph.graph.get_attr(f"{name}.{part}"))
-    out_features, in_features = packed.shape
-    return graph.graph.call_function(_PACKED, (x, stored, bias, packed.format.name, in_features, out_features))
-
-
-def drop_dead_parameters(graph: GraphModule) -> list[str]:
-    """Remove nodes without users and then parameters and buffers that no node reads; their names."""
-    graph.graph.eliminate_dead_code()
-    for node in list(graph.graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.graph.erase_node(node)
-    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
-    held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
-    dead = [name for name, _ in held if name not in used]
-    for name in dead:
-        _delete_parameter(graph, name)
-    graph.recompile()
-    return dead
-
-
-def _delete_parameter(graph: GraphModule, name: str) -> None:
-    path, _, leaf = name.rpartition(".")
-    delattr(graph.get_submodule(path), leaf)
-    while path and not list(graph.get_submodule(path).parameters()) and not list(graph.get_submodule(path).buffers()):
-        path, _, leaf = path.rpartition(".")
-        delattr(graph.get_submodule(path), leaf)
-
-
-def weight_bytes(graph: GraphModule) -> int:
-    """Bytes of the graph's parameters as they are stored, each counted once; buffers are not weights."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in graph.parameters())
-
-
 def ties(graph: GraphModule) -> dict[str, list[Node]]:
     """Parameters with more than one user, and those users in order."""
     return {
         node.target: list(node.users) for node in graph.graph.nodes if node.op == "get_attr" and len(node.users) > 1
     }
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of the graph between two points where one token-dependent tensor is all that is live."""
-
-    nodes: tuple[Node, ...]  # token-dependent nodes, in order
-    sites: tuple[Site, ...]  # dense
-    packed: tuple[Site, ...]
-    entry: Node | None  # the live tensor at its beginning; None for the first
-    exit: Node | None  # the live tensor at its end; None for the last
-
-
-def segments(graph: GraphModule) -> list[Segment]:
-    """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
-
-    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available
-    everywhere and do not count as live; nor do graph inputs, nor values that only the output reads (new keys
-    and values).  Running the segments in order with :func:`run_nodes` is running the graph.
-    """
-    nodes = _token_nodes(graph)
-    index = {node: i for i, node in enumerate(nodes)}
-    last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
-    sites = {site.node: site for site in linear_sites(graph)}
-    packed = {site.node: site for site in packed_sites(graph)}
-    # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
-    linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
-    result: list[Segment] = []
-    live: set[int] = set()
-    begin, entry = 0, None
-    for i in range(linears[-1] if linears else 0):  # what follows the last linear belongs to its segment
-        live = {j for j in (*live, i) if last_use[j] > i}
-        if len(live) != 1 or not any(begin <= j <= i for j in linears):
-            continue
-        exit_node = nodes[next(iter(live))]
-        if not isinstance(exit_node.meta.get("val"), Tensor | None):
-            continue  # a tuple of tensors is not one tensor
-        result.append(_segment(nodes[begin : i + 1], sites, packed, entry, exit_node))
-        begin, entry = i + 1, exit_node
-    result.append(_segment(nodes[begin:], sites, packed, entry, None))
-    return result
-
-
-def _segment(
-    nodes: list[Node],
-    sites: dict[Node, Site],
-    packed: dict[Node, Site],
-    entry: Node | None,
-    exit_node: Node | None,
-) -> Segment:
-    dense, done = (tuple(found[node] for node in nodes if node in found) for found in (sites, packed))
-    return Segment(tuple(nodes), dense, done, entry, exit_node)
-
-
-def shared_nodes(graph: GraphModule) -> list[Node]:
-    """Nodes that no segment holds: parameters and values that depend on positions and shapes only, in order."""
-    inside = set(_token_nodes(graph))
-    return [n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and n not in inside]
 
 
 def run_nodes(graph: GraphModule, nodes: Iterable[Node], env: MutableMapping[Node, Any]) -> None:
@@ -317,28 +161,3 @@ def run_nodes(graph: GraphModule, nodes: Iterable[Node], env: MutableMapping[Nod
     with torch.no_grad():
         for node in nodes:
             env[node] = interpreter.run_node(node)
-
-
-def twin(graph: GraphModule) -> GraphModule:
-    """A second graph over the same parameters: rewriting one leaves the other as it is."""
-    nodes = fx.Graph()
-    nodes.output(nodes.graph_copy(graph.graph, {}))
-    nodes.set_codegen(graph.graph._codegen)
-    copied = GraphModule(graph, nodes, class_name=type(graph).__name__)
-    copied.meta.update(graph.meta)
-    return copied
-
-
-def _token_nodes(graph: GraphModule) -> list[Node]:
-    """Nodes whose values depend on the tokens (for a plain module: on any input), but not on its shape alone."""
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    roots = {node for node in inputs if node.target == "ids"} or set(inputs)
-    found: dict[Node, None] = {}
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder":
-            continue
-        if any(source in found or source in roots for source in node.all_input_nodes):
-            found[node] = None
-    return list(found)

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from compressor.errors import CompressorError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
 
@@ -145,3 +147,9 @@ def source_digest(cls: type) -> str:
         return read_sha256(Path(file)) if file is not None else secrets.token_hex(32)
     except OSError:
         return secrets.token_hex(32)
+
+
+def digest(*parts: object) -> str:
+    """SHA-256 of plain data."""
+    text = json.dumps(parts, sort_keys=True, default=str, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from compressor.errors import CompressorError
 
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 _LIMITS = {"Max address space": ("VmSize", "RLIMIT_AS"), "Max data size": ("VmData", "RLIMIT_DATA")}
@@ -88,3 +91,28 @@ def _reclaimable(stat: Path, names: tuple[str, ...]) -> int:
     """Bytes of cached files, which the kernel drops when memory is short."""
     rows = (line.split() for line in stat.read_text(encoding="utf-8").splitlines()) if stat.is_file() else ()
     return sum(int(row[1]) for row in rows if row[0] in names)
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def host_flags() -> frozenset[str]:
+    """CPU flags of this machine as Linux names them; empty where it is no x86-64 Linux."""
+    info = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not info.exists():
+        return frozenset()
+    line = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM: unlike ``ru_maxrss`` it does not begin with the size of the parent process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise CompressorError("bench: /proc/self/status has no VmHWM; speed and memory are measured on Linux only")

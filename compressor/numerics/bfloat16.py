@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from compressor.cpu import host_flags
 from compressor.formats.format import Format
+from compressor.host.machine import host_flags
 
 _COARSE_BITS = 4
 

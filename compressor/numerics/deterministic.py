@@ -106,3 +106,8 @@ def inverse_cholesky(A: Tensor) -> Tensor | None:
     A[half:, :half] = -lower @ (corner @ upper)
     A[:half, half:] = 0.0
     return A
+
+
+def half_product(columns: int) -> float:
+    """Operations an element of the upper half of a symmetric matrix, blocks on the diagonal whole, and its rows."""
+    return 1 + min(1.0, BLOCK / columns)

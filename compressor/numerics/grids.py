@@ -16,9 +16,9 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
+from compressor.formats.values import STORED, unscaled
 from compressor.numerics.clustering import cluster
 
-STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
 _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2.0**-9, 448.0)}
 """The smallest scale above zero, and the largest, by type; of E8M0 as far as float32 arithmetic is at ease."""
 
@@ -151,16 +151,3 @@ def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
 def _rounding(element: Element) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     codes, ends = element.rounding
     return np.array(codes, np.uint8), np.array(ends)
-
-
-@functools.cache
-def _values(element: Element) -> NDArray[np.float32]:
-    """Not as a tensor: one that is made while a graph is traced is fake, and would be kept."""
-    return np.array(element.values, np.float32)
-
-
-def unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
-    """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
-    if fmt.element is not None:
-        return torch.from_numpy(_values(fmt.element))[codes.int()]
-    return codes.float().sub_(fmt.middle if zeros is None else zeros)

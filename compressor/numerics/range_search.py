@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -113,3 +114,31 @@ def _error(weight: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor | N
         return over_shared(difference.square_() @ importance, fmt, torch.sum)
     padded = even(difference)
     return over_shared(((padded @ even(importance)) * padded).sum(1)[: len(weight)], fmt, torch.sum)
+
+
+Work = Mapping[str, float]
+"""Amounts of work by unit; :data:`compressor.plan.prices.UNITS` lists the units."""
+
+
+_CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
+
+
+_CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.numerics.clustering.cluster
+
+
+def _grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched: bool = True) -> dict[str, float]:
+    """Work of choosing a weight's grids so many times, by searching or by their range; codebooks cluster either way."""
+    if fmt.codebook:
+        each = _CLUSTER_BYTES * rows * fmt.groups(columns) * (fmt.levels + 6)
+        return {"grid_element": 0.0, "stream_byte": float(searches * (1 + searched) * each)}
+    return {"grid_element": float(searches * (_CANDIDATES[fmt.symmetric] if searched else 0) * rows * columns)}
+
+
+def _observer_work(rows: int, columns: int, fmt: Format, observer: Observer) -> Counter[str]:
+    """Work of choosing a weight's grids once; with ``output``, each of more grids takes a product with the Hessian."""
+    work = Counter(_grid_work(rows, columns, fmt, 1, searched=observer != "minmax"))
+    if observer == "output" and not fmt.codebook:
+        tried = len(OUTPUT_RATIOS) * (2 if fmt.symmetric else 1)
+        work["grid_element"] = tried * rows * columns
+        work["matmul_flop"] += 2 * tried * rows * columns * fmt.columns(columns)
+    return work

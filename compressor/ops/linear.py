@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, coded_rows, dequantize_rows, float_part
-from compressor.numerics.input_scales import round_activations
+from compressor.formats.rounded_activations import round_activations
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef

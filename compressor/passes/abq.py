@@ -21,27 +21,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Hessian, Inputs
+from compressor.calibration.statistics import Hessian, Inputs
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.formats.rounded_activations import round_activations
 from compressor.graph.folding import Absorber
-from compressor.numerics.input_scales import round_activations
-from compressor.passes.awq import awq_quantize
-from compressor.passes.gptq import Gptq
-from compressor.passes.smoothquant import output_error
-from compressor.pipeline.pipeline import Context
+from compressor.numerics.nearest import awq_quantize
+from compressor.numerics.range_search import Work
+from compressor.numerics.scale_search import output_error, scaled_work
+from compressor.passes.gptq import Gptq, gptq_work, gptq_working_bytes
+from compressor.pipeline.context import Context
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import (
-    Gathering,
-    SitePlan,
-    Work,
-    gptq_work,
-    gptq_working_bytes,
-    plan_sites,
-    scaled_work,
-)
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _STRENGTHS = tuple((alpha, beta) for alpha in (0.0, 0.25, 0.5, 0.75) for beta in (0.0, 0.25, 0.5))

@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Hessian
+from compressor.calibration.statistics import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, unpack
 from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import quadratic
-from compressor.numerics.learned_rounding import descend, learn_rounding, neighbours, spread_values
-from compressor.numerics.obs import match_dense
-from compressor.numerics.range_search import Observer, chooser
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
-from compressor.pipeline.pipeline import Context
-from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import (
-    Gathering,
-    SitePlan,
-    adaptive_rounding_work,
-    adaptive_rounding_working_bytes,
-    plan_sites,
+from compressor.numerics.deterministic import half_product, quadratic
+from compressor.numerics.learned_rounding import (
+    ROUNDING_ROWS,
+    ROUNDING_SWEEPS,
+    descend,
+    learn_rounding,
+    neighbours,
+    spread_values,
 )
+from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.obs import match_dense
+from compressor.numerics.range_search import Observer, Work, _observer_work, chooser
+from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
+from compressor.pipeline.context import Context
+from compressor.pipeline.resume import Blocks
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
@@ -178,3 +179,33 @@ class AdaptiveRounding:
         if info.dead_columns:
             notes.append(f"{info.dead_columns} inputs are zero in all samples; their weights are rounded to nearest")
         return Quantized(packed, info.error, info.rtn_error, notes)
+
+
+def adaptive_rounding_work(
+    rows: int, columns: int, fmt: Format, *, steps: int, observer: Observer, match_dense: bool
+) -> Work:
+    """Work of :func:`compressor.passes.adaptive_rounding.adaptive_round`.
+
+    A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight; a sweep of
+    the descent is two products, and per column what GPTQ does.
+    """
+    size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
+    work = _observer_work(rows, columns, fmt, observer)
+    work.update({
+        "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
+        "stream_byte": 400 * steps * size,
+        "node": 6 * steps * chunks,
+        "matmul64_flop": (3 * half_product(columns) + 4 * ROUNDING_SWEEPS) * size * columns,
+        "factor64_flop": 1 / 3 * columns**3 if match_dense else 0,
+        "rtn_element": 2 * size,
+        "dequantize_element": 6 * size,
+        "sweep_element": ROUNDING_SWEEPS * size,
+        "sweep_column": ROUNDING_SWEEPS * columns,
+    })  # fmt: skip
+    return work
+
+
+def adaptive_rounding_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Memory of the descent in float64: the weight, its transpose, values and slopes, a few of which twice; and of the
+    Hessian, twice, and a half in float32.  The statistics themselves are not in it."""
+    return (4 + 8 * 7 + 4) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + (8 * 2 + 4) * columns**2

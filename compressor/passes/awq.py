@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs
+from compressor.calibration.statistics import Inputs
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight
 from compressor.graph.folding import Absorber
-from compressor.numerics.range_search import search_grid
-from compressor.passes.rtn import round_sites, rtn_quantize
-from compressor.passes.smoothquant import search_scale
+from compressor.numerics.nearest import awq_quantize
+from compressor.numerics.scale_search import scaled_work, scaled_working_bytes, search_scale
+from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
-from compressor.pipeline.pipeline import Context
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, scaled_work, scaled_working_bytes
-from compressor.pipeline.sites import choose_format, choose_sites
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _STRENGTHS = tuple(0.05 * step for step in range(20))
 
@@ -40,16 +38,6 @@ def awq_scale(mean_abs: Tensor, strength: float) -> Tensor:
         return torch.ones_like(size)
     scale = torch.where(used, size, size[used].mean()).pow(strength)
     return scale / (scale.max() * scale.min()).sqrt()
-
-
-def awq_quantize(weight: Tensor, mean_square: Tensor, fmt: Format) -> PackedWeight:
-    """Round to nearest on grids whose range is clipped as long as the outputs' error falls (section 3.2).
-
-    Args:
-        weight: float32 [out, in], scaled.
-        mean_square: of the inputs, divided by the same scale; float [in].
-    """
-    return rtn_quantize(weight, fmt, lambda group, columns: search_grid(group, mean_square[columns], fmt))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import PARTS
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
-from compressor.graph.packed import packed_weight, set_bias
+from compressor.formats.rounded_activations import round_activations
+from compressor.graph.rewrite import packed_weight, set_bias
 from compressor.graph.sites import Site, linear_sites, packed_sites, ties
 from compressor.host.tensor_files import release
 from compressor.numerics.deterministic import column_sums
-from compressor.numerics.input_scales import round_activations
+from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import has_input_scale
-from compressor.pipeline.pipeline import Context
 from compressor.pipeline.site_plan import Gathering, SitePlan
 from compressor.pipeline.sites import choose_sites
 

@@ -13,11 +13,11 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.formats.format import LARGEST_GROUP, Format
 from compressor.formats.packing import PackedWeight
-from compressor.passes.rtn import round_sites, rtn_quantize, weight_error
-from compressor.pipeline.pipeline import Context
+from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes, weight_error
+from compressor.pipeline.context import Context
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import SitePlan, plan_sites, rtn_work, rtn_working_bytes
-from compressor.pipeline.sites import by_segment, choose_format, choose_sites, summarise_formats
+from compressor.pipeline.site_plan import SitePlan, plan_sites
+from compressor.pipeline.sites import by_segment, choose_format, choose_sites, round_sites, summarise_formats
 
 _ROWS = 64  # of the weight that a plan takes in place of the real one
 

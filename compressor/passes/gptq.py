@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Hessian
+from compressor.calibration.statistics import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import quadratic, total
+from compressor.numerics.deterministic import half_product, quadratic, total
+from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
-from compressor.numerics.range_search import Observer, chooser
-from compressor.passes.rtn import rtn_quantize
+from compressor.numerics.range_search import Observer, Work, _grid_work, _observer_work, chooser
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import Gathering, SitePlan, gptq_work, gptq_working_bytes, plan_sites
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _MOST_DAMPENING = 1e3
@@ -258,3 +258,34 @@ class Gptq:
         if info.dead_columns:
             notes.append(f"{info.dead_columns} inputs are zero in all samples; their weights are rounded to nearest")
         return Quantized(packed, info.error, info.rtn_error, notes)
+
+
+def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match_dense: bool) -> Work:
+    """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
+
+    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
+    upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
+    """
+    size, cubed = rows * columns, columns**3
+    work = _observer_work(rows, columns, fmt, observer)
+    work.update(_grid_work(rows, columns, fmt, 1, searched=False))
+    work.update({
+        "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
+        "matmul_flop": (6 if match_dense else 0) * size * columns,
+        "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
+        "stream_byte": 8 * (8 * columns**2 + 8 * size),
+        "rtn_element": 2 * size,
+        "dequantize_element": 3 * size,
+        "sweep_element": size,
+        "sweep_column": columns,
+    })  # fmt: skip
+    return work
+
+
+def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Memory of GPTQ: the weight, its transpose and a product in float64; the factor of the Hessian's inverse, twice
+    while it is turned round.
+
+    The statistics themselves (float32, one or two of [columns, columns]) are not in it.
+    """
+    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2

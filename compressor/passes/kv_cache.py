@@ -19,8 +19,9 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pack_caches
-from compressor.graph.sites import ModelInfo, Segment, segments
-from compressor.pipeline.pipeline import Context
+from compressor.graph.model import ModelInfo
+from compressor.graph.segments import Segment, segments
+from compressor.pipeline.context import Context
 from compressor.pipeline.site_plan import SitePlan
 
 _MICRO_BATCH_TOKENS = 2048

@@ -11,23 +11,26 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Inputs
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.formats.rounded_activations import round_activations
 from compressor.graph.folding import Absorber
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import total
-from compressor.numerics.input_scales import range_cuts, round_activations
-from compressor.passes.awq import awq_quantize
-from compressor.passes.rtn import rtn_quantize
-from compressor.passes.smoothquant import search_scale
-from compressor.pipeline.pipeline import Context, Task
+from compressor.numerics.input_scales import range_cuts
+from compressor.numerics.nearest import awq_quantize, rtn_quantize
+from compressor.numerics.range_search import Work
+from compressor.numerics.scale_search import KEPT_ROWS, scaled_work, search_scale
+from compressor.pipeline.context import Context
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import KEPT_ROWS, Gathering, SitePlan, Work, plan_sites, scaled_work
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, compress_site, naming
+from compressor.progress import Task
 
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 2

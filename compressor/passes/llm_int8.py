@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site
-from compressor.passes.rtn import round_sites, rtn_quantize
-from compressor.pipeline.pipeline import Context
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, rtn_work, rtn_working_bytes
-from compressor.pipeline.sites import choose_format, choose_sites
+from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
+from compressor.pipeline.context import Context
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _STEP = 8  # columns are taken in so many, so that layers share kernels
 

@@ -10,19 +10,25 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.calibrate import stream
 from compressor.calibration.segment_runner import Stream, split_samples, stream_outputs
+from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import ModelInfo, Site, linear_sites, replace_linear, segments, twin
-from compressor.passes.awq import awq_quantize
+from compressor.graph.model import ModelInfo, twin
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.segments import segments
+from compressor.graph.sites import Site, linear_sites
+from compressor.numerics.nearest import awq_quantize
+from compressor.numerics.scale_search import scaled_work
 from compressor.passes.gptq import Gptq
+from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
-from compressor.pipeline.pipeline import Context, Silent
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import SitePlan, scaled_work
+from compressor.pipeline.site_plan import SitePlan
 from compressor.pipeline.sites import choose_sites, naming, summarise_formats
+from compressor.progress import Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 
 _TOKENS = 2048  # that sensitivities are measured on

@@ -15,15 +15,16 @@ from torch.fx import GraphModule, Node
 
 from compressor.errors import CompressorError
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, pack
-from compressor.graph.folding import Unabsorbable, describe, find_absorber, is_attention
-from compressor.graph.packed import insert_packed
+from compressor.formats.packing import PackedWeight, meta_packed, pack
+from compressor.graph.folding import Unabsorbable, find_absorber, is_attention
+from compressor.graph.provenance import describe
 from compressor.graph.residual import Residual, find_residuals, norm_parameters
-from compressor.graph.sites import Site, drop_dead_parameters, group_by_input, linear_sites, set_parameter
+from compressor.graph.rewrite import drop_dead_parameters, insert_packed, set_parameter
+from compressor.graph.sites import Site, group_by_input, linear_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
-from compressor.pipeline.pipeline import Context
-from compressor.pipeline.site_plan import SitePlan, meta_packed, plan_rotated_sites
+from compressor.pipeline.context import Context
+from compressor.pipeline.site_plan import SitePlan, plan_rotated_sites
 from compressor.pipeline.sites import choose_sites
 
 _RMS_NORM = torch.ops.compressor.rms_norm.default

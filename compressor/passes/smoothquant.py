@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs
+from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.folding import Absorber
-from compressor.numerics.deterministic import total
-from compressor.numerics.input_scales import round_activations, search_input_scale
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.input_scales import has_input_scale
-from compressor.pipeline.pipeline import Context
+from compressor.numerics.scale_search import search_scale
+from compressor.pipeline.context import Context
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_dense_sites
 from compressor.pipeline.sites import choose_format, choose_sites
@@ -40,51 +36,6 @@ def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Ten
     tops = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).double()
     scale = absmax.double().pow(alpha) / tops.pow(1 - alpha)
     return torch.where((absmax > 0) & (tops > 0), scale, 1.0)
-
-
-Quantize: TypeAlias = Callable[[Tensor, Tensor, Format], PackedWeight]
-"""(weight float32 [out, in], scaled; the scale float32 [in]; format) -> what it is rounded to."""
-
-
-def _nearest(weight: Tensor, _scale: Tensor, fmt: Format) -> PackedWeight:
-    return rtn_quantize(weight, fmt)
-
-
-def output_error(
-    x: Tensor, weights: Sequence[Tensor], scale: Tensor, fmt: Format, quantize: Quantize = _nearest
-) -> float:
-    """||X W^T - Q(X / s) Q(W s)^T||^2 over all weights, with activations as the format takes them.
-
-    Args:
-        x: rows, float32 [n, in].
-        scale: float32 [in].
-    """
-    smoothed, lost = x / scale, 0.0
-    if fmt.activations is not None:
-        stored = has_input_scale(fmt)
-        step = search_input_scale(smoothed, float(smoothed.abs().max()), fmt.activations) if stored else None
-        smoothed = round_activations(smoothed, fmt.activations, step)
-    for weight in weights:
-        difference = x @ weight.t() - smoothed @ dequantize(quantize(weight * scale, scale, fmt)).t()
-        lost += float(total(difference.double().square()))
-    return lost
-
-
-def search_scale(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    fmt: Format,
-    strengths: Sequence[float],
-    scale_of: Callable[[float], Tensor],
-    absorber: Absorber,
-) -> Tensor:
-    """The scale, float64 [in], of the strength whose :func:`output_error` is least once the absorber has shared it.
-
-    Args:
-        x, weights, fmt: as for :func:`output_error`.
-        scale_of: strength -> scale float64 [in].
-    """
-    return scale_of(min(strengths, key=lambda s: output_error(x, weights, absorber.shared(scale_of(s)).float(), fmt)))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,10 +16,11 @@ from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid
-from compressor.passes.rtn import round_sites, rtn_quantize
-from compressor.pipeline.pipeline import Context
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites, rtn_working_bytes, squeezellm_work
-from compressor.pipeline.sites import choose_format, choose_sites
+from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
+from compressor.numerics.range_search import Work, _grid_work
+from compressor.pipeline.context import Context
+from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _SENSITIVE = 0.05 / 0.45  # of the outliers, as the paper shares them out (section 4.2)
 
@@ -91,3 +93,11 @@ class Squeezellm:
         sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
         formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False, gradients=True)
         return plan_sites(graph, formats, self.ignore, squeezellm_work, rtn_working_bytes, gathering)
+
+
+def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
+    """Work of :func:`compressor.passes.squeezellm.squeezellm_quantize`, once the sensitivities are there."""
+    work = Counter(rtn_work(rows, columns, fmt))
+    work.update(_grid_work(rows, columns, fmt, 1))
+    work.update({"stream_byte": 40 * rows * columns})
+    return work

@@ -9,16 +9,17 @@ from functools import partial
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Hessian, stream
+from compressor.calibration.calibrate import stream
 from compressor.calibration.guided_rows import guided_rows
+from compressor.calibration.statistics import Hessian
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import linear_sites
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
+from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
-from compressor.pipeline.pipeline import Context
 from compressor.pipeline.resume import Blocks, learnt
 from compressor.pipeline.sites import compress_site, naming
 

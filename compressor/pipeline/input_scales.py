@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Inputs
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.pipeline.resume import learnt
 from compressor.pipeline.site_plan import Gathering
 from compressor.pipeline.sites import naming

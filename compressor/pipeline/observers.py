@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
 from compressor.formats.format import PARTS
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 
 def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:
@@ -32,3 +39,16 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
             raise VerificationError(
                 f"after {name}: {record.site} is said to take {record.bytes_after} bytes and takes {stored}"
             )
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Observer that writes each stage's printed code as ``<folder>/<index>_<name>.py``."""
+
+    folder: Path
+
+    def __call__(self, index: int, name: str, graph: GraphModule, ctx: Context) -> None:
+        """Write one file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{index:02d}_{name}.py"
+        path.write_text(graph.print_readable(print_output=False), encoding="utf-8")

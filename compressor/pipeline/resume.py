@@ -11,10 +11,12 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import PARTS, Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import Site, replace_linear, set_parameter
+from compressor.graph.rewrite import replace_linear, set_parameter
+from compressor.graph.sites import Site
+from compressor.host.digests import digest
 from compressor.host.tensor_files import trim
-from compressor.pipeline.pipeline import Context, SiteRecord, Task
-from compressor.pipeline.segment_cache import digest
+from compressor.pipeline.context import Context, SiteRecord
+from compressor.progress import Task
 
 
 class Blocks:

@@ -9,12 +9,15 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
-from compressor.graph.folding import Absorber, Unabsorbable, describe, find_absorber
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Inputs
+from compressor.graph.folding import Absorber, Unabsorbable, find_absorber
+from compressor.graph.provenance import describe
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits
-from compressor.pipeline.pipeline import Context, Task
+from compressor.pipeline.context import Context
 from compressor.pipeline.sites import naming
+from compressor.progress import Task
 
 ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
 """(what is known of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64

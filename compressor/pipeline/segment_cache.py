@@ -8,7 +8,6 @@ it had done, and a changed recipe finds what did not change.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -27,12 +26,6 @@ from compressor.host.tensor_files import map_safetensors, write_safetensors
 
 _WEIGHTS, _ENTRY = "weights.safetensors", "entry.json"
 _NAME = "block"  # of the folders that are being filled
-
-
-def digest(*parts: object) -> str:
-    """SHA-256 of plain data."""
-    text = json.dumps(parts, sort_keys=True, default=str, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)

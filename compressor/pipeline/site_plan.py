@@ -6,31 +6,21 @@ and bytes that it will see in the run.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.formats.format import Format
-from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight
-from compressor.graph.sites import Site, linear_sites, match_sites, replace_linear
-from compressor.numerics.deterministic import BLOCK
-from compressor.numerics.learned_rounding import ROUNDING_ROWS, ROUNDING_SWEEPS
-from compressor.numerics.range_search import OUTPUT_RATIOS, Observer
+from compressor.formats.packing import meta_packed
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import Site, linear_sites, match_sites
+from compressor.numerics.range_search import Work
+from compressor.numerics.scale_search import scaled_work, scaled_working_bytes
 from compressor.pipeline.sites import patterns, site_notes
 
-Work = Mapping[str, float]
-"""Amounts of work by unit; :data:`compressor.plan.prices.UNITS` lists the units."""
-
-_CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric or not
-_CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.numerics.clustering.cluster
-_ERROR_BYTES = 32  # of float64, a weight whose error is taken
 _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes an element of a weight
-KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
-_FRESH_BYTES = 32 << 20  # from this size on, the C library asks the system for every block of memory
 
 
 @dataclass(frozen=True)
@@ -140,138 +130,3 @@ def plan_rotated_sites(graph: GraphModule, before: Mapping[str, Tensor]) -> list
         work = {"matmul64_flop": 2 * _FACTORS * new.numel(), "stream_byte": _ROTATED_BYTES * new.numel()}
         plans.append(SitePlan(site.name, *shape, "", *sizes, "rotated", work, 28 * new.numel()))
     return plans
-
-
-def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
-    """A packed [rows, columns] weight without storage."""
-    parts = {
-        part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-        for part, (kind, shape) in fmt.parts(rows, columns).items()
-    }
-    return PackedWeight(parts, fmt, (rows, columns))
-
-
-def _grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched: bool = True) -> dict[str, float]:
-    """Work of choosing a weight's grids so many times, by searching or by their range; codebooks cluster either way."""
-    if fmt.codebook:
-        each = _CLUSTER_BYTES * rows * fmt.groups(columns) * (fmt.levels + 6)
-        return {"grid_element": 0.0, "stream_byte": float(searches * (1 + searched) * each)}
-    return {"grid_element": float(searches * (_CANDIDATES[fmt.symmetric] if searched else 0) * rows * columns)}
-
-
-def _observer_work(rows: int, columns: int, fmt: Format, observer: Observer) -> Counter[str]:
-    """Work of choosing a weight's grids once; with ``output``, each of more grids takes a product with the Hessian."""
-    work = Counter(_grid_work(rows, columns, fmt, 1, searched=observer != "minmax"))
-    if observer == "output" and not fmt.codebook:
-        tried = len(OUTPUT_RATIOS) * (2 if fmt.symmetric else 1)
-        work["grid_element"] = tried * rows * columns
-        work["matmul_flop"] += 2 * tried * rows * columns * fmt.columns(columns)
-    return work
-
-
-def rtn_work(rows: int, columns: int, fmt: Format) -> Work:
-    """Work of rounding a weight to nearest and of its error."""
-    size = rows * columns
-    unit = "fresh_byte" if 8 * min(size, PIECE_ELEMENTS) >= _FRESH_BYTES else "stream_byte"
-    grids = Counter(_grid_work(rows, columns, fmt, 1, searched=False))
-    grids.update({"rtn_element": size, "dequantize_element": size, unit: _ERROR_BYTES * size})
-    return grids
-
-
-def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
-    """Work of :func:`compressor.passes.squeezellm.squeezellm_quantize`, once the sensitivities are there."""
-    work = Counter(rtn_work(rows, columns, fmt))
-    work.update(_grid_work(rows, columns, fmt, 1))
-    work.update({"stream_byte": 40 * rows * columns})
-    return work
-
-
-def rtn_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of rounding to nearest: the weight in float32, and its codes thrice and planes, or the error's pieces."""
-    size, packed = rows * columns, fmt.packed_bytes(rows, columns)
-    return packed + max(9 * size, 4 * size + (_ERROR_BYTES + 18) * min(size, PIECE_ELEMENTS))
-
-
-def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: bool = True) -> Work:
-    """Work of trying scales of a weight's columns; and, ``chosen``, of searching the grids it is then rounded on."""
-    size, rounded = rows * columns, tries + chosen
-    work = Counter(_grid_work(rows, columns, fmt, int(chosen)))
-    work.update(_grid_work(rows, columns, fmt, tries, searched=False))
-    work.update({
-        "rtn_element": rounded * size,
-        "dequantize_element": rounded * size,
-        "matmul_flop": tries * 4 * KEPT_ROWS * size,
-        "stream_byte": 12 * size * tries + _ERROR_BYTES * size * chosen,
-    })  # fmt: skip
-    return work
-
-
-def scaled_working_bytes(rows: int, columns: int, _fmt: Format) -> int:
-    """Memory of one such try: the weight four times in float32, and its codes."""
-    return 18 * rows * columns
-
-
-def half_product(columns: int) -> float:
-    """Operations an element of the upper half of a symmetric matrix, blocks on the diagonal whole, and its rows."""
-    return 1 + min(1.0, BLOCK / columns)
-
-
-def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match_dense: bool) -> Work:
-    """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
-
-    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
-    upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
-    """
-    size, cubed = rows * columns, columns**3
-    work = _observer_work(rows, columns, fmt, observer)
-    work.update(_grid_work(rows, columns, fmt, 1, searched=False))
-    work.update({
-        "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
-        "matmul_flop": (6 if match_dense else 0) * size * columns,
-        "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
-        "stream_byte": 8 * (8 * columns**2 + 8 * size),
-        "rtn_element": 2 * size,
-        "dequantize_element": 3 * size,
-        "sweep_element": size,
-        "sweep_column": columns,
-    })  # fmt: skip
-    return work
-
-
-def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of GPTQ: the weight, its transpose and a product in float64; the factor of the Hessian's inverse, twice
-    while it is turned round.
-
-    The statistics themselves (float32, one or two of [columns, columns]) are not in it.
-    """
-    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2
-
-
-def adaptive_rounding_work(
-    rows: int, columns: int, fmt: Format, *, steps: int, observer: Observer, match_dense: bool
-) -> Work:
-    """Work of :func:`compressor.passes.adaptive_rounding.adaptive_round`.
-
-    A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight; a sweep of
-    the descent is two products, and per column what GPTQ does.
-    """
-    size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
-    work = _observer_work(rows, columns, fmt, observer)
-    work.update({
-        "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
-        "stream_byte": 400 * steps * size,
-        "node": 6 * steps * chunks,
-        "matmul64_flop": (3 * half_product(columns) + 4 * ROUNDING_SWEEPS) * size * columns,
-        "factor64_flop": 1 / 3 * columns**3 if match_dense else 0,
-        "rtn_element": 2 * size,
-        "dequantize_element": 6 * size,
-        "sweep_element": ROUNDING_SWEEPS * size,
-        "sweep_column": ROUNDING_SWEEPS * columns,
-    })  # fmt: skip
-    return work
-
-
-def adaptive_rounding_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of the descent in float64: the weight, its transpose, values and slopes, a few of which twice; and of the
-    Hessian, twice, and a half in float32.  The statistics themselves are not in it."""
-    return (4 + 8 * 7 + 4) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + (8 * 2 + 4) * columns**2

@@ -8,14 +8,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import Site, linear_sites, match_sites, replace_linear, segments
-from compressor.pipeline.pipeline import Context, SiteRecord
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.segments import segments
+from compressor.graph.sites import Site, linear_sites, match_sites
+from compressor.host.tensor_files import release
+from compressor.numerics.nearest import weight_error
+from compressor.pipeline.context import Context, SiteRecord
+from compressor.progress import Task
 
 
 def choose_format(scheme: str, group_size: int = 0) -> Format:
@@ -80,7 +87,7 @@ def choose_sites(
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
-    """The sites between two cuts of the graph, together (see :func:`compressor.graph.sites.segments`), in order."""
+    """The sites between two cuts of the graph, together (see :func:`compressor.graph.segments.segments`), in order."""
     wanted = {site.name for site in sites}
     blocks = [[site for site in segment.sites if site.name in wanted] for segment in segments(graph)]
     return [block for block in blocks if block]
@@ -160,3 +167,31 @@ def site_notes(site: Site, packed: PackedWeight, bytes_before: int) -> list[str]
 
 def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
     return difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.0)
+
+
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def round_sites(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    sites: Sequence[Site],
+    task: Task,
+    quantize: Callable[[Site, Tensor], PackedWeight],
+    input_scales: Mapping[str, Tensor] = _NONE,
+) -> None:
+    """Replace linears one after another, each recorded with the error of its weight.
+
+    Args:
+        quantize: (site, weight float32 [out, in]) -> what it is stored as.
+        input_scales: of :func:`compressor.pipeline.input_scales.calibrate_inputs`.
+    """
+    for site in sites:
+        stored = graph.get_parameter(site.weight_name).detach()
+        weight = stored.float()
+        with naming(site):
+            packed = quantize(site, weight).fed_with(input_scales.get(site.name))
+        compress_site(graph, ctx, site, packed, pass_name, error=weight_error(weight, packed))
+        release([stored])
+        task.advance()

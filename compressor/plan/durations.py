@@ -12,12 +12,12 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import TILE_ROWS, Format
 from compressor.graph.costs import NodeCost
-from compressor.pipeline.site_plan import Work
+from compressor.numerics.range_search import Work
 from compressor.plan.prices import Machine
 from compressor.plan.roofline import Roofline
 
 if TYPE_CHECKING:
-    from compressor.codegen.kernels.vector import Isa
+    from compressor.codegen.isa import Isa
 
 MODEL_ERROR = 0.3
 """How far off a stage may be, as a fraction, because the model is simple: see benchmarks/plan_accuracy.py."""

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor import __version__
-from compressor.cpu import cpu_name
 from compressor.errors import CompressorError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
+from compressor.host.machine import cpu_name
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",
@@ -164,9 +164,9 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.formats.format import Format
     from compressor.formats.packing import dequantize
     from compressor.numerics.bfloat16 import bfloat16_products
+    from compressor.numerics.nearest import rtn_quantize
     from compressor.numerics.range_search import search_grid
     from compressor.ops.linear import rms_norm
-    from compressor.passes.rtn import rtn_quantize
 
     spreads: list[float] = []
 
@@ -244,8 +244,7 @@ def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
     import torch
 
     from compressor.formats.format import Format
-    from compressor.passes.gptq import gptq_quantize
-    from compressor.pipeline.site_plan import gptq_work
+    from compressor.passes.gptq import gptq_quantize, gptq_work
 
     # Few columns and many rows: most of the time goes into the inner loop.
     fmt, columns, sizes = Format.parse("W4A16_G128"), 128, (16, 2048)

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
-from compressor.graph.sites import ModelInfo, segments
+from compressor.graph.model import ModelInfo
+from compressor.graph.segments import segments
 from compressor.plan.prices import Machine
 
 PROMPT_TOKENS = 128

@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Node
 from compressor.codegen.targets.webgpu import Webgpu
 from compressor.export.web import SHIPPED
 from compressor.graph.costs import NodeCost, eager_work, node_costs
-from compressor.graph.sites import ModelInfo, weight_bytes
+from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.resources import resource
-from compressor.pipeline.site_plan import Work
+from compressor.numerics.range_search import Work
 from compressor.plan.durations import (
     bundle_seconds,
     capture_work,
@@ -38,8 +38,8 @@ from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from compressor.codegen.kernels.vector import Isa
-    from compressor.plan.plan import PassPlan
+    from compressor.codegen.isa import Isa
+    from compressor.plan.model import PassPlan
 
 _NEW_TOKENS = 64  # timed single steps
 _CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in verify_vectors

@@ -16,9 +16,12 @@ from torch.fx import GraphModule, Node
 from compressor.calibration.segment_runner import ancestors
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
-from compressor.graph.sites import Segment, Site, group_by_input, segments
+from compressor.graph.segments import Segment, segments
+from compressor.graph.sites import Site, group_by_input
 from compressor.numerics.bfloat16 import is_coarse
-from compressor.pipeline.site_plan import SitePlan, Work, half_product
+from compressor.numerics.deterministic import half_product
+from compressor.numerics.range_search import Work
+from compressor.pipeline.site_plan import SitePlan
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 _MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.calibrate.stream

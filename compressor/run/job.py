@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,70 +13,45 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.codegen.targets import Target
 from compressor.codegen.tuning import summary
-from compressor.cpu import cpu_name
 from compressor.data.load import load_data
 from compressor.errors import GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
+from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import GraphLogits
-from compressor.evaluate.speed_worker import peak_rss_bytes
-from compressor.export.publish import check_destination, installed_versions, publishing, write_measurements
+from compressor.export.manifest import finite, write_measurements
+from compressor.export.publish import check_destination, publishing
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.sites import ModelInfo, twin, weight_bytes
+from compressor.graph.model import ModelInfo, twin, weight_bytes
 from compressor.host.cache import cache_folder
-from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
+from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
+from compressor.host.machine import cpu_name
 from compressor.host.tensor_files import Spill, trim
-from compressor.pipeline.observers import verify_stage
-from compressor.pipeline.pipeline import Context, Dump, Observer, Pipeline, Reporter, Silent
-from compressor.pipeline.segment_cache import Results, digest
-from compressor.plan.plan import Plan, check_plan, compare_plan, plan_graph
+from compressor.pipeline.context import Context
+from compressor.pipeline.observers import Dump, verify_stage
+from compressor.pipeline.pipeline import Observer, Pipeline
+from compressor.pipeline.segment_cache import Results
+from compressor.plan.model import Plan
+from compressor.plan.plan import check_plan, compare_plan, plan_graph
 from compressor.plan.prices import machine
-from compressor.recipe.gates import GateResult, check_gates
+from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import Recipe
-from compressor.report.recorder import Check, finite
+from compressor.run.clock import _Clock
 from compressor.run.lock import Lock
 from compressor.run.native import NativeMaker
+from compressor.run.outcome import Outcome
 from compressor.run.web import WebMaker
 from compressor.runtime import Bundle, load
+from compressor.verify.check import Check
 from compressor.verify.independence.check import check_independence
+from compressor.version import installed_versions
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from compressor.codegen.kernels.vector import Isa
+    from compressor.codegen.isa import Isa
 
 _MAKERS: Mapping[str, Callable[[Any, int | None], NativeMaker | WebMaker]] = {"native": NativeMaker, "web": WebMaker}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run gave.
-
-    Attributes:
-        bundle: folder of the bundle.
-        metrics: measured figures by their JSON names; dense figures begin with ``dense_``.
-        gates: how each gate went.
-        sites: what each pass did to each linear.
-        stages: time, weight bytes and blocks of each pass, and how many blocks came from the cache.
-        kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
-        notes: warnings.
-        remarks: what passes have to say beside their records, what came from the cache, and how schedules were chosen.
-        schedules: of each kernel that was timed, what was tried and what won.
-        checks: what else was made sure of.
-        predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
-    """
-
-    bundle: Path
-    metrics: Mapping[str, Any]
-    gates: Sequence[GateResult]
-    sites: Sequence[Mapping[str, Any]]
-    stages: Sequence[Mapping[str, Any]]
-    kernel_error: float | None
-    notes: Sequence[str]
-    checks: Sequence[Check] = ()
-    predictions: Sequence[tuple[str, float, float, float]] = ()
-    remarks: Sequence[str] = ()
-    schedules: Sequence[Mapping[str, Any]] = ()
 
 
 def compress(
@@ -249,39 +221,6 @@ def run_recipe(
             outcome = dataclasses.replace(outcome, bundle=rejected)
             raise GateError("\n".join([*failed, f"the bundle is kept as {rejected}"]), outcome)
     return outcome
-
-
-class _Clock:
-    """Times the stages of a run, and shows them."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-        self.seconds: dict[str, float] = {"start": self.since_start()}
-
-    @contextmanager
-    def stage(self, name: str, shown: bool = True) -> Iterator[None]:
-        """Time the block; ``shown`` gives it a task of its own."""
-        begin = time.perf_counter()
-        if shown:
-            with self.reporter.task(name, 1) as task:
-                yield
-                task.advance()
-        else:
-            yield
-        self.seconds[name] = time.perf_counter() - begin
-
-    @staticmethod
-    def since_start() -> float:
-        """Seconds since this process began, its imports included."""
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / 100
-
-    @staticmethod
-    def peak_rss_bytes(metrics: Mapping[str, Any]) -> int:
-        """Resident bytes at the worst moment: of this process, or of what is left of it while both models are timed."""
-        status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
-        children = sum(int(metrics.get(name, 0)) for name in ("peak_rss_bytes", "dense_peak_rss_bytes"))
-        return max(peak_rss_bytes(), int(status.split()[0]) * 1024 + children)
 
 
 def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compressor.errors import DriftError, UsageError
-from compressor.export.publish import installed_versions
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
+from compressor.version import installed_versions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from compressor.codegen.targets import Target
+    from compressor.data.embedding_texts import Texts
     from compressor.data.images import Images
     from compressor.data.text import Samples
-    from compressor.evaluate.embeddings import Texts
     from compressor.recipe.recipe import Recipe
 
 LOCK_NAME = "compress.lock"
@@ -92,9 +92,9 @@ class Lock:
 
     def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
         """The calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
+        from compressor.data.embedding_texts import Texts
         from compressor.data.images import Images
         from compressor.data.text import tokens_sha256
-        from compressor.evaluate.embeddings import Texts
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):
@@ -273,7 +273,7 @@ def _short(value: Any) -> str:
 
 def _cpu(target: Target) -> dict[str, Any]:
     """The processor, the instruction set of the kernels, and what arithmetic libraries choose their code by."""
-    from compressor.cpu import cpu_name, host_flags
+    from compressor.host.machine import cpu_name, host_flags
 
     features = sorted(flag for flag in host_flags() if _VECTOR_FEATURES.match(flag))
     return {"name": cpu_name(), "isa": target.resolve().name, "features": features}

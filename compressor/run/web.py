@@ -13,21 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import GraphModule
 
-from compressor.codegen.kernels.vector import SIMD128
-from compressor.codegen.targets.webgpu import Webgpu
+from compressor.codegen.targets.webgpu import SIMD128, Webgpu
 from compressor.codegen.web.execute_wasm import is_available
 from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Engine, WebBundle
 from compressor.errors import VerificationError
+from compressor.export.facts import model_facts
 from compressor.export.vectors import make_vectors
 from compressor.export.web import WebParts, fill_web_bundle
-from compressor.graph.sites import ModelInfo
-from compressor.pipeline.pipeline import Context
+from compressor.graph.model import ModelInfo
+from compressor.pipeline.context import Context
 from compressor.recipe.recipe import Recipe
-from compressor.report.recorder import Check
-from compressor.run.assemble import model_facts
 from compressor.run.native import Dumper
+from compressor.verify.check import Check
 from compressor.verify.smoke import worst_error
 
 

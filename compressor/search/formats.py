@@ -11,8 +11,10 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import ModelInfo, Site, linear_sites, packed_sites, replace_linear, twin, weight_bytes
-from compressor.pipeline.site_plan import meta_packed
+from compressor.formats.packing import meta_packed
+from compressor.graph.model import ModelInfo, twin, weight_bytes
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import Site, linear_sites, packed_sites
 from compressor.recipe.gates import parse_amount
 from compressor.search.knapsack import amount, choose_within
 
@@ -68,7 +70,7 @@ def choose_formats(
     Args:
         graph: with the sites still dense.
         costs: of each site in each format; divergences, in nats a token, where that is the budget.
-        prices: seconds by unit of work, for a budget of time (:attr:`compressor.pipeline.pipeline.Context.prices`).
+        prices: seconds by unit of work, for a budget of time (:attr:`compressor.pipeline.context.Context.prices`).
     Raises:
         UsageError: the smallest choice exceeds the budget, or it is one of time and nobody knows the prices.
     """

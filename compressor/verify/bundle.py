@@ -19,7 +19,7 @@ from compressor.export.schema import Manifest, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import PARTS, TILE_ROWS, Format
-from compressor.report.recorder import Check
+from compressor.verify.check import Check
 from compressor.verify.smoke import SmokeResult, smoke_test
 
 UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")

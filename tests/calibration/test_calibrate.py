@@ -12,12 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from compressor.calibration.calibrate import Hessian, load_evaluation, load_samples, stream
+from compressor.calibration.calibrate import load_evaluation, load_samples, stream
+from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin
-from compressor.passes.rtn import rtn_quantize
+from compressor.graph.model import twin
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import linear_sites, match_sites
+from compressor.numerics.nearest import rtn_quantize
 from compressor.recipe.data_spec import EvaluationSpec, TextSpec
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,9 @@ from compressor.calibration.gradients import squared_gradients
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import linear_sites, replace_linear
-from compressor.passes.rtn import rtn_quantize
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import linear_sites
+from compressor.numerics.nearest import rtn_quantize
 
 OPS = torch.ops.compressor
 

@@ -16,9 +16,10 @@ from compressor.data.text import Samples
 from compressor.formats.packing import dequantize
 from compressor.graph.folding import Unabsorbable, find_absorber
 from compressor.graph.sites import linear_sites
-from compressor.passes.rtn import Rtn, rtn_quantize
+from compressor.numerics.nearest import rtn_quantize
+from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.pipeline.sites import choose_format
 
 TOLERANCE = 1e-5  # of the largest output

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from compressor.capture.capture import capture
-from compressor.capture.files import check_config, listed_files, read_object
+from compressor.capture.files import check_config, listed_files
 from compressor.data.text import load_samples
 from compressor.errors import CaptureError, CompressorError, UsageError
-from compressor.export.publish import write_tokenizer
+from compressor.export.tokenizer import write_tokenizer
+from compressor.host.json_files import read_object
 from compressor.recipe.data_spec import TextSpec
 from compressor.recipe.recipe import Recipe
 

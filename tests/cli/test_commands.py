@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.fx import GraphModule
 
 from compressor.cli.commands import main
-from compressor.codegen.lowering.compile import phases
+from compressor.codegen.lowering.phases import phases
 from compressor.evaluate.comparison import Speed
 from compressor.export.vectors import make_vectors
 from compressor.recipe.gates import METRICS

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 transformers = pytest.importorskip("transformers")
 

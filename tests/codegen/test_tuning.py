@@ -16,9 +16,9 @@ from tvm.script import tirx as T
 
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tuning import Database, Tuner, summary
-from compressor.cpu import cpu_name
 from compressor.errors import DriftError
 from compressor.host.cache import cache_folder
+from compressor.host.machine import cpu_name
 
 SOURCE, SIZE = __file__, 4096
 

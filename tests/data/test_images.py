@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compressor
-from compressor.calibration.calibrate import Hessian, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.data.load import load_data
 from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate.quality import measure_accuracy
-from compressor.graph.sites import ModelInfo, linear_sites
+from compressor.graph.model import ModelInfo
+from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.passes.mixed_precision import MixedPrecision
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.recipe.recipe import Recipe
 from compressor.run.job import run_recipe
 

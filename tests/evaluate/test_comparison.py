@@ -19,7 +19,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.comparison import LOOKS, Speed, comparisons, measure_speed
 from compressor.evaluate.speed import Worker, bench
 from compressor.evaluate.timing import Timing
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.host.resources import resource
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import Recipe

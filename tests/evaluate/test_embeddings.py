@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compressor.data.embedding_texts import Pooling, Texts, load_embedding_texts, read_pooling
 from compressor.data.text import Samples
 from compressor.errors import UsageError
-from compressor.evaluate.embeddings import Pooling, Texts, load_embedding_texts, measure_embeddings, pool, read_pooling
+from compressor.evaluate.embeddings import measure_embeddings, pool
 from compressor.host.resources import resource
 from compressor.recipe.data_spec import EvaluationSpec
 

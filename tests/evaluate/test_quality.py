@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.evaluate.gates import check_gates
 from compressor.evaluate.quality import (
     GraphLogits,
     Ids,
     measure_quality,
     sliding_windows,
 )
-from compressor.recipe.gates import Gate, check_gates
+from compressor.recipe.gates import Gate
 
 transformers = pytest.importorskip("transformers")
 

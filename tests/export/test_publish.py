@@ -20,14 +20,10 @@ from tokenizers import Tokenizer, models
 from torch import nn
 
 from compressor.errors import CompressorError, UsageError
-from compressor.export.publish import (
-    BundleParts,
-    check_destination,
-    publishing,
-    write_bundle,
-    write_measurements,
-    write_tokenizer,
-)
+from compressor.export.manifest import write_measurements
+from compressor.export.native import BundleParts, write_bundle
+from compressor.export.publish import check_destination, publishing
+from compressor.export.tokenizer import write_tokenizer
 from compressor.host.tensor_files import write_safetensors
 from compressor.runtime import DamagedBundleError, check_files, read_manifest
 

@@ -16,10 +16,10 @@ from compressor.export import vectors as verify_vectors
 from compressor.export.vectors import make_vectors
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 
 def reference(scheme: str) -> GraphModule:

@@ -20,16 +20,19 @@ from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
+from compressor.formats.rounded_activations import round_activations
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.numerics.deterministic import few_bits
 from compressor.numerics.grids import round_to_grid, tensor_scale
-from compressor.numerics.input_scales import input_error, range_cuts, round_activations, search_input_scale
+from compressor.numerics.input_scales import input_error, range_cuts, search_input_scale
+from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.scale_search import output_error
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq
-from compressor.passes.rtn import Rtn, rtn_quantize
-from compressor.passes.smoothquant import output_error
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.pipeline.sites import compress_site
 from compressor.recipe.recipe import load_text_spec
 

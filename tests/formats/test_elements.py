@@ -16,7 +16,7 @@ from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
 from compressor.numerics.grids import choose_grid, round_scales, round_to_grid, tensor_scale
-from compressor.passes.rtn import rtn_quantize
+from compressor.numerics.nearest import rtn_quantize
 
 ORACLES = {
     "E2M1": ml_dtypes.float4_e2m1fn, "E2M3": ml_dtypes.float6_e2m3fn, "E3M2": ml_dtypes.float6_e3m2fn,

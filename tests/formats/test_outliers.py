@@ -11,8 +11,8 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers, largest
 from compressor.formats.packing import PackedWeight, coded_rows, dequantize, dequantize_rows
+from compressor.numerics.nearest import rtn_quantize
 from compressor.ops.linear import packed_product
-from compressor.passes.rtn import rtn_quantize
 from compressor.pipeline.sites import choose_format
 
 

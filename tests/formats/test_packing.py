@@ -20,8 +20,8 @@ from compressor.numerics.grids import (
     round_to_grid,
     tensor_scale,
 )
+from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.range_search import search_grid
-from compressor.passes.rtn import rtn_quantize
 
 CODEBOOKS = ["LUT2", "LUT3", "LUT4", "LUT2_G64", "LUT3_G32", "LUT4_G32"]
 NOT_INTEGER = [

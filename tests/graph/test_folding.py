@@ -10,8 +10,10 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.graph.folding import Unabsorbable, find_absorber
-from compressor.graph.sites import group_by_input, linear_sites, segments, weight_bytes
-from compressor.pipeline.pipeline import Context
+from compressor.graph.model import weight_bytes
+from compressor.graph.segments import segments
+from compressor.graph.sites import group_by_input, linear_sites
+from compressor.pipeline.context import Context
 from compressor.pipeline.scaling import scale_inputs
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -8,20 +8,10 @@ from torch.fx import GraphModule, Node
 from compressor.capture.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
-from compressor.graph.sites import (
-    drop_dead_parameters,
-    group_by_input,
-    linear_sites,
-    match_sites,
-    replace_linear,
-    run_nodes,
-    segments,
-    set_parameter,
-    shared_nodes,
-    ties,
-    twin,
-    weight_bytes,
-)
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
+from compressor.graph.segments import segments, shared_nodes
+from compressor.graph.sites import group_by_input, linear_sites, match_sites, run_nodes, ties
 from compressor.numerics.grids import choose_grid, round_to_grid
 
 transformers = pytest.importorskip("transformers")

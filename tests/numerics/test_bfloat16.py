@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compressor.calibration.calibrate import Hessian, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.formats.format import Format
@@ -22,7 +23,8 @@ from compressor.graph.sites import linear_sites
 from compressor.numerics import bfloat16 as precision
 from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 
 
 @pytest.fixture(autouse=True)

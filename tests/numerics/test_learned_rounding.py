@@ -12,8 +12,8 @@ from torch import Tensor
 from compressor.formats.format import Format
 from compressor.formats.packing import unpack
 from compressor.numerics.learned_rounding import anneal, descend, learn_rounding, neighbours, spread_values
+from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.range_search import search_grid
-from compressor.passes.rtn import rtn_quantize
 
 FORMATS = ["W2A16_G32", "W4A16_ASYM_G32", "W3A16_C", "FP4_E2M1_G32", "FP6_E3M2_G32", "NF4_G32", "MXFP4"]
 

@@ -19,9 +19,10 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
 
     from compressor.calibration.calibrate import load_samples
     from compressor.capture.capture import capture
-    from compressor.graph.sites import twin
+    from compressor.graph.model import twin
     from compressor.host.resources import resource
-    from compressor.pipeline.pipeline import Context, Pipeline
+    from compressor.pipeline.context import Context
+    from compressor.pipeline.pipeline import Pipeline
     from compressor.recipe.recipe import load_text_spec
 
     model = resource("models") / "reference"

@@ -7,18 +7,20 @@ import copy
 import pytest
 import torch
 
-from compressor.calibration.calibrate import Inputs, load_samples
+from compressor.calibration.calibrate import load_samples
+from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.graph.folding import Absorber
 from compressor.host.resources import resource
+from compressor.numerics.nearest import awq_quantize
+from compressor.numerics.scale_search import output_error
 from compressor.passes.abq import _STRENGTHS, Abq, RoundedInputs, balance_scale, search_balance
-from compressor.passes.awq import awq_quantize
 from compressor.passes.rtn import Rtn
-from compressor.passes.smoothquant import output_error
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 

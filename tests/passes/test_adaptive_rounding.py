@@ -12,18 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.calibrate import Hessian, Samples, load_samples, stream
+from compressor.calibration.calibrate import Samples, load_samples, stream
 from compressor.calibration.guided_rows import guided_rows
+from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph.sites import linear_sites, match_sites, twin
+from compressor.graph.model import twin
+from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
+from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.adaptive_rounding import AdaptiveRounding, adaptive_round
 from compressor.passes.gptq import gptq_quantize
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.plan.streaming import plan_calibration
 from compressor.recipe.recipe import load_text_spec
 

@@ -10,10 +10,11 @@ import torch
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.passes.awq import _STRENGTHS, Awq, awq_quantize, awq_scale
-from compressor.passes.rtn import Rtn, rtn_quantize
-from compressor.passes.smoothquant import output_error
-from compressor.pipeline.pipeline import Context
+from compressor.numerics.nearest import awq_quantize, rtn_quantize
+from compressor.numerics.scale_search import output_error
+from compressor.passes.awq import _STRENGTHS, Awq, awq_scale
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
 
 
 def test_the_scale_is_equation_5() -> None:

@@ -17,14 +17,17 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph.packed import packed_weight
-from compressor.graph.sites import linear_sites, packed_sites, set_parameter, twin, weight_bytes
-from compressor.numerics.input_scales import round_activations
+from compressor.formats.rounded_activations import round_activations
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import packed_weight, set_parameter
+from compressor.graph.sites import linear_sites, packed_sites
+from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.bias_correction import BiasCorrection, Means, corrected_bias
 from compressor.passes.rotation import Rotation
-from compressor.passes.rtn import Rtn, rtn_quantize
+from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 
 IDS = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(2))
 SAMPLES = Samples(IDS, torch.empty(0, dtype=torch.int64), "", "random tokens")

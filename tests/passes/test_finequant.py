@@ -12,11 +12,12 @@ from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph.sites import twin
+from compressor.graph.model import twin
 from compressor.host.resources import resource
+from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.finequant import Finequant, finequant_quantize, granularities
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 
 
 def weight_with_outliers(every: int) -> Tensor:

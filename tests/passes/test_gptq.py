@@ -12,10 +12,10 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize, unpack
 from compressor.numerics.grids import choose_grid, grid_values, round_to_grid, tensor_scale
+from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import match_dense
 from compressor.numerics.range_search import search_grid
 from compressor.passes.gptq import Observer, gptq_quantize
-from compressor.passes.rtn import rtn_quantize
 
 FORMATS = ["W4A16_G32", "W3A16_G32", "W4A16_ASYM_G32", "W2A16_G64", "W8A8", "W4A16_C", "W4A16_ASYM_T", "W6A16_G16"]
 FORMATS += ["FP6_E3M2_G32", "FP4_E2M1_G32", "FP8_E4M3", "NF4_G32", "MXFP4", "NVFP4"]

@@ -20,10 +20,13 @@ from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import attention_layers, empty_caches
 from compressor.graph.costs import node_costs
-from compressor.graph.sites import ModelInfo, segments, set_parameter, twin
+from compressor.graph.model import ModelInfo, twin
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.segments import segments
 from compressor.passes.kv_cache import KvCache, block_order
+from compressor.pipeline.context import Context
 from compressor.pipeline.observers import verify_stage
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.pipeline import Pipeline
 from compressor.verify.independence.check import check_independence
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

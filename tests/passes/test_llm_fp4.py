@@ -17,12 +17,14 @@ from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
+from compressor.formats.rounded_activations import round_activations
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
-from compressor.numerics.input_scales import range_cuts, round_activations
-from compressor.passes.awq import awq_quantize
+from compressor.numerics.input_scales import range_cuts
+from compressor.numerics.nearest import awq_quantize
 from compressor.passes.llm_fp4 import LlmFp4, exponent_shifts, layouts, llm_fp4_quantize, shift_channels
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 W4A4 = "FP4_E2M1_C_AFP4_E2M1_STATIC"

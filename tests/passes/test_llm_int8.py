@@ -16,12 +16,12 @@ from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import twin, weight_bytes
+from compressor.graph.model import twin, weight_bytes
 from compressor.host.resources import resource
+from compressor.numerics.nearest import rtn_quantize
 from compressor.ops.linear import packed_product
 from compressor.passes.llm_int8 import LlmInt8, large_columns, llm_int8_quantize
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.recipe.recipe import load_text_spec
 from compressor.runtime import load
 

@@ -16,11 +16,14 @@ from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import linear_sites, match_sites, replace_linear, twin, weight_bytes
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
-from compressor.passes.awq import awq_quantize
+from compressor.numerics.nearest import awq_quantize
 from compressor.passes.mixed_precision import MixedPrecision, sensitivities
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 MODEL = resource("models") / "reference"

@@ -11,16 +11,19 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Inputs, stream
+from compressor.calibration.calibrate import stream
+from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
-from compressor.graph.sites import linear_sites, packed_sites, set_parameter, twin, weight_bytes
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import linear_sites, packed_sites
 from compressor.host.resources import resource
 from compressor.numerics.hadamard import random_signs
 from compressor.passes.rotation import Rotation, pack_rotation
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 64}

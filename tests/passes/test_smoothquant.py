@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration.calibrate import Inputs, load_samples
+from compressor.calibration.calibrate import load_samples
+from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
+from compressor.numerics.scale_search import output_error
 from compressor.passes.rtn import Rtn
-from compressor.passes.smoothquant import Smoothquant, output_error, smooth_scale
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.passes.smoothquant import Smoothquant, smooth_scale
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_text_spec
 
 

@@ -10,9 +10,10 @@ import torch
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.passes.rtn import Rtn, rtn_quantize
+from compressor.numerics.nearest import rtn_quantize
+from compressor.passes.rtn import Rtn
 from compressor.passes.squeezellm import Squeezellm, squeezellm_quantize
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 
 @pytest.mark.parametrize("name", ["LUT2", "LUT3", "LUT4", "LUT3_G32", "LUT3_S1"])

@@ -18,10 +18,13 @@ import compressor.pipeline.pipeline
 from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
-from compressor.graph.sites import linear_sites, weight_bytes
+from compressor.graph.model import weight_bytes
+from compressor.graph.sites import linear_sites
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context, Dump, Pass, Pipeline, available_passes, pass_class, pass_name
+from compressor.pipeline.context import Context
+from compressor.pipeline.observers import Dump
+from compressor.pipeline.pipeline import Pass, Pipeline, available_passes, pass_class, pass_name
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[1]

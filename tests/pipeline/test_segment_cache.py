@@ -16,13 +16,17 @@ from torch.fx import GraphModule
 from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
-from compressor.graph.sites import linear_sites, set_parameter, twin
+from compressor.graph.model import twin
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import linear_sites
+from compressor.host.digests import digest
 from compressor.passes.adaptive_rounding import AdaptiveRounding
 from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context, Pass, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.segment_cache import Results, digest
+from compressor.pipeline.segment_cache import Results
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,15 +22,18 @@ from compressor.capture.capture import capture
 from compressor.cli.commands import main
 from compressor.errors import ResourceError, UsageError
 from compressor.graph.costs import node_costs
-from compressor.graph.sites import segments, weight_bytes
+from compressor.graph.model import weight_bytes
+from compressor.graph.segments import segments
 from compressor.host.machine import Memory
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context, Pipeline
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.plan import plan as plan_module
 from compressor.plan import roofline as plan_roofline
 from compressor.plan.memory import StageMemory
-from compressor.plan.plan import Plan, check_plan, compare_plan, make_plan, plan_graph
+from compressor.plan.model import Plan
+from compressor.plan.plan import check_plan, compare_plan, make_plan, plan_graph
 from compressor.plan.prices import UNITS, Machine
 from compressor.plan.streaming import peak_bytes, plan_calibration
 from compressor.recipe.recipe import Recipe

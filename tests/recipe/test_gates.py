@@ -8,8 +8,9 @@ import math
 import pytest
 
 from compressor.errors import RecipeError
+from compressor.evaluate.gates import GateResult, check_gates
 from compressor.evaluate.timing import Timing
-from compressor.recipe.gates import METRICS, QUALITY, Gate, GateResult, check_gates
+from compressor.recipe.gates import METRICS, QUALITY, Gate
 
 
 def check(metric: str, text: object, metrics: dict[str, float], timings: dict[str, Timing] | None = None) -> GateResult:

@@ -17,9 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, RecipeError, UsageError, VerificationError
-from compressor.recipe.gates import Gate, check_gates
-from compressor.report.recorder import Check, outcome_content, recording, write_junit, write_report
-from compressor.run.job import Outcome
+from compressor.evaluate.gates import check_gates
+from compressor.recipe.gates import Gate
+from compressor.report.content import outcome_content, write_report
+from compressor.report.junit import write_junit
+from compressor.report.recorder import recording
+from compressor.run.outcome import Outcome
+from compressor.verify.check import Check
 
 GATES = check_gates(
     [

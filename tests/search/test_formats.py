@@ -16,9 +16,11 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.sites import Site, linear_sites, replace_linear, twin, weight_bytes
-from compressor.passes.rtn import rtn_quantize
-from compressor.pipeline.site_plan import meta_packed
+from compressor.formats.packing import meta_packed
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import Site, linear_sites
+from compressor.numerics.nearest import rtn_quantize
 from compressor.search.formats import BUDGETS, Budget, choose_formats, linear_seconds, only_budget
 
 FORMATS = [Format.parse(name) for name in ("W2A16_G16", "W4A8_G16", "W8A16")]

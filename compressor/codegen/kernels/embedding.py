@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import to_float
+from compressor.codegen.kernels.codes import to_float
 
 VECTOR = 16
 

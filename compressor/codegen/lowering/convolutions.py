@@ -15,7 +15,7 @@ from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import takes_convolution
 from compressor.codegen.lowering.fusion import addition_behind
 from compressor.formats.format import Format
-from compressor.numerics.input_scales import SMALLEST
+from compressor.formats.rounded_activations import SMALLEST
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 

@@ -12,12 +12,12 @@ import tvm
 from torch import fx
 from tvm import relax
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.convolution import patches
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.codegen.kernels.vector import Isa
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
 from compressor.formats.format import TILE_ROWS, Format

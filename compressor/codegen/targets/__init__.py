@@ -18,7 +18,7 @@ from compressor.errors import UsageError
 if TYPE_CHECKING:
     import tvm
 
-    from compressor.codegen.kernels.vector import Isa
+    from compressor.codegen.isa import Isa
 
 _GROUP = "compressor.targets"
 

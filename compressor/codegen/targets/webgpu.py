@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from compressor.codegen.kernels.vector import Isa
+from compressor.codegen.isa import Isa
 from compressor.errors import ToolchainError
 
 if TYPE_CHECKING:
@@ -60,3 +60,7 @@ class Webgpu:
             from compressor.codegen.web.wasm import find_linker
 
             find_linker()
+
+
+SIMD128 = Isa("simd128", 4, False, False, (), "generic", mattr=("+simd128", "+bulk-memory"))
+"""WebAssembly's vectors; what it has no conversion for, float16, :mod:`compressor.codegen.web.wasm` writes out."""

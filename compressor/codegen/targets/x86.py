@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compressor_runtime import allow_tiles
 
-from compressor.codegen.kernels.vector import AMX, AVX2, AVX512_VNNI, ISAS, Isa
-from compressor.cpu import host_flags
+from compressor.codegen.isa import Isa
 from compressor.errors import ToolchainError, UsageError
+from compressor.host.machine import host_flags
 
 if TYPE_CHECKING:
     import tvm
@@ -94,3 +94,38 @@ def _compiler() -> list[str]:
         "no C++ compiler to link the kernels with: none of c++, g++, clang++ is on PATH and the package ziglang is not "
         "installed; install one, for instance `apt-get install g++` or `pip install 'compressor[zig]'`"
     )
+
+
+AVX512_VNNI = Isa(
+    "avx512_vnni",
+    16,
+    True,
+    False,
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+    "cascadelake",
+)
+
+
+AVX2 = Isa("avx2", 8, False, False, ("avx2", "fma", "f16c"), "haswell")
+
+
+AVX512_VPOPCNTDQ = Isa(
+    "avx512_vpopcntdq", 16, True, True, (*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"), "icelake-server"
+)
+"""Only by name: what it adds serves bit planes alone, and its bundles run on fewer machines."""
+
+
+AMX = Isa(
+    "amx",
+    16,
+    True,
+    False,
+    (*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16"),
+    "cascadelake",
+    True,
+    ("+amx-tile", "+amx-int8", "+amx-bf16"),
+)
+
+
+ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
+"""Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""

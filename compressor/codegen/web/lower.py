@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import reexport
-from compressor.codegen.kernels.vector import SIMD128
-from compressor.codegen.lowering.compile import Importer, import_program, naming, run_phases
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
+from compressor.codegen.lowering.importer import Importer, import_program, naming
+from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
+from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.tuning import Tuner
 from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate

@@ -19,7 +19,7 @@ from tvm import tirx
 from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
-from compressor.codegen.kernels.vector import SIMD128
+from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.intrinsics import power, sine
 from compressor.errors import ToolchainError, VerificationError

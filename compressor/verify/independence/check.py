@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import CompressorError
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.verify.independence.flow import Flow, Sizes
 from compressor.verify.independence.labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
 

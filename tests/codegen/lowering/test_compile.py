@@ -18,15 +18,15 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import capture
-from compressor.codegen.kernels.vector import AMX
 from compressor.codegen.lowering import compile as lower
-from compressor.codegen.lowering.compile import Library, check_storage, compile_graph
-from compressor.codegen.targets.x86 import X86
+from compressor.codegen.lowering.compile import Library, compile_graph
+from compressor.codegen.lowering.phases import check_storage
+from compressor.codegen.targets.x86 import AMX, X86
 from compressor.data.text import Samples
 from compressor.errors import VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 FUSED = {  # codegen/fusion.py
     "llama": {

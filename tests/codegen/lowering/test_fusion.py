@@ -20,7 +20,7 @@ from compressor.codegen.lowering.fusion import fuse, fused_linear
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 TOKENS = (1, 5, 40, 130)
 

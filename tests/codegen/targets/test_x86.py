@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from compressor_runtime import BundleError, load
 
-from compressor.codegen.kernels.vector import ISAS
 from compressor.codegen.targets import target_class, x86
+from compressor.codegen.targets.x86 import ISAS
 from compressor.errors import ToolchainError, UsageError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import Recipe

@@ -20,7 +20,7 @@ from compressor.codegen.web.session import Session, encode
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 from compressor.run.web import WebMaker
 
 TOLERANCE = 1e-5

@@ -21,8 +21,8 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
-from compressor.codegen.kernels.vector import SIMD128
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
+from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.web import wasm
 from compressor.codegen.web.execute_wasm import WasmProgram
 from compressor.errors import ToolchainError, VerificationError

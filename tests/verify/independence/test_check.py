@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.format import FORMATS, Format
-from compressor.graph.sites import linear_sites, replace_linear
-from compressor.passes.rtn import rtn_quantize
+from compressor.graph.rewrite import replace_linear
+from compressor.graph.sites import linear_sites
+from compressor.numerics.nearest import rtn_quantize
 from compressor.verify.independence.check import Leak, check_independence
 
 transformers = pytest.importorskip("transformers")

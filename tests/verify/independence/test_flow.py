@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from compressor.graph.sites import ModelInfo
+from compressor.graph.model import ModelInfo
 from compressor.verify.independence.check import check_independence
 
 aten = torch.ops.aten

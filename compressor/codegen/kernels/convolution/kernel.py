@@ -14,11 +14,13 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.codes import scale_values
 from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
 from compressor.codegen.kernels.convolution.products import Products, is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
-from compressor.codegen.kernels.vector import Isa, ramp, registers, scale_values, widen
+from compressor.codegen.kernels.vector import ramp, registers, widen
 from compressor.formats.activations import Activations
 from compressor.formats.format import TILE_ROWS, Format
 

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE
+from compressor.codegen.kernels.codes import centred, code_quad, dot4
 from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, Feed, PatchFeed
-from compressor.codegen.kernels.vector import Isa, centred, code_quad, dot4, registers, splat
+from compressor.codegen.kernels.vector import registers, splat
 from compressor.formats.format import TILE_ROWS, Format
 
 _QUADS = RUN_BYTES // 4

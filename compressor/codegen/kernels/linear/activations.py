@@ -1,4 +1,4 @@
-"""Expressions that round activations, as :func:`compressor.numerics.input_scales.round_activations` defines it.
+"""Expressions that round activations, as :func:`compressor.formats.rounded_activations.round_activations` defines it.
 
 Every function takes and returns TIR expressions over ``lanes`` float32; the same operations in the same order as there,
 so that no value falls on the other side of a tie.
@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from compressor.codegen.kernels.vector import splat, splat_float, widen
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.numerics.input_scales import SMALLEST
+from compressor.formats.rounded_activations import SMALLEST
 
 _EXPONENT = 0x7F800000  # float32's field
 

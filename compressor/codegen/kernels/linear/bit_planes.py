@@ -15,8 +15,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.codes import dot4
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.vector import Isa, dot4, emit_tree, splat
+from compressor.codegen.kernels.vector import emit_tree, splat
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 

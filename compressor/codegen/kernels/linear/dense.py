@@ -12,7 +12,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree_sum, to_float
+from compressor.codegen.kernels.codes import to_float
+from compressor.codegen.kernels.vector import emit_tree_sum
 
 VECTOR = 16
 

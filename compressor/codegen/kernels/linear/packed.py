@@ -19,6 +19,7 @@ from typing import cast
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts, counts_bits
@@ -27,7 +28,7 @@ from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts, takes_tiles
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
-from compressor.codegen.kernels.vector import Isa, registers
+from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
 from compressor.formats.format import TILE_ROWS, Format
 

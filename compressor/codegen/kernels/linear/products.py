@@ -11,7 +11,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import Isa, code_quad, code_values, dot4, scale_values
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.codes import code_quad, code_values, dot4, scale_values
 from compressor.formats.format import TILE_ROWS, Format
 
 

@@ -18,10 +18,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, prefetch, tile
+from compressor.codegen.kernels.codes import centred, code_quad, code_values, scale_values
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
-from compressor.codegen.kernels.vector import Isa, centred, code_quad, code_values, scale_values, splat
+from compressor.codegen.kernels.vector import splat
 from compressor.formats.format import TILE_ROWS, Format
 
 TOKENS = 128

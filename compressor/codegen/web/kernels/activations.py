@@ -1,4 +1,4 @@
-"""Rounded activations in WGSL, as :func:`compressor.numerics.input_scales.round_activations` defines them.
+"""Rounded activations in WGSL, as :func:`compressor.formats.rounded_activations.round_activations` defines them.
 
 A kernel of its own, once for all linears that read the same: a workgroup takes the columns of a token that share a
 scale.  For products of floats it leaves floats; for products of integers bytes, four columns a word, and beside them
@@ -14,7 +14,7 @@ from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel, joined
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
-from compressor.numerics.input_scales import SMALLEST
+from compressor.formats.rounded_activations import SMALLEST
 
 _VECTOR_COLUMNS = 16
 """Bytes of WGSL's widest load."""

@@ -23,7 +23,7 @@ from compressor.data.text import Samples
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.passes.rtn import Rtn
-from compressor.pipeline.pipeline import Context
+from compressor.pipeline.context import Context
 
 OPS = torch.ops.compressor
 ISAS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]

@@ -34,7 +34,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import pack
-from compressor.numerics.input_scales import round_activations
+from compressor.formats.rounded_activations import round_activations
 from compressor.ops.linear import outputs
 
 

@@ -1,0 +1,75 @@
+"""List what is in a bundle or which linears a model has, for `compress inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def inspect_path(path: Path) -> dict[str, Any]:
+    """Contents of a bundle (its manifest) or of a Hugging Face folder (its linears); lists become tables.
+
+    Raises:
+        CompressorError: it is neither.
+    """
+    if (path / "manifest.json").is_file():
+        return _inspect_bundle(path)
+    from compressor.capture.capture import capture
+    from compressor.graph.model import weight_bytes
+    from compressor.graph.sites import linear_sites
+
+    graph = capture(path)
+    info = graph.meta["model"]
+    sites = [
+        {
+            "site": site.name,
+            "class": site.module_class,
+            "out": site.out_features,
+            "in": site.in_features,
+            "dtype": str(graph.get_parameter(site.weight_name).dtype).removeprefix("torch."),
+            "tied": site.tied,
+        }
+        for site in linear_sites(graph)
+    ]
+    return {
+        "model": info.name,
+        "architecture": info.architecture,
+        "kind": info.kind,
+        "parameters": info.parameters,
+        "weight_bytes": weight_bytes(graph),
+        "linears": sites,
+    }
+
+
+def _inspect_bundle(path: Path) -> dict[str, Any]:
+    from compressor.runtime import DamagedBundleError, check_files, read_manifest
+
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    try:
+        return _contents(manifest)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedBundleError(
+            f"{path}: the manifest lacks something, or has something else in its place ({error}); copy the bundle again"
+        ) from error
+
+
+def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    model = manifest["model"]
+    known = ("cache_format", "cache_bytes_per_token") if manifest["kind"] == "decoder" else ()
+    cache = {key: model[key] for key in known if key in model}  # bundles from before caches had formats lack them
+    keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
+    return {
+        "model": model["name"],
+        "architecture": model["architecture"],
+        "kind": manifest["kind"],
+        "schema_version": manifest["schema_version"],
+        "weight_bytes": manifest["weight_bytes"],
+        "dense_weight_bytes": manifest["dense_weight_bytes"],
+        "bundle_bytes": manifest["bundle_bytes"],
+        **cache,
+        "cpu_features": ", ".join(manifest["cpu_features"]),
+        "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
+        "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],
+    }

@@ -1,0 +1,169 @@
+"""Emit what turns stored codes, scales and floats into numbers, and the dot product of four bytes a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.vector import splat, splat_float
+from compressor.formats.format import Format
+
+
+def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
+    """Codes of columns ``4 * quad .. 4 * quad + 3`` of a chunk, one a byte, one row a lane.
+
+    Args:
+        word: callable from the index of a chunk's word to its int32 vector.
+    """
+    result, offset, first = None, 0, 0
+    for width in fmt.planes:
+        index, j = divmod(quad, 8 // width)
+        bits, down = word(first + index), width * j - offset  # at once to where they belong; masks keep bytes apart
+        if down:
+            bits = T.shift_right(bits, splat(down, lanes)) if down > 0 else T.shift_left(bits, splat(-down, lanes))
+        if width < 8:
+            bits = T.bitwise_and(bits, splat((((1 << width) - 1) << offset) * 0x01010101, lanes))
+        result = bits if result is None else T.bitwise_or(result, bits)
+        offset, first = offset + width, first + fmt.chunk_columns * width // 32
+    return result
+
+
+def centred(codes: Any, centre: int, lanes: int) -> Any:
+    """Codes, one a byte, minus their zero point: signed bytes."""
+    octets = T.reinterpret(codes, dtype=f"int8x{4 * lanes}")
+    byte = T.int8(centre - 256 * (centre > 127))  # of 8 bits, 128 and -128 are the same
+    return T.reinterpret(octets - T.broadcast(byte, 4 * lanes), dtype=f"int32x{lanes}")
+
+
+def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[[int], Any]) -> Any:
+    """What the codes in one byte of each lane stand for, but for the constant factor that :func:`scale_values` has.
+
+    Args:
+        table: code -> a codebook's vector of values, one a lane.
+
+    A float of few bits is, with its fields in the places of float16's, a float16 that is smaller by a power of two:
+    subnormals as well, which that conversion takes at full speed.
+    """
+    if fmt.codebook:
+        return _pick([table(level) for level in range(fmt.levels)], codes, 8 * byte, lanes)
+    element = fmt.element
+    code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
+    if element is None and fmt.bits <= 4 and lanes == 16:  # one permutation in place of a mask and a conversion
+        return _lookup16(range(16), code, lanes)
+    if element is None:
+        return T.Cast(f"float32x{lanes}", T.bitwise_and(code, splat(0xFF, lanes)))
+    if not element.is_float:
+        return _lookup16(element.values, code, lanes)
+    sign = T.shift_left(T.bitwise_and(code, splat(1 << (fmt.bits - 1), lanes)), splat(16 - fmt.bits, lanes))
+    rest = T.shift_left(
+        T.bitwise_and(code, splat((1 << (fmt.bits - 1)) - 1, lanes)), splat(10 - element.mantissa_bits, lanes)
+    )
+    half = T.Cast(f"uint16x{lanes}", T.bitwise_or(sign, rest))
+    return T.Cast(f"float32x{lanes}", T.reinterpret(half, dtype=f"float16x{lanes}"))
+
+
+def _pick(found: Sequence[Any], codes: Any, shift: int, lanes: int) -> Any:
+    """The vector whose number a few bits of each lane are, by choices between two."""
+    for bit in range(shift, shift + (len(found) - 1).bit_length()):
+        unset = T.EQ(T.bitwise_and(codes, splat(1 << bit, lanes)), splat(0, lanes))
+        found = [T.Select(unset, low, high) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def _lookup16(values: Sequence[float], index: Any, lanes: int) -> Any:
+    """``values[index % 16]``, by permutation of registers where there is one."""
+    if lanes < 8:
+        return _pick([splat_float(value, lanes) for value in values], index, 0, lanes)
+
+    def table(some: Sequence[float]) -> Any:
+        return T.Shuffle([T.float32(value) for value in some], list(range(len(some))))
+
+    if lanes == 16:
+        permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.permvar.sf.512")
+        return T.call_llvm_pure_intrin(permute, table(values), index, dtype="float32x16")
+    permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.permps")
+    low, high = (
+        T.call_llvm_pure_intrin(permute, table(part), index, dtype="float32x8") for part in (values[:8], values[8:])
+    )
+    is_low = T.EQ(T.bitwise_and(index, splat(8, lanes)), splat(0, lanes))
+    return T.Select(is_low, low, high)
+
+
+def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
+    """A loaded vector of stored scales as float32, times what :func:`code_values` leaves out."""
+    floats = f"float32x{lanes}"
+    if fmt.scale_type == "F16":
+        scale = T.Cast(floats, stored)
+    elif fmt.scale_type == "E8M0":  # float32's exponent field; byte 0, 2^-127, would be a subnormal
+        bits = T.shift_left(T.Cast(f"int32x{lanes}", stored), splat(23, lanes))
+        scale = T.reinterpret(bits, dtype=floats)
+    else:  # E4M3, never negative: float16's fields, 2^8 too small
+        bits = T.shift_left(T.Cast(f"uint16x{lanes}", stored), T.broadcast(T.uint16(7), lanes))
+        half = T.Cast(floats, T.reinterpret(bits, dtype=f"float16x{lanes}"))
+        scale = half * T.broadcast(T.float32(2.0**8), lanes)
+    if fmt.element is None or not fmt.element.is_float:
+        return scale
+    return scale * T.broadcast(T.float32(2.0 ** (15 - fmt.element.bias)), lanes)
+
+
+def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
+    """``acc + sum over 4 bytes of codes (unsigned) * activation (signed)`` in int32.
+
+    Args:
+        codes: int32 vector of four unsigned bytes a lane.
+        activation: int32 vector of four signed bytes a lane.
+    """
+    octets, lanes = f"int8x{4 * isa.lanes}", isa.lanes
+    a = T.reinterpret(activation, dtype=octets)
+    if isa.vnni:
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
+        return T.call_llvm_pure_intrin(name, acc, T.reinterpret(codes, dtype=octets), a, dtype=f"int32x{lanes}")
+
+    if lanes == 4:  # WebAssembly multiplies 16-bit numbers and adds them by pairs
+        eight = T.broadcast(T.int16(8), 2 * lanes)
+
+        def halves(value: Any) -> Any:
+            return T.reinterpret(value, dtype=f"int16x{2 * lanes}")
+
+        unsigned, signed = halves(codes), halves(activation)
+        low = T.bitwise_and(unsigned, T.broadcast(T.int16(255), 2 * lanes))
+        high = halves(T.bitwise_and(T.shift_right(codes, splat(8, lanes)), splat(0x00FF00FF, lanes)))
+        pairs_of = (
+            (low, T.shift_right(T.shift_left(signed, eight), eight)),
+            (high, T.shift_right(signed, eight)),
+        )
+        name = T.llvm_lookup_intrinsic_id("llvm.wasm.dot")
+        for one, other in pairs_of:
+            acc = acc + T.call_llvm_pure_intrin(name, one, other, dtype=f"int32x{lanes}")
+        return acc
+
+    def products(unsigned: Any) -> Any:
+        pairs = T.call_llvm_pure_intrin(
+            T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.ub.sw"),
+            T.reinterpret(unsigned, dtype=octets),
+            a,
+            dtype=f"int16x{2 * lanes}",
+        )
+        ones = T.broadcast(T.int16(1), 2 * lanes)
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.wd")
+        return T.call_llvm_pure_intrin(name, pairs, ones, dtype=f"int32x{lanes}")
+
+    if fmt.bits < 8:  # 2 * 127 * 127 fits the saturating 16-bit sum of pmaddubsw
+        return acc + products(codes)
+    low = products(T.bitwise_and(codes, splat(0x7F7F7F7F, lanes)))
+    high = products(T.bitwise_and(T.shift_right(codes, splat(7, lanes)), splat(0x01010101, lanes)))
+    return acc + low + T.shift_left(high, splat(7, lanes))
+
+
+def to_float(value: Any, storage: str, lanes: int) -> Any:
+    """A loaded vector (or scalar, one lane) of stored floats as float32; bfloat16 is stored as uint16."""
+    suffix = f"x{lanes}" if lanes > 1 else ""
+    if storage == "float32":
+        return value
+    if storage == "float16":
+        return T.Cast(f"float32{suffix}", value)
+    sixteen = T.broadcast(T.uint32(16), lanes) if lanes > 1 else T.uint32(16)
+    return T.reinterpret(T.shift_left(T.Cast(f"uint32{suffix}", value), sixteen), dtype=f"float32{suffix}")

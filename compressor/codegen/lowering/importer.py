@@ -1,0 +1,74 @@
+"""Import an exported program into Relax, with parameters as inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import tvm
+from torch.export import ExportedProgram
+from tvm import relax
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from compressor.errors import CompressorError, VerificationError
+
+
+@contextmanager
+def naming(phase: str) -> Iterator[None]:
+    """Errors of TVM become one of ours that names the phase; ours stay as they are."""
+    try:
+        yield
+    except CompressorError:
+        raise
+    except Exception as error:  # TVM's importer and its passes raise whatever they stumble over
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise VerificationError(
+            f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
+        ) from error
+
+
+class Importer(ExportedProgramImporter):  # type: ignore[misc]
+    """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits."""
+
+    def __init__(self, decoder: bool) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    @staticmethod
+    def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tvm.runtime.empty((1,), "float32")  # dropped again: parameters stay inputs
+        return tvm.runtime.tensor(tensor.detach().numpy())
+
+    def create_input_vars(self, exported_program: ExportedProgram) -> Any:
+        """Parameters of bfloat16 are uint16."""
+        parameters, inputs, constraints = super().create_input_vars(exported_program)
+        for name, var in parameters.items():
+            if var.ty.dtype == "bfloat16":
+                parameters[name] = relax.Var(name, relax.TensorType(var.ty.shape, "uint16"))
+        return parameters, inputs, constraints
+
+    def _flatten_output_args(self, output_args: Any) -> Any:
+        # New keys and values are outputs in FX; here the attention kernels write them to the caches in place.
+        flat = ExportedProgramImporter._flatten_output_args(output_args)
+        return flat[:1] if self.decoder else flat
+
+
+def import_program(
+    program: ExportedProgram, converters: Mapping[str, Callable[..., Any]], importer: Importer
+) -> tuple[tvm.IRModule, list[str]]:
+    """The Relax program with parameters as inputs after the others, and their names."""
+    kind = torch.export.graph_signature.InputKind
+    with naming("import"):
+        mod = importer.from_exported_program(
+            program,
+            keep_params_as_input=True,
+            unwrap_unit_return_tuple=True,
+            no_bind_return_tuple=False,
+            custom_convert_map=converters,
+        )
+    mod["main"] = mod["main"].without_attr("params")
+    specs = program.graph_signature.input_specs
+    return mod, [str(spec.target) for spec in specs if spec.kind is kind.PARAMETER]

@@ -1,0 +1,134 @@
+"""List the phases from the imported program to what the virtual machine runs, and check the stored bytes after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_walk
+
+from compressor.codegen.lowering.elementwise import ScheduleElementwise
+from compressor.codegen.lowering.importer import naming
+from compressor.errors import VerificationError
+
+_CONSTANT_BYTES_ALLOWED = 1 << 16
+"""Rotary frequencies and the like may be constants; weights may not."""
+
+
+_PROBE = "read_bandwidth"
+"""The function with which a bundle measures the memory it runs on."""
+
+
+def phases() -> list[tuple[str, tvm.transform.Pass]]:
+    """The phases from the imported program to what the virtual machine runs.
+
+    TVM's default list folds constants, which would evaluate packed weights back to dense ones; this one does not.
+    """
+    t = relax.transform
+    return [
+        ("bundle_parameters", t.BundleModelParams()),
+        ("legalize", t.LegalizeOps()),
+        ("annotate", t.AnnotateTIROpPattern()),
+        ("fuse_ops", t.FuseOps()),
+        ("fuse_tir", t.FuseTIR()),
+        ("drop_dead_code", t.DeadCodeElimination()),
+        ("rewrite_reshapes", t.RewriteDataflowReshape()),  # before schedules hide that they only copy
+        ("schedule_elementwise", ScheduleElementwise()),
+        ("leave_dataflow", t.ToNonDataflow()),
+        ("drop_purity", t.RemovePurityChecking()),
+        ("call_kernels", t.CallTIRRewrite()),
+        ("plan_memory", t.StaticPlanBlockMemory()),
+        ("allocate", t.LowerAllocTensor()),
+        ("free", t.KillAfterLastUse()),
+        ("lower_builtins", t.LowerRuntimeBuiltin()),
+        ("compute_values", t.ComputePrimValue()),
+        ("lower_shapes", t.VMShapeLower()),
+        ("order_shapes", OrderShapeStores()),
+        ("name_globals", t.AttachGlobalSymbol()),
+    ]
+
+
+def run_phases(
+    mod: tvm.IRModule,
+    steps: Sequence[tuple[str, tvm.transform.Pass]],
+    dense_elements: int | None,
+    activations: Collection[int],
+    dump: Callable[[str, str], None] | None,
+) -> tvm.IRModule:
+    """Run phases on an imported program, and :func:`check_storage` before them and after each."""
+    check_storage(mod, "import", dense_elements, activations)
+    for name, phase in steps:
+        with naming(name):
+            mod = phase(mod)
+        check_storage(mod, name, dense_elements, activations)
+        if dump is not None:
+            dump(name, mod.script())
+    return mod
+
+
+def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None, activations: Collection[int] = ()) -> None:
+    """Assert that a phase did not undo the compression ("what is claimed is stored").
+
+    Constants must stay small, and nothing of fixed shape may be computed that has as many elements as the smallest
+    packed weight has when dense: activations have symbolic shapes, so that would be a weight.
+
+    Args:
+        dense_elements: elements of the smallest packed weight; None when nothing is packed.
+        activations: numbers of elements that may occur nevertheless, because the captured graph itself has values of
+            that fixed size.
+    Raises:
+        VerificationError: names the phase and the tensor.
+    """
+    constant_bytes = 0
+    materialised: list[str] = []
+
+    def visit_constant(node: Any) -> None:
+        nonlocal constant_bytes
+        if isinstance(node.value, tvm.runtime.Tensor):
+            constant_bytes += node.value.numpy().nbytes
+
+    def visit_binding(node: Any) -> None:
+        if dense_elements is None or not isinstance(node.value, tvm.ir.Call):
+            return
+        shape = getattr(node.var.ty, "shape", None)
+        if shape is None or not all(isinstance(n, tvm.tirx.IntImm) for n in shape):
+            return
+        sizes = [int(n) for n in shape]
+        if prod(sizes) >= dense_elements and prod(sizes) not in activations:
+            materialised.append(f"{node.var.name} {sizes}")
+
+    for gvar, func in mod.functions.items():
+        if isinstance(func, relax.Function) and gvar.name_hint != _PROBE:
+            structural_walk(func, [(tvm.ir.GenericConst, visit_constant), (relax.VarBinding, visit_binding)])
+    if constant_bytes > _CONSTANT_BYTES_ALLOWED:
+        raise VerificationError(
+            f"lowering, phase {phase}: {constant_bytes} bytes of constants (allowed: {_CONSTANT_BYTES_ALLOWED}); "
+            "weights were folded into the program"
+        )
+    if materialised:
+        raise VerificationError(
+            f"lowering, phase {phase}: a dense weight is computed at run time: {', '.join(materialised)}"
+        )
+
+
+@tvm.transform.module_pass(opt_level=0, name="OrderShapeStores")
+class OrderShapeStores:
+    """Sort the statements of the functions that compute symbolic sizes, made by ``VMShapeLower`` from a hash map.
+
+    Each statement stores one size in a slot of its own, computed from slots that are filled before the function is
+    called, so that any order is right.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
+        """Sort by slot; functions of any other form stay as they are."""
+        for gvar, func in list(mod.functions.items()):
+            if not isinstance(func, tirx.PrimFunc) or not gvar.name_hint.startswith("shape_func"):
+                continue
+            body = func.body
+            if isinstance(body, tirx.SeqStmt) and all(isinstance(stmt, tirx.BufferStore) for stmt in body.seq):
+                ordered = sorted(body.seq, key=lambda store: int(store.indices[0]))
+                mod[gvar] = func.with_body(tirx.SeqStmt(ordered))
+        return mod

@@ -1,0 +1,67 @@
+"""List the files of a bundle in its manifest, and keep measurements beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressorError
+from compressor.export.publish import _flush
+
+
+def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
+    """Keep measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
+    partial = bundle / f".measurements.{secrets.token_hex(4)}.partial"
+    try:
+        partial.write_bytes(_json(measurements))
+        _flush(partial)
+        partial.replace(bundle / "measurements.json")
+    except OSError as error:
+        raise CompressorError(f"{bundle}: measurements.json cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Every file in ``folder`` with its size and SHA-256, not computed again if ``known``, and those of its pieces."""
+    from compressor_runtime import PIECE_BYTES, available_cores, sha256
+
+    listing: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for file in (file for file in folder.rglob("*") if file.is_file()):
+            name, size_bytes = file.relative_to(folder).as_posix(), file.stat().st_size
+            listing[name] = {"bytes": size_bytes, "sha256": known.get(name) or sha256(file)}
+            if size_bytes > PIECE_BYTES:
+                starts = range(0, size_bytes, PIECE_BYTES)
+                ends = (start + PIECE_BYTES for start in starts)
+                listing[name]["pieces"] = list(pool.map(sha256, repeat(file), starts, ends))
+    return listing
+
+
+def with_total(manifest: dict[str, Any]) -> bytes:
+    """The manifest as JSON with ``bundle_bytes``: all files and the manifest itself, measurements not included."""
+    files_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    text, total = b"", -1
+    while total != files_bytes + len(text):  # the number is part of the text that it counts
+        total = files_bytes + len(text)
+        text = _json({**manifest, "bundle_bytes": total})
+    return text
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def finite(value: Any) -> Any:
+    """The same data with numbers that JSON does not have as text: "inf", "-inf", "nan"."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

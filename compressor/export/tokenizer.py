@@ -1,0 +1,40 @@
+"""Write a model's tokenizer as tokenizer.json."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from compressor.errors import CompressorError
+
+
+def write_tokenizer(source: Path, file: Path, vocab_size: int) -> None:
+    """Copy the tokenizer of a model folder as tokenizer.json, converted through transformers if it has an older form.
+
+    Raises:
+        CompressorError: there is none, or it makes ids that a model of ``vocab_size`` (0: unknown) does not know.
+    """
+    from tokenizers import Tokenizer
+
+    if (source / "tokenizer.json").is_file():
+        shutil.copyfile(source / "tokenizer.json", file)
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            tokenizer.backend_tokenizer.save(str(file))
+        except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+            raise CompressorError(
+                f"{source}: no tokenizer.json, and no tokenizer that transformers can convert to one ({error}); "
+                "put the model's tokenizer files beside its weights"
+            ) from error
+    try:
+        largest = max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False).values(), default=0)
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise CompressorError(f"{source / 'tokenizer.json'}: not a tokenizer: {error}") from error
+    if vocab_size and largest >= vocab_size:  # added tokens may lie beyond: some models never see theirs
+        raise CompressorError(
+            f"{source}: the tokenizer makes ids up to {largest}, the model knows {vocab_size}; "
+            "give the tokenizer that belongs to this model"
+        )

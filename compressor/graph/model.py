@@ -1,0 +1,47 @@
+"""Describe a captured model, and copy its graph without copying its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import fx
+from torch.fx import GraphModule
+
+from compressor.formats.cache import DENSE_CACHE
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about a captured model; ``graph.meta["model"]``.  Sizes are 0 where they have no meaning."""
+
+    kind: Literal["decoder", "encoder", "module"]
+    name: str  # folder name, hub id or class name
+    architecture: str  # class name
+    vocab_size: int = 0
+    layers: int = 0  # attention layers, one cache entry each
+    kv_heads: int = 0
+    head_dim: int = 0
+    cache_format: str = DENSE_CACHE  # of keys and values
+    max_positions: int = 0  # 0: no limit stated
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    source: Path | None = None  # the folder, which also holds the tokenizer
+    config_sha256: str = ""
+    parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
+
+
+def weight_bytes(graph: GraphModule) -> int:
+    """Bytes of the graph's parameters as they are stored, each counted once; buffers are not weights."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in graph.parameters())
+
+
+def twin(graph: GraphModule) -> GraphModule:
+    """A second graph over the same parameters: rewriting one leaves the other as it is."""
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    nodes.set_codegen(graph.graph._codegen)
+    copied = GraphModule(graph, nodes, class_name=type(graph).__name__)
+    copied.meta.update(graph.meta)
+    return copied

@@ -1,0 +1,112 @@
+"""Rewrite a captured graph: set parameters, pack linears, insert packed linears, drop what is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
+from compressor.graph.sites import _PACKED, Site
+
+
+def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
+    """Create or replace a parameter (no gradient) under a dotted name, and the modules on the way."""
+    path, _, leaf = name.rpartition(".")
+    module: nn.Module = graph
+    for part in path.split(".") if path else []:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+
+def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
+    """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
+
+    The module's code stays as it is until the caller is done and calls ``graph.recompile()``: torch.fx keeps the source
+    of every version, and one for each linear would take more memory than the weights.
+
+    The dense weight goes when nothing else uses it.  The site's node is gone afterwards.  Other sites can still be
+    replaced, but the ``input`` of one that reads this node's output directly is stale: list the sites again.
+
+    Raises:
+        ValueError: the packed weight has another shape.
+    """
+    if packed.shape != (site.out_features, site.in_features):
+        raise ValueError(f"{site.name} is {site.out_features} x {site.in_features}, the packed weight {packed.shape}")
+    old = site.node
+    weight, bias = cast(Node, old.args[1]), old.args[2]
+    with graph.graph.inserting_before(old):
+        new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.graph.erase_node(old)
+    if not weight.users:
+        graph.graph.erase_node(weight)
+        _delete_parameter(graph, site.weight_name)
+
+
+def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
+    """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
+    stored = []
+    for part, value in packed.parts.items():
+        set_parameter(graph, f"{name}.{part}", value)
+        stored.append(graph.graph.get_attr(f"{name}.{part}"))
+    out_features, in_features = packed.shape
+    return graph.graph.call_function(_PACKED, (x, stored, bias, packed.format.name, in_features, out_features))
+
+
+def drop_dead_parameters(graph: GraphModule) -> list[str]:
+    """Remove nodes without users and then parameters and buffers that no node reads; their names."""
+    graph.graph.eliminate_dead_code()
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.graph.erase_node(node)
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
+    dead = [name for name, _ in held if name not in used]
+    for name in dead:
+        _delete_parameter(graph, name)
+    graph.recompile()
+    return dead
+
+
+def _delete_parameter(graph: GraphModule, name: str) -> None:
+    path, _, leaf = name.rpartition(".")
+    delattr(graph.get_submodule(path), leaf)
+    while path and not list(graph.get_submodule(path).parameters()) and not list(graph.get_submodule(path).buffers()):
+        path, _, leaf = path.rpartition(".")
+        delattr(graph.get_submodule(path), leaf)
+
+
+def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
+    """The weight of one of :func:`compressor.graph.sites.packed_sites`."""
+    args: Any = site.node.args
+    parts = [graph.get_parameter(node.target).detach() for node in args[1]]
+    return PackedWeight.of(parts, Format.parse(str(args[3])), (site.out_features, site.in_features))
+
+
+def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
+    """Give one of :func:`compressor.graph.sites.packed_sites` another bias, float32 [out], or its first: ``<site>.bias``."""
+    name = site.bias_name or f"{site.name}.bias"
+    set_parameter(graph, name, bias)
+    if site.bias_name is None:
+        with graph.graph.inserting_before(site.node):
+            site.node.update_arg(2, graph.graph.get_attr(name))
+
+
+def insert_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, users: Sequence[Node] = ()) -> None:
+    """Send a tensor through a packed linear, stored under ``name``, on its way to all its users or to some of them.
+
+    Args:
+        x: float32 [..., n]; the packed weight is [n, n].
+        users: none means all.
+    """
+    with graph.graph.inserting_before(x.next):
+        new = call_packed(graph, name, x, packed, None)
+    new.meta = {"val": x.meta["val"]}
+    x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and (not users or user in users))

@@ -1,0 +1,84 @@
+"""Cut a captured graph into segments between two of which one token-dependent tensor is live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.graph.sites import Site, linear_sites, packed_sites
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the graph between two points where one token-dependent tensor is all that is live."""
+
+    nodes: tuple[Node, ...]  # token-dependent nodes, in order
+    sites: tuple[Site, ...]  # dense
+    packed: tuple[Site, ...]
+    entry: Node | None  # the live tensor at its beginning; None for the first
+    exit: Node | None  # the live tensor at its end; None for the last
+
+
+def segments(graph: GraphModule) -> list[Segment]:
+    """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
+
+    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available
+    everywhere and do not count as live; nor do graph inputs, nor values that only the output reads (new keys
+    and values).  Running the segments in order with :func:`run_nodes` is running the graph.
+    """
+    nodes = _token_nodes(graph)
+    index = {node: i for i, node in enumerate(nodes)}
+    last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
+    sites = {site.node: site for site in linear_sites(graph)}
+    packed = {site.node: site for site in packed_sites(graph)}
+    # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
+    linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
+    result: list[Segment] = []
+    live: set[int] = set()
+    begin, entry = 0, None
+    for i in range(linears[-1] if linears else 0):  # what follows the last linear belongs to its segment
+        live = {j for j in (*live, i) if last_use[j] > i}
+        if len(live) != 1 or not any(begin <= j <= i for j in linears):
+            continue
+        exit_node = nodes[next(iter(live))]
+        if not isinstance(exit_node.meta.get("val"), Tensor | None):
+            continue  # a tuple of tensors is not one tensor
+        result.append(_segment(nodes[begin : i + 1], sites, packed, entry, exit_node))
+        begin, entry = i + 1, exit_node
+    result.append(_segment(nodes[begin:], sites, packed, entry, None))
+    return result
+
+
+def _segment(
+    nodes: list[Node],
+    sites: dict[Node, Site],
+    packed: dict[Node, Site],
+    entry: Node | None,
+    exit_node: Node | None,
+) -> Segment:
+    dense, done = (tuple(found[node] for node in nodes if node in found) for found in (sites, packed))
+    return Segment(tuple(nodes), dense, done, entry, exit_node)
+
+
+def shared_nodes(graph: GraphModule) -> list[Node]:
+    """Nodes that no segment holds: parameters and values that depend on positions and shapes only, in order."""
+    inside = set(_token_nodes(graph))
+    return [n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and n not in inside]
+
+
+def _token_nodes(graph: GraphModule) -> list[Node]:
+    """Nodes whose values depend on the tokens (for a plain module: on any input), but not on its shape alone."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    roots = {node for node in inputs if node.target == "ids"} or set(inputs)
+    found: dict[Node, None] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target is torch.ops.aten.sym_size.int and node.args[0].op == "placeholder":
+            continue
+        if any(source in found or source in roots for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)

@@ -1,0 +1,59 @@
+"""Write what a run found as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.export.manifest import finite
+from compressor.report.recorder import _replace
+from compressor.verify.check import Check
+
+if TYPE_CHECKING:
+    from compressor.run.outcome import Outcome
+
+
+def outcome_content(outcome: Outcome) -> dict[str, Any]:
+    """What ``compress run --json`` prints, ``--report`` writes: every figure, and how each gate, pass and site went."""
+    content = {
+        "bundle": str(outcome.bundle),
+        **outcome.metrics,
+        "kernel_error": outcome.kernel_error,
+        "gates": {result.gate.metric: result.passed for result in outcome.gates},
+        "gate_results": [result.content() for result in outcome.gates],
+        "sites": list(outcome.sites),
+        "passes": list(outcome.stages),
+        "schedules": list(outcome.schedules),
+        "checks": [dataclasses.asdict(check) for check in outcome_checks(outcome)],
+        "predictions": {
+            name: {"predicted": predicted, "measured": measured} for name, predicted, measured, _ in outcome.predictions
+        },
+        "notes": [*outcome.remarks, *outcome.notes],
+    }
+    return {name: finite(value) for name, value in content.items()}
+
+
+def outcome_checks(outcome: Outcome) -> list[Check]:
+    """What the run made sure of: a run that ends with an outcome has passed all of it."""
+    error = outcome.kernel_error
+    if error is None:
+        kernels = Check("kernels against PyTorch", None, "not executed: this machine lacks the instruction set")
+    else:
+        kernels = Check("kernels against PyTorch", True, f"relative error {error:.1e}")
+    checks = [kernels]
+    if (independent := outcome.metrics.get("batch_independent")) is not None:
+        found = "proven" if independent else "not proven; a gate `batch_independent: true` would fail"
+        checks.append(Check("batch independence", True if independent else None, found))
+    return [*checks, *outcome.checks]
+
+
+def write_report(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON, whole or not at all.
+
+    Raises:
+        CompressorError: it cannot be written.
+    """
+    _replace(path, (json.dumps(finite(content), indent=2, default=str, allow_nan=False) + "\n").encode())

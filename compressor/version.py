@@ -1,0 +1,17 @@
+"""State the version of this package, and the versions that decide what a bundle is like."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+
+from compressor import __version__
+
+_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python, the machine's architecture, and the packages that decide what a bundle is like."""
+    own = {"compressor": __version__, "machine": platform.machine(), "python": platform.python_version()}
+    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
