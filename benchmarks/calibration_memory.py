@@ -62,8 +62,8 @@ def save(folder: Path, layers: int) -> None:
 def measure(folder: Path, samples: int) -> dict[str, Any]:
     import torch
 
-    from compressor.calibration.calibrate import Samples
     from compressor.capture.capture import capture
+    from compressor.data.text import Samples
     from compressor.passes.gptq import Gptq
     from compressor.pipeline.context import Context
     from compressor.pipeline.pipeline import Pipeline

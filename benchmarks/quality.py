@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 from quality_table import table
 
-from compressor.pipeline.pipeline import pass_class
+from compressor.registry import PASSES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -49,7 +49,7 @@ def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that a pass has, and what every pass leaves dense."""
-    known = {field.name for field in dataclasses.fields(pass_class(name))}
+    known = {field.name for field in dataclasses.fields(PASSES.find(name))}
     if name not in OF_PACKED:
         options = {**options, "ignore": IGNORE}
     return {key: value for key, value in options.items() if key in known}

@@ -17,15 +17,16 @@ from bundles import lower
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Samples, load_evaluation, load_samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples, load_evaluation, load_samples
 from compressor.graph.model import twin
 from compressor.graph.sites import linear_sites
 from compressor.host.machine import peak_rss_bytes
 from compressor.host.tensor_files import map_safetensors
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pipeline, pass_class
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe, load_text_spec
+from compressor.registry import PASSES
 
 SAMPLES, LENGTH, TOKENS, WINDOW, STRIDE = 64, 256, 16384, 256, 128
 _SEPARATOR = "<|endoftext|>"
@@ -78,7 +79,7 @@ def compress(
 ) -> tuple[GraphModule, Context, Recipe, dict[str, Any]]:
     """What passes of ours make of a model, and what that took."""
     steps = [
-        pass_class(name)(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        PASSES.find(name)(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         for step in passes
         for name, options in step.items()
     ]

@@ -27,8 +27,8 @@ from compressor.data.images import Images, load_image_samples, load_images
 from compressor.evaluate.models import BundleProcess
 from compressor.evaluate.quality import Classes, graph_classes
 from compressor.graph.model import weight_bytes
-from compressor.pipeline.pipeline import pass_class
 from compressor.recipe.recipe import Recipe
+from compressor.registry import PASSES
 from compressor.runtime import read_manifest
 
 BATCH = 50
@@ -45,7 +45,7 @@ def data_recipe(images: str, samples: int, mean: Sequence[float] = MEAN, std: Se
 
 def with_pass(data: Recipe, scheme: str, method: str) -> Recipe:
     """The recipe with one pass, over convolutions too."""
-    return data.model_copy(update={"passes": (pass_class(method)(scheme=scheme, targets=TARGETS),)})
+    return data.model_copy(update={"passes": (PASSES.find(method)(scheme=scheme, targets=TARGETS),)})
 
 
 def captured(module: nn.Module, images: Images) -> Any:

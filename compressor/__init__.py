@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compressor.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from compressor.codegen.targets import Target
+    from compressor.codegen.target import Target
     from compressor.formats.format import Format
     from compressor.pipeline.context import Context
     from compressor.pipeline.pipeline import Pass, Pipeline
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from compressor.runtime import Bundle, load
 
 __all__ = ["Bundle", "Context", "Format", "Pass", "Pipeline", "Recipe", "Target", "compress", "load"]
-__version__ = "0.1.0"
 
 _HOMES = {
     "Bundle": "compressor.runtime",
@@ -29,7 +30,7 @@ _HOMES = {
     "Pass": "compressor.pipeline.pipeline",
     "Pipeline": "compressor.pipeline.pipeline",
     "Recipe": "compressor.recipe.recipe",
-    "Target": "compressor.codegen.targets",
+    "Target": "compressor.codegen.target",
     "compress": "compressor.run.job",
     "load": "compressor.runtime",
 }

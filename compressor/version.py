@@ -6,8 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 
-from compressor import __version__
-
+__version__ = "0.1.0"
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "transformers")
 
 

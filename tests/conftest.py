@@ -15,7 +15,7 @@ from compressor.host.threads import wait_passively
 
 wait_passively()  # as the command does; before torch is imported
 
-from page_helpers import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
+from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -119,10 +119,9 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
     ],
 )
 def test_options_are_documented_with_their_defaults(name: str) -> None:
-    from compressor.codegen.targets import target_class
-    from compressor.pipeline.pipeline import pass_class
+    from compressor.registry import PASSES, TARGETS
 
-    cls = target_class(name) if name == "x86" else pass_class(name)
+    cls = TARGETS.find(name) if name == "x86" else PASSES.find(name)
     table = rows("docs/recipes.md", f"option of `{name}`")
     assert [option for row in table for option in named(row[0])] == [f.name for f in dataclasses.fields(cls)]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}

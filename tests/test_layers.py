@@ -140,7 +140,7 @@ def loaded_by(code: str) -> set[str]:
         "import compressor",
         "from compressor import Format",
         "import compressor.recipe.recipe",
-        "from compressor.pipeline.pipeline import available_passes; available_passes()",
+        "from compressor.pipeline.pipeline import available_passes; PASSES.names()",
         "from click.testing import CliRunner; from compressor.cli.commands import main\n"
         "done = CliRunner().invoke(main, ['--help']); assert done.exit_code == 0, done.output",
     ],

@@ -8,27 +8,32 @@ are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.segment_runner import Stream, split_samples
-from compressor.calibration.statistics import Hessian, Inputs, Statistic
-from compressor.data.text import Samples, load_evaluation, load_samples
+from compressor.calibration.statistics import Statistic
 from compressor.errors import CompressorError
 from compressor.graph.model import twin
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site, group_by_input
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
-from compressor.pipeline.resume import Blocks
-
-__all__ = ["Hessian", "Inputs", "Samples", "Statistic", "load_evaluation", "load_samples", "stream"]
-
 
 S = TypeVar("S", bound=Statistic)
+
+
+class SegmentStore(Protocol):
+    """Finished segments of a pass (:class:`compressor.pipeline.resume.Blocks`)."""
+
+    def restore(self, graph: GraphModule, block: Sequence[Site]) -> bool:
+        """Put the finished linears of a segment into the graph, if there are any; tell whether there were."""
+
+    def keep(self, graph: GraphModule, block: Sequence[Site]) -> None:
+        """Keep a segment's linears as they are now."""
 
 
 def stream(
@@ -40,7 +45,7 @@ def stream(
     true_sequential: bool = True,
     with_dense: bool | GraphModule = False,
     micro_batch_tokens: int = 2048,
-    blocks: Blocks | None = None,
+    blocks: SegmentStore | None = None,
     spill: Spill | None = None,
     row_weights: Mapping[str, Tensor] | None = None,
     rounded: bool = False,

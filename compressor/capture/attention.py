@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import compressor.ops.linear  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.errors import CaptureError
 
 ATTENTION_NAME = "compressor"

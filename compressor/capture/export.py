@@ -18,8 +18,9 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from compressor.capture.attention import ATTENTION_NAME
 from compressor.errors import CaptureError
+from compressor.host.resources import PACKAGE
 
-_OWN = Path(__file__).parent
+_OWN = PACKAGE
 _TORCH = Path(torch.__file__).parent
 _STANDARD = Path(traceback.__file__).parent
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-import compressor.ops.linear  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 
 _aten = torch.ops.aten
 _ours = torch.ops.compressor

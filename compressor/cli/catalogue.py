@@ -21,9 +21,9 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def _passes() -> dict[str, str]:
-    from compressor.pipeline.pipeline import available_passes, pass_class
+    from compressor.registry import PASSES
 
-    return {name: _summary(pass_class(name)) for name in available_passes()}
+    return {name: _summary(PASSES.find(name)) for name in PASSES.names()}
 
 
 def _formats() -> dict[str, str]:
@@ -43,9 +43,9 @@ def _formats() -> dict[str, str]:
 
 
 def _targets() -> dict[str, str]:
-    from compressor.codegen.targets import available_targets, target_class
+    from compressor.registry import TARGETS
 
-    return {name: _summary(target_class(name)) for name in available_targets()}
+    return {name: _summary(TARGETS.find(name)) for name in TARGETS.names()}
 
 
 def _recipes() -> dict[str, str]:
@@ -85,13 +85,12 @@ def describe(name: str) -> tuple[str, str]:
     Raises:
         UsageError: nothing has that name; the nearest is named.
     """
-    from compressor.codegen.targets import available_targets, target_class
-    from compressor.pipeline.pipeline import available_passes, pass_class
+    from compressor.registry import PASSES, TARGETS
 
-    if name in available_passes():
-        return "pass", _options_text(name, pass_class(name))
-    if name in available_targets():
-        return "target", _options_text(name, target_class(name))
+    if name in PASSES.names():
+        return "pass", _options_text(name, PASSES.find(name))
+    if name in TARGETS.names():
+        return "target", _options_text(name, TARGETS.find(name))
     for kind in ("recipes", "calibration"):
         path = resource(kind) / f"{name}.yaml"
         if path.name == f"{name}.yaml" and path.is_file():

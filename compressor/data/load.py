@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
-from compressor.data.text import Samples
+from compressor.data.text import Samples, load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.recipe.gates import QUALITY

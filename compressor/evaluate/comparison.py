@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError
-from compressor.evaluate.gates import timing_of
+from compressor.evaluate.gates import decided, timing_of
 from compressor.evaluate.speed import Worker, summary
 from compressor.evaluate.timing import CONFIDENCE, Timing, collect, record
 from compressor.graph.model import ModelInfo
@@ -136,7 +136,9 @@ def _until_decided(
             take()
             taken += 1
         found = timings()
-        held = [timing for gate in gates if (timing := timing_of(gate, found)) is not None and not gate.decided(timing)]
+        held = [
+            timing for gate in gates if (timing := timing_of(gate, found)) is not None and not decided(gate, timing)
+        ]
         if not held or taken < look:
             break
     return found

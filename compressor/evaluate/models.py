@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compressor.calibration.calibrate import load_evaluation
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images
+from compressor.data.text import load_evaluation
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.quality import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -12,20 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CompressorError
-from compressor.export.publish import _flush
+from compressor.host.cache import replace_file
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
     """Keep measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
-    partial = bundle / f".measurements.{secrets.token_hex(4)}.partial"
     try:
-        partial.write_bytes(_json(measurements))
-        _flush(partial)
-        partial.replace(bundle / "measurements.json")
+        replace_file(bundle / "measurements.json", _json(measurements))
     except OSError as error:
         raise CompressorError(f"{bundle}: measurements.json cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:

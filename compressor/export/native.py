@@ -9,17 +9,17 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compressor.errors import ToolchainError
-from compressor.export.facts import described, stored_parameter, write_origin
+from compressor.export.facts import BundleFacts, described, stored_parameter, write_origin
 from compressor.export.manifest import listing, with_total
 from compressor.export.publish import explaining_failed_writes, publishing
 from compressor.host.resources import resource
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,13 @@ class FasterLibrary:
         return f"model_{self.isa}.so"
 
 
-@dataclass(frozen=True)
-class BundleParts:
-    """What a bundle is made of.  Everything here must be the same in two runs with the same inputs."""
+@dataclass(frozen=True, kw_only=True)
+class BundleParts(BundleFacts):
+    """What a bundle with shared libraries is made of."""
 
-    graph: nn.Module  # the parameters, by name; they may be memory-mapped, or views
-    parameters: Sequence[str]  # names, in the order in which the library's entry takes them
     library: Path  # the kernels, linked
     vectors: Mapping[str, Tensor]  # inputs and expected outputs, see compressor.export.vectors
-    model: Mapping[str, Any]  # fields of ModelInfo; `source` is left out
-    recipe: Mapping[str, Any]  # after defaults and overrides
-    sites: Sequence[Mapping[str, Any]]  # site, format, bytes_before, bytes_after, ...
-    kernels: Sequence[Mapping[str, Any]]  # name, evidence, ...
     cpu_features: Sequence[str]  # of the library, as in /proc/cpuinfo
-    dense_weight_bytes: int
-    calibration: Mapping[str, Any] | None = None  # source, samples, tokens and SHA-256 of what was calibrated on
-    tokenizer: Path | None = None  # folder of the model; None for a model without text
-    lock: str | None = None  # text of compress.lock
     isa: str = "native"  # name of the library's instruction set
     faster: Sequence[FasterLibrary] = ()  # for CPUs that have more, best first
 

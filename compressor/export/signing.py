@@ -5,11 +5,11 @@ A signature is the 64 bytes of RFC 8032 in ``manifest.json.sig``, which OpenSSL 
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import ToolchainError, UsageError, VerificationError
+from compressor.host.cache import replace_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -33,14 +33,10 @@ def sign_bundle(bundle: Path, key: Path) -> Path:
     private = _private_key(key)
     check_files(bundle, read_manifest(bundle))
     signature = private.sign((bundle / MANIFEST).read_bytes())
-    partial = bundle / f".{SIGNATURE}.{secrets.token_hex(4)}.partial"
     try:
-        partial.write_bytes(signature)
-        partial.replace(bundle / SIGNATURE)
+        replace_file(bundle / SIGNATURE, signature)
     except OSError as error:
         raise UsageError(f"{bundle}: the signature cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return bundle / SIGNATURE
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.export.facts import described, stored_parameter, write_origin
+from compressor.export.facts import BundleFacts, described, stored_parameter, write_origin
 from compressor.export.manifest import listing, with_total
 from compressor.export.publish import explaining_failed_writes
 from compressor.host.resources import resource
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 SCHEMA_VERSION = 1
 SHARD_BYTES = 16 << 20
@@ -29,23 +29,13 @@ SHIPPED: tuple[str, ...] = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WebParts:
-    """What a bundle for browsers is made of; the names are those of :class:`compressor.export.native.BundleParts`."""
+@dataclass(frozen=True, kw_only=True)
+class WebParts(BundleFacts):
+    """What a bundle for browsers is made of."""
 
-    graph: nn.Module
-    parameters: Sequence[str]
     constants: Mapping[str, Tensor]  # what the program itself holds, by name
     program: Mapping[str, Any]  # see compressor.codegen.web.lower.WebProgram
     wasm: tuple[Mapping[str, Any], bytes] | None  # the same for WebAssembly, and the module
-    model: Mapping[str, Any]
-    recipe: Mapping[str, Any]
-    sites: Sequence[Mapping[str, Any]]
-    kernels: Sequence[Mapping[str, Any]]
-    dense_weight_bytes: int
-    calibration: Mapping[str, Any] | None = None
-    tokenizer: Path | None = None
-    lock: str | None = None
 
 
 def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:

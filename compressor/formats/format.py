@@ -216,6 +216,11 @@ class Format:
         return self.element is None and self.activations is not None and self.activations.element is None
 
     @property
+    def has_input_scale(self) -> bool:
+        """Whether a calibrated scale of the activations is stored: the part ``input_scale``."""
+        return self.activations is not None and self.activations.calibrated
+
+    @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes, lowest bits first."""
         return (1,) * self.bits if self.sliced else PLANES[self.bits]
@@ -266,7 +271,7 @@ class Format:
             found["tensor_scale"] = ("float32", (1,))
         if self.codebook:
             found["codebook"] = ("float16", (tiles, groups, self.levels, TILE_ROWS))
-        if self.activations is not None and self.activations.calibrated:
+        if self.has_input_scale:
             found["input_scale"] = ("float32", (1,))
         if count := self.outliers(out_features, in_features):
             found["outlier_starts"] = ("int32", (tiles * TILE_ROWS + 1,))

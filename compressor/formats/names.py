@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compressor.formats.activations import NUMBERS, SCALES, SHORT, Activations
 from compressor.formats.elements import Element
-
-if TYPE_CHECKING:
-    from compressor.formats.format import Format
 
 BLOCKS: Mapping[str, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
 """Columns a scale of the types that standards fix."""
@@ -27,12 +24,12 @@ _FLOATS_NAME = re.compile(r"(.+?)(?:_S(?P<outliers>\d{1,2}(?:\.\d{1,3})?))?(?:_F
 _MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
 
 
-def number(fmt: Format) -> str:
+def number(fmt: Any) -> str:
     """Grid and bits of integers, as names begin; a balanced grid has one value more than its bits say."""
     return f"{fmt.sliced or 'W'}{fmt.bits - (fmt.sliced == 'BAL')}"
 
 
-def write_name(fmt: Format) -> str:
+def write_name(fmt: Any) -> str:
     """The canonical name."""
     floats = f"_S{fmt.outlier_percent:g}" if fmt.outlier_percent else ""
     floats += f"_F{fmt.float_columns}" if fmt.float_columns else ""

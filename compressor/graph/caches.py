@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import set_parameter

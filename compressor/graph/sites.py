@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
-import compressor.ops.linear  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default

@@ -106,3 +106,20 @@ def merge_entries(file: Path, entries: Mapping[str, Any], keep: Callable[[str], 
     finally:
         beside.unlink(missing_ok=True)
         os.close(folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all: its bytes are on the disk before it gets its name.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was, and nothing is left beside it.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

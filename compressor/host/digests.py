@@ -23,6 +23,7 @@ from torch import Tensor
 
 from compressor.errors import CompressorError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
+from compressor.host.resources import PACKAGE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,8 +126,7 @@ def tensors_sha256(items: Iterable[tuple[str, Tensor]]) -> str:
 @functools.cache
 def code_digest() -> str:
     """SHA-256 of this package's source code and of the run-time that bundles get."""
-    package = Path(__file__).parent
-    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     sources = {name: path for name, path in files.items() if not name.startswith("_data/")}  # copies, in a wheel
     for module in ("compressor_runtime", "compressor_selfcheck"):
         found = importlib.util.find_spec(module)

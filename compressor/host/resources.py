@@ -7,6 +7,8 @@ from typing import Literal
 
 from compressor.errors import CompressorError
 
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of this package: the one place that asks where the code lies."""
 Kind = Literal["recipes", "calibration", "models", "export"]
 
 
@@ -19,10 +21,9 @@ def resource(kind: Kind) -> Path:
     Raises:
         CompressorError: the installation is incomplete.
     """
-    package = Path(__file__).resolve().parent
-    installed, checkout = package / "_data" / kind, package.parent / kind
+    installed, checkout = PACKAGE / "_data" / kind, PACKAGE.parent / kind
     if installed.is_dir():
         return installed
-    if (package.parent / "pyproject.toml").is_file() and checkout.is_dir():
+    if (PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir():
         return checkout
     raise CompressorError(f"{installed}: missing; the installation is incomplete; install compressor again")

@@ -11,12 +11,10 @@ from torch import Tensor
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.rounded_activations import round_activations
-from compressor.graph.folding import Absorber
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.nearest import _ERROR_BYTES, rtn_quantize
 from compressor.numerics.range_search import Work, _grid_work
-from compressor.pipeline.input_scales import has_input_scale
 
 Quantize: TypeAlias = Callable[[Tensor, Tensor, Format], PackedWeight]
 """(weight float32 [out, in], scaled; the scale float32 [in]; format) -> what it is rounded to."""
@@ -37,7 +35,7 @@ def output_error(
     """
     smoothed, lost = x / scale, 0.0
     if fmt.activations is not None:
-        stored = has_input_scale(fmt)
+        stored = fmt.has_input_scale
         step = search_input_scale(smoothed, float(smoothed.abs().max()), fmt.activations) if stored else None
         smoothed = round_activations(smoothed, fmt.activations, step)
     for weight in weights:
@@ -52,15 +50,16 @@ def search_scale(
     fmt: Format,
     strengths: Sequence[float],
     scale_of: Callable[[float], Tensor],
-    absorber: Absorber,
+    share: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The scale, float64 [in], of the strength whose :func:`output_error` is least once the absorber has shared it.
+    """The scale, float64 [in], of the strength whose :func:`output_error` is least once channels share it.
 
     Args:
         x, weights, fmt: as for :func:`output_error`.
         scale_of: strength -> scale float64 [in].
+        share: scale -> the same, with one value for all channels that must have one.
     """
-    return scale_of(min(strengths, key=lambda s: output_error(x, weights, absorber.shared(scale_of(s)).float(), fmt)))
+    return scale_of(min(strengths, key=lambda s: output_error(x, weights, share(scale_of(s)).float(), fmt)))
 
 
 KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens

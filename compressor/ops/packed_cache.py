@@ -13,7 +13,7 @@ from torch.library import custom_op
 
 from compressor.formats import packed_cache as packing_cache
 from compressor.formats.cache import CacheFormat
-from compressor.ops.linear import attend
+from compressor.ops.attention import attend
 
 
 @custom_op("compressor::pack_cache", mutates_args=())
@@ -53,7 +53,7 @@ def packed_attention(
     v_order: Tensor | None,
     format: str,
 ) -> Tensor:
-    """:func:`compressor.ops.linear.cached_attention` over packed keys and values, new ones included.
+    """:func:`compressor.ops.attention.cached_attention` over packed keys and values, new ones included.
 
     Args:
         q: float32 [B, H, S, D].

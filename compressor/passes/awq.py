@@ -90,4 +90,4 @@ class Awq:
 
 
 def _search(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
-    return search_scale(inputs.rows, weights, fmt, _STRENGTHS, partial(awq_scale, inputs.mean_abs), absorber)
+    return search_scale(inputs.rows, weights, fmt, _STRENGTHS, partial(awq_scale, inputs.mean_abs), absorber.shared)

@@ -22,7 +22,6 @@ from compressor.graph.sites import Site, linear_sites, packed_sites, ties
 from compressor.host.tensor_files import release
 from compressor.numerics.deterministic import column_sums
 from compressor.pipeline.context import Context
-from compressor.pipeline.input_scales import has_input_scale
 from compressor.pipeline.site_plan import Gathering, SitePlan
 from compressor.pipeline.sites import choose_sites
 
@@ -150,7 +149,7 @@ class BiasCorrection:
         served = [
             site for site in matched
             if (self.add or site.bias_name) and site.bias_name not in shared
-            and not has_input_scale(packed_weight(graph, site).format)
+            and not packed_weight(graph, site).format.has_input_scale
         ]  # fmt: skip
         if not served:
             raise UsageError(

@@ -183,7 +183,7 @@ def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt:
 
     def choose(inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
         shifts = partial(exponent_shifts, inputs.absmax)
-        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, absorber)
+        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, absorber.shared)
 
     scale_groups(graph, ctx, "llm_fp4", sites, task, choose)
 

@@ -81,5 +81,5 @@ class Smoothquant:
     def _choose(self, fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
         scale_of = partial(smooth_scale, inputs.absmax, weights)
         if self.alpha == "search":
-            return search_scale(inputs.rows, weights, fmt, _STRENGTHS, scale_of, absorber)
+            return search_scale(inputs.rows, weights, fmt, _STRENGTHS, scale_of, absorber.shared)
         return scale_of(self.alpha)

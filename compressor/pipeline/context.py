@@ -12,7 +12,7 @@ from compressor.progress import Reporter, Silent
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from compressor.calibration.calibrate import Samples
+    from compressor.data.text import Samples
     from compressor.host.tensor_files import Spill
     from compressor.pipeline.segment_cache import Results
 

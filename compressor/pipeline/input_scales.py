@@ -19,14 +19,9 @@ from compressor.pipeline.site_plan import Gathering
 from compressor.pipeline.sites import naming
 
 
-def has_input_scale(fmt: Format) -> bool:
-    """Whether the format stores a scale of the activations."""
-    return fmt.activations is not None and fmt.activations.calibrated
-
-
 def gathering_for(fmt: Format) -> Gathering | None:
     """How :func:`calibrate_inputs` runs the samples; None where the format stores no such scale."""
-    return Gathering(true_sequential=False, with_dense=False, squares=False) if has_input_scale(fmt) else None
+    return Gathering(true_sequential=False, with_dense=False, squares=False) if fmt.has_input_scale else None
 
 
 def calibrate_inputs(
@@ -43,7 +38,7 @@ def calibrate_inputs(
         UsageError: there are no calibration samples.
         CompressorError: inputs hold NaN or inf; names the site.
     """
-    wanted = {name: fmt.activations for name, fmt in formats.items() if has_input_scale(fmt)}
+    wanted = {name: fmt.activations for name, fmt in formats.items() if fmt.has_input_scale}
     if not wanted:
         return {}
     samples = ctx.calibration(pass_name, f"stored scales of {next(iter(formats.values())).name}")

@@ -22,8 +22,6 @@ from compressor.graph.rewrite import set_parameter
 from compressor.host.cache import cache_folder
 from compressor.host.machine import available_memory, free_disk
 from compressor.pipeline.context import Context
-from compressor.pipeline.input_scales import has_input_scale
-from compressor.pipeline.pipeline import pass_name
 from compressor.plan.durations import estimate
 from compressor.plan.memory import needed, peak
 from compressor.plan.model import PassPlan, Plan
@@ -31,6 +29,7 @@ from compressor.plan.prices import Machine, machine
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
 from compressor.recipe.recipe import Recipe
+from compressor.registry import PASSES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -161,10 +160,10 @@ def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, 
         sites = tuple(step.plan(shadow, context)) if known else ()
         runs_samples = bool(getattr(step, "runs_samples", False))
         if recipe.calibration is None and (runs_samples or any(site.gathering for site in sites)):
-            needs = next((s.format for s in sites if s.format and has_input_scale(Format.parse(s.format))), "")
-            context.calibration(pass_name(step), needs and f"stored scales of {needs}")  # raises, as in the run
+            needs = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
+            context.calibration(PASSES.name_of(step), needs and f"stored scales of {needs}")  # raises, as in the run
         notes = tuple(context.notes[said:])
-        passes.append(PassPlan(index, pass_name(step), sites, weight_bytes(shadow), known, runs_samples, notes))
+        passes.append(PassPlan(index, PASSES.name_of(step), sites, weight_bytes(shadow), known, runs_samples, notes))
     return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 
 

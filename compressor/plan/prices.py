@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor import __version__
 from compressor.errors import CompressorError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
 from compressor.host.machine import cpu_name
+from compressor.version import __version__
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",
@@ -166,7 +166,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.numerics.bfloat16 import bfloat16_products
     from compressor.numerics.nearest import rtn_quantize
     from compressor.numerics.range_search import search_grid
-    from compressor.ops.linear import rms_norm
+    from compressor.ops.norm import rms_norm
 
     spreads: list[float] = []
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compressor.errors import RecipeError, UsageError
-from compressor.evaluate.timing import Timing
 from compressor.recipe.located_yaml import nearest
 
 
@@ -162,8 +161,3 @@ class Gate:
     def holds(self, figure: float) -> bool:
         """Whether a figure passes: in the metric's own unit, for ``x dense`` a ratio; NaN never does."""
         return figure == self.value if self.op == _IS else _OPERATORS[self.op](figure, self.limit)
-
-    def decided(self, timing: Timing) -> bool:
-        """Whether the whole confidence interval lies on one side of the limit."""
-        ends = timing.interval
-        return ends is not None and self.holds(ends[0]) == self.holds(ends[1])

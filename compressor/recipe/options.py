@@ -26,9 +26,9 @@ class TargetSpec:
 
     def build(self) -> Any:
         """The target itself, a :class:`compressor.codegen.targets.Target`; imports its module, and so TVM."""
-        from compressor.codegen.targets import target_class
+        from compressor.registry import TARGETS
 
-        return target_class(self.name)(**dict(self.options))
+        return TARGETS.find(self.name)(**dict(self.options))
 
 
 def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
@@ -59,12 +59,12 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
 
 
 def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
-    from compressor.pipeline.pipeline import available_passes, pass_class
+    from compressor.registry import PASSES
 
     name = str(path[-1])
-    if name not in available_passes():
-        raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, available_passes())}")
-    return _instance(source, path, pass_class, options)
+    if name not in PASSES.names():
+        raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, PASSES.names())}")
+    return _instance(source, path, PASSES.find, options)
 
 
 def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
@@ -72,7 +72,7 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
 
     Options are checked against the target's dataclass, which is imported only where there are options.
     """
-    from compressor.codegen.targets import available_targets, target_class
+    from compressor.registry import TARGETS
 
     target, path = source.data["target"], ("target",)
     name: Any = target
@@ -81,12 +81,12 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
         ((name, options),) = target.items()
     if not isinstance(name, str):
         problems.append(source.locate(path, f"expected a name or `name: {{options}}`; found {target!r:.80}"))
-    elif name not in available_targets():
-        problems.append(source.locate(path, f"no target is called {name!r:.80}; {nearest(name, available_targets())}"))
+    elif name not in TARGETS.names():
+        problems.append(source.locate(path, f"no target is called {name!r:.80}; {nearest(name, TARGETS.names())}"))
     else:
         try:
             if options not in (None, {}):
-                _instance(source, (*path, name), target_class, options)
+                _instance(source, (*path, name), TARGETS.find, options)
             return TargetSpec(name, tuple((options or {}).items()))
         except RecipeError as error:
             problems.append(str(error))
@@ -144,10 +144,10 @@ def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
 
 def recipe_name(step: Any) -> str:
     """The name under which a recipe finds the pass."""
-    from compressor.pipeline.pipeline import available_passes, pass_name
+    from compressor.registry import PASSES
 
     place = f"{type(step).__module__}:{type(step).__qualname__}"
-    return next((name for name, known in available_passes().items() if known == place), pass_name(step))
+    return next((name for name, known in PASSES.names().items() if known == place), PASSES.name_of(step))
 
 
 def options_of(instance: Any) -> dict[str, Any]:

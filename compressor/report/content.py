@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compressor.errors import CompressorError
 from compressor.export.manifest import finite
-from compressor.report.recorder import _replace
+from compressor.host.cache import replace_file
 from compressor.verify.check import Check
 
 if TYPE_CHECKING:
@@ -56,4 +57,17 @@ def write_report(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         CompressorError: it cannot be written.
     """
-    _replace(path, (json.dumps(finite(content), indent=2, default=str, allow_nan=False) + "\n").encode())
+    write_file(path, (json.dumps(finite(content), indent=2, default=str, allow_nan=False) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that a run leaves, and the folders that it lies in; whole or not at all.
+
+    Raises:
+        CompressorError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise CompressorError(f"{path}: cannot be written: {error}; free some space or choose another place") from error

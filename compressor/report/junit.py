@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.report.recorder import _replace
+from compressor.report.content import write_file
 from compressor.verify.check import Check
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def write_junit(
     for name, count in counts.items():
         root.set(name, str(count))
     root.set("time", f"{seconds:.3f}")
-    _replace(path, ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n")
+    write_file(path, ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n")
 
 
 def _case(root: ET.Element, group: str, name: str) -> ET.Element:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,19 +121,3 @@ def _check_outside(paths: Sequence[Path], bundle: Path) -> None:
             raise UsageError(
                 f"{path}: lies inside the bundle, {bundle}, which is made as a whole; choose another place"
             )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise CompressorError(f"{path}: cannot be written: {error}; free some space or choose another place") from error

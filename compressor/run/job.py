@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.codegen.targets import Target
+from compressor.codegen.target import Target
 from compressor.codegen.tuning import summary
 from compressor.data.load import load_data
 from compressor.errors import GateError, UsageError

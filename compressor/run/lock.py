@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from compressor.errors import DriftError, UsageError
+from compressor.host.cache import replace_file
 from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from compressor.codegen.targets import Target
+    from compressor.codegen.target import Target
     from compressor.data.embedding_texts import Texts
     from compressor.data.images import Images
     from compressor.data.text import Samples
@@ -181,14 +181,10 @@ def save_lock(bundle: Path, file: Path) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
-        beside.write_bytes((bundle / LOCK_NAME).read_bytes())
-        beside.replace(file)
+        replace_file(file, (bundle / LOCK_NAME).read_bytes())
     except OSError as error:
         raise UsageError(f"{file}: the lock cannot be written: {error}; it is also in {bundle / LOCK_NAME}") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def check_lock(locked: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.codegen.lowering.compile import Library, compile_graph
-from compressor.codegen.targets import NativeTarget
+from compressor.codegen.target import NativeTarget
 from compressor.errors import CompressorError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.facts import model_facts

@@ -66,7 +66,7 @@ class WebMaker:
             )
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
         if self._target.wasm:
-            self._wasm = compile_wasm(graph, dump(SIMD128))
+            self._wasm = compile_wasm(graph, SIMD128, dump(SIMD128))
         if self.runs_here:
             self._vectors = make_vectors(graph)
 

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from compressor.calibration.calibrate import load_evaluation, load_samples, stream
+from compressor.calibration.calibrate import stream
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
+from compressor.data.text import load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import twin

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-import compressor.ops.linear  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.capture.capture import capture
 from compressor.capture.convolutions import dense_convolutions
 from compressor.data.text import Samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CACHE_FORMATS, CacheFormat
 from compressor.formats.packed_cache import dequantize_cache
 

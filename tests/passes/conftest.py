@@ -17,8 +17,8 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     """
     import torch
 
-    from compressor.calibration.calibrate import load_samples
     from compressor.capture.capture import capture
+    from compressor.data.text import load_samples
     from compressor.graph.model import twin
     from compressor.host.resources import resource
     from compressor.pipeline.context import Context

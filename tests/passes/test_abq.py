@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from compressor.calibration.calibrate import load_samples
 from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
+from compressor.data.text import load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format

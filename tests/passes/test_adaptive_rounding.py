@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.calibrate import Samples, load_samples, stream
+from compressor.calibration.calibrate import stream
 from compressor.calibration.guided_rows import guided_rows
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
+from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import load_samples
 from compressor.capture.capture import capture
-from compressor.data.text import Samples
+from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from compressor.calibration.calibrate import load_samples
 from compressor.capture.capture import capture
-from compressor.data.text import Samples
+from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import twin, weight_bytes

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.calibration.calibrate import load_samples
 from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
-from compressor.data.text import Samples
+from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites

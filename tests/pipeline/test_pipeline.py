@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-import compressor.pipeline.pipeline
-from compressor.calibration.calibrate import Samples
+import compressor.registry
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.model import weight_bytes
 from compressor.graph.sites import linear_sites
@@ -24,10 +24,11 @@ from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import Dump
-from compressor.pipeline.pipeline import Pass, Pipeline, available_passes, pass_class, pass_name
+from compressor.pipeline.pipeline import Pass, Pipeline
+from compressor.registry import PASSES
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def model(tied: bool = False, kind: str = "llama") -> GraphModule:
@@ -181,21 +182,21 @@ def test_observers_see_every_stage_and_dump_writes_it(tmp_path: Path) -> None:
 
 
 def test_the_registry_is_the_folder() -> None:
-    names = available_passes()
+    names = PASSES.names()
     assert names["rtn"] == "compressor.passes.rtn"
     assert set(names) == {file.stem for file in (ROOT / "compressor" / "passes").glob("[!_]*.py")}
     for name in names:
-        assert issubclass(pass_class(name), Pass)
-    assert pass_class("gptq") is Gptq
-    assert pass_name(Gptq("W4A16_G32")) == "gptq"
+        assert issubclass(PASSES.find(name), Pass)
+    assert PASSES.find("gptq") is Gptq
+    assert PASSES.name_of(Gptq("W4A16_G32")) == "gptq"
     with pytest.raises(UsageError, match="nearest: gptq"):
-        pass_class("gtpq")
+        PASSES.find("gtpq")
 
 
 def entries(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     known = [EntryPoint(name, value, "compressor.passes") for name, value in values.items()]
     monkeypatch.setattr(
-        compressor.pipeline.pipeline,
+        compressor.registry,
         "entry_points",
         lambda group, name=None: [e for e in known if name in (None, e.name)],
     )
@@ -215,14 +216,14 @@ def test_entry_points_add_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     entries(
         monkeypatch, whole="foreign_pass", named="foreign_pass:Foreign", none="json", gone="no_such", rtn="other:Rtn"
     )
-    assert available_passes()["named"] == "foreign_pass:Foreign"
-    assert pass_class("whole") is pass_class("named") is Foreign
+    assert PASSES.names()["named"] == "foreign_pass:Foreign"
+    assert PASSES.find("whole") is PASSES.find("named") is Foreign
     with pytest.raises(CompressorError, match="exactly one frozen dataclass"):
-        pass_class("none")
+        PASSES.find("none")
     with pytest.raises(CompressorError, match="cannot be imported"):
-        pass_class("gone")
+        PASSES.find("gone")
     with pytest.raises(UsageError, match="claimed by"):
-        pass_class("rtn")
+        PASSES.find("rtn")
 
 
 def test_the_passes_of_the_documentation_work() -> None:

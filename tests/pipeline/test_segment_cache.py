@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import Samples
 from compressor.capture.capture import capture
+from compressor.data.text import Samples
 from compressor.errors import CompressorError
 from compressor.graph.model import twin
 from compressor.graph.rewrite import set_parameter

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from compressor.errors import RecipeError
 from compressor.host.resources import resource
-from compressor.pipeline import pipeline
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TargetSpec, TextSpec, load_recipe, load_text_spec
 from compressor.recipe.sources import shipped_names
+from compressor.registry import Registry
 
 AS_IT_STANDS = """\
 model: path/or/hub-id
@@ -53,8 +53,8 @@ class Round:
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry holds one pass, which costs no import."""
     places = {"round": f"{Round.__module__}:{Round.__qualname__}", "rtn": "nowhere"}
-    monkeypatch.setattr(pipeline, "available_passes", lambda: places)
-    monkeypatch.setattr(pipeline, "pass_class", lambda name: Round)
+    monkeypatch.setattr(Registry, "names", lambda registry: places)
+    monkeypatch.setattr(Registry, "find", lambda registry, name: Round)
 
 
 MINIMAL = "passes:\n  - round: {scheme: W4A16_G128}\n"

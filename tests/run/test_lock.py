@@ -53,7 +53,7 @@ def test_nothing_in_it_is_of_this_run_only(file: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert gather().text() == file.read_text()
-    for text in (str(tmp_path), str(Path(__file__).parents[1]), f'"{os.uname().nodename}"'):
+    for text in (str(tmp_path), str(Path(__file__).parents[2]), f'"{os.uname().nodename}"'):
         assert text not in file.read_text()
 
 

@@ -21,7 +21,7 @@ from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.importer import Importer, import_program, naming
 from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
-from compressor.codegen.targets import NativeTarget, Target
+from compressor.codegen.target import NativeTarget, Target
 from compressor.codegen.tuning import Tuner
 from compressor.host.machine import cpu_name
 

@@ -21,7 +21,7 @@ from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
 from compressor.formats.format import TILE_ROWS, Format
-from compressor.ops.linear import outputs
+from compressor.ops.patches import outputs
 
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""

@@ -14,13 +14,13 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import reexport
+from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.importer import Importer, import_program, naming
 from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
-from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.tuning import Tuner
 from compressor.codegen.web.convert import WebConverter
 from compressor.codegen.web.elementwise import generate
@@ -107,8 +107,10 @@ def compile_program(
     return WebProgram(content, _used(writer), writer.constants, kernels)
 
 
-def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = None) -> tuple[WebProgram, bytes]:
-    """Lower a graph to WebAssembly, with the kernels that x86 has, for vectors of 128 bits.
+def compile_wasm(
+    graph: GraphModule, isa: Isa, dump: Callable[[str, str], None] | None = None
+) -> tuple[WebProgram, bytes]:
+    """Lower a graph to WebAssembly, with the kernels that x86 has, for its instruction set.
 
     Returns:
         The program, whose kernels are functions of the module, and the module.
@@ -117,8 +119,8 @@ def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = N
         ToolchainError: there is no linker.
         UsageError, VerificationError: as :func:`compile_program`.
     """
-    converter, program = Converter(SIMD128, Tuner("off", 1, None, SIMD128.name)), reexport(graph)
-    info, target, module = graph.meta["model"], wasm_target(), WasmModule()
+    converter, program = Converter(isa, Tuner("off", 1, None, isa.name)), reexport(graph)
+    info, target, module = graph.meta["model"], wasm_target(isa), WasmModule(isa)
     activations = fixed_sizes(program)
     fuse(program.graph)
     mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))
@@ -128,9 +130,7 @@ def compile_wasm(graph: GraphModule, dump: Callable[[str, str], None] | None = N
     writer = ProgramWriter(mod, {}, module.add, WASM_BYTES, "wasm_constant")
     content = _write(writer, mod, parameters, info.kind)
     known = {record["name"]: record for record in converter.records}
-    kernels = [
-        known.get(name) or {"name": name, "isa": SIMD128.name, **writer.details[name]} for name in writer.kernels
-    ]
+    kernels = [known.get(name) or {"name": name, "isa": isa.name, **writer.details[name]} for name in writer.kernels]
     with naming("generate"):
         linked = module.link()
     return WebProgram(content | {"memory_flag": memory_flag(linked)}, _used(writer), writer.constants, kernels), linked

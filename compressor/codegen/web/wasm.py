@@ -19,7 +19,7 @@ from tvm import tirx
 from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
-from compressor.codegen.targets.webgpu import SIMD128
+from compressor.codegen.isa import Isa
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.intrinsics import power, sine
 from compressor.errors import ToolchainError, VerificationError
@@ -39,10 +39,10 @@ _HALF_SHIFT = 2.0**112
 """What a float32 is too small by that has a float16's bits at the places of its own: the exponents' biases differ."""
 
 
-def wasm_target() -> tvm.target.Target:
+def wasm_target(isa: Isa) -> tvm.target.Target:
     """TVM's target."""
-    fields = {"kind": "llvm", "mtriple": "wasm32-unknown-unknown", "mcpu": SIMD128.mcpu}
-    return tvm.target.Target({**fields, "mattr": list(SIMD128.mattr)})
+    fields = {"kind": "llvm", "mtriple": "wasm32-unknown-unknown", "mcpu": isa.mcpu}
+    return tvm.target.Target({**fields, "mattr": list(isa.mattr)})
 
 
 def find_linker() -> list[str]:
@@ -65,7 +65,8 @@ def find_linker() -> list[str]:
 class WasmModule:
     """Collects functions; ``link`` makes the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, isa: Isa) -> None:
+        self._isa = isa
         self._functions: dict[str, tirx.PrimFunc] = {}
 
     def add(self, func: tirx.PrimFunc, name: str) -> Generated:
@@ -82,7 +83,7 @@ class WasmModule:
             ToolchainError: there is no linker, or it failed.
             VerificationError: a function needs what nothing provides.
         """
-        target = wasm_target()
+        target = wasm_target(self._isa)
         mod = tirx.transform.BindTarget(target)(tvm.IRModule(self._functions))
         lower, finish, _ = tirx.get_default_tir_pipeline(target)
         with target, tvm.transform.PassContext(instruments=[_KeepParameters()]):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import Program
-from codegen.model_helpers import DECODERS, GROUPED, SIZES, build, quantized, relative_error, transformers
+from kernel_cases import Program
+from tiny_models import DECODERS, GROUPED, SIZES, build, quantized, relative_error, transformers
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule

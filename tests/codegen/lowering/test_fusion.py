@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import OPS, build, random_packed, relative_error, tolerance
+from kernel_cases import OPS, build, random_packed, relative_error, tolerance
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from compressor.capture.capture import capture, reexport
-from compressor.codegen.kernels import vector
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.packed import Schedule, common_schedule
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.fusion import fuse, fused_linear
+from compressor.codegen.targets import x86
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.passes.rtn import Rtn
@@ -39,15 +40,15 @@ def eager(x: Tensor, packed: PackedWeight, bias: Tensor | None, fmt: Format) -> 
 
 
 @pytest.mark.parametrize(("name", "isa", "columns", "rows", "has_bias"), [
-    ("W4A8_G32", vector.AMX, 96, (48, 32, 48), True),
-    ("W8A8", vector.AMX, 100, (48, 80), True),
-    ("W4A16_ASYM_G32", vector.AVX2, 70, (32, 64), False),
-    ("W3A8_C_S10", vector.AVX512_VNNI, 100, (32, 48), False),
-    ("BIP2A2_C", vector.AVX512_VNNI, 64, (16, 32), True),
-    ("FP8_E4M3_B32", vector.AVX2, 64, (48, 80), False),
+    ("W4A8_G32", x86.AMX, 96, (48, 32, 48), True),
+    ("W8A8", x86.AMX, 100, (48, 80), True),
+    ("W4A16_ASYM_G32", x86.AVX2, 70, (32, 64), False),
+    ("W3A8_C_S10", x86.AVX512_VNNI, 100, (32, 48), False),
+    ("BIP2A2_C", x86.AVX512_VNNI, 64, (16, 32), True),
+    ("FP8_E4M3_B32", x86.AVX2, 64, (48, 80), False),
 ], ids=lambda value: getattr(value, "name", None))  # fmt: skip
 def test_merged_weights_give_the_bits_of_separate_kernels(
-    name: str, isa: vector.Isa, columns: int, rows: tuple[int, ...], has_bias: bool
+    name: str, isa: Isa, columns: int, rows: tuple[int, ...], has_bias: bool
 ) -> None:
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(len(name))
     packed = [random_packed(fmt, n, columns, rng) for n in rows]
@@ -69,13 +70,13 @@ def test_merged_weights_give_the_bits_of_separate_kernels(
 def test_merged_weights_of_ragged_shapes() -> None:
     fmt, rng, rows, columns = Format.parse("W4A8_ASYM_G32"), torch.Generator().manual_seed(0), (37, 64, 5), 45
     packed = [random_packed(fmt, n, columns, rng) for n in rows]
-    schedule = common_schedule(Schedule(1, 1, 4), rows, fmt, vector.AVX2)
-    kernel = build(packed_linear.fused_linear(rows, columns, fmt, False, vector.AVX2, schedule), vector.AVX2)
+    schedule = common_schedule(Schedule(1, 1, 4), rows, fmt, x86.AVX2)
+    kernel = build(packed_linear.fused_linear(rows, columns, fmt, False, x86.AVX2, schedule), x86.AVX2)
     for tokens in TOKENS:
         x = torch.randn(2, tokens, columns, generator=rng)
         got = run(kernel, [x, *(part for p in packed for part in p.parts.values())], [(2, tokens, n) for n in rows])
         for p, y in zip(packed, got, strict=True):
-            assert relative_error(y, eager(x, p, None, fmt)) < tolerance(fmt, vector.AVX2)
+            assert relative_error(y, eager(x, p, None, fmt)) < tolerance(fmt, x86.AVX2)
 
 
 def reference(prologue: Prologue, inputs: list[Tensor], vectors: list[Tensor]) -> Tensor:
@@ -93,14 +94,14 @@ def reference(prologue: Prologue, inputs: list[Tensor], vectors: list[Tensor]) -
 
 
 @pytest.mark.parametrize(("prologue", "name", "isa"), [
-    (Prologue("silu", gated=True), "W4A8_G32", vector.AMX),
-    (Prologue("gelu"), "W8A8", vector.AMX),
-    (Prologue("relu"), "W4A16_G32", vector.AVX2),
-    (Prologue("gelu_tanh", gated=True), "W4A16_G32", vector.AMX),
-    (Prologue("rms_norm", eps=1e-6), "NVFP4_ANVFP4", vector.AVX512_VNNI),
-    (Prologue("layer_norm", eps=1e-5, has_bias=True), "W8A8_ASYM_STATIC", vector.AVX2),
+    (Prologue("silu", gated=True), "W4A8_G32", x86.AMX),
+    (Prologue("gelu"), "W8A8", x86.AMX),
+    (Prologue("relu"), "W4A16_G32", x86.AVX2),
+    (Prologue("gelu_tanh", gated=True), "W4A16_G32", x86.AMX),
+    (Prologue("rms_norm", eps=1e-6), "NVFP4_ANVFP4", x86.AVX512_VNNI),
+    (Prologue("layer_norm", eps=1e-5, has_bias=True), "W8A8_ASYM_STATIC", x86.AVX2),
 ], ids=lambda value: getattr(value, "name", None))  # fmt: skip
-def test_prologues_and_residuals(prologue: Prologue, name: str, isa: vector.Isa) -> None:
+def test_prologues_and_residuals(prologue: Prologue, name: str, isa: Isa) -> None:
     """Where an input differs in its last bit it may be rounded to the next code, which is as far as one may be off."""
     fmt, rng, rows, columns = Format.parse(name), torch.Generator().manual_seed(3), 48, 102
     packed, bias = random_packed(fmt, rows, columns, rng), torch.randn(rows, generator=rng)
@@ -121,10 +122,10 @@ def test_prologues_and_residuals(prologue: Prologue, name: str, isa: vector.Isa)
 
 
 def test_a_schedule_serves_all_weights_of_a_kernel() -> None:
-    fmt, isa = Format.parse("W4A8_G32"), vector.AVX512_VNNI
+    fmt, isa = Format.parse("W4A8_G32"), x86.AVX512_VNNI
     assert common_schedule(Schedule(4, 2, 8), (64, 128), fmt, isa) == Schedule(4, 2, 8)
     assert common_schedule(Schedule(4, 4, 4), (64, 32), fmt, isa) == Schedule(2, 2, 8)
-    assert common_schedule(Schedule(4, 2, 8), (64, 37), fmt, vector.AMX).gemm_tiles == 1
+    assert common_schedule(Schedule(4, 2, 8), (64, 37), fmt, x86.AMX).gemm_tiles == 1
 
 
 # --- what a graph becomes

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from compressor_runtime import BundleError, load
 
-from compressor.codegen.targets import target_class, x86
+from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import ISAS
 from compressor.errors import ToolchainError, UsageError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import Recipe
+from compressor.registry import TARGETS
 from compressor.run.job import run_recipe
 
 
@@ -36,7 +37,7 @@ def test_native_on_a_machine_without_the_instructions(monkeypatch: pytest.Monkey
 
 def test_unknown_target_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="nearest: x86"):
-        target_class("x68")
+        TARGETS.find("x68")
 
 
 def test_one_bundle_for_any_cpu(random_llama: Callable[..., Any], tmp_path: Path) -> None:

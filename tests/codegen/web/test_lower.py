@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from codegen.model_helpers import DECODERS, SIZES, build, quantized, relative_error, transformers
+from tiny_models import DECODERS, SIZES, build, quantized, relative_error, transformers
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.codegen.targets.webgpu import WGSL, Webgpu
+from compressor.codegen.targets.webgpu import SIMD128, WGSL, Webgpu
 from compressor.codegen.web.execute_wasm import WasmProgram
 from compressor.codegen.web.execute_webgpu import GpuProgram
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
@@ -42,7 +42,7 @@ def on(engine: str, graph: GraphModule) -> GpuProgram | WasmProgram:
     if engine == "webgpu":
         program = lowered(graph)
         return GpuProgram(program.content, arrays(graph, program))
-    program, module = compile_wasm(graph)
+    program, module = compile_wasm(graph, SIMD128)
     return WasmProgram(program.content, module, arrays(graph, program))
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import OPS, random_packed
-from codegen.web_helpers import SERVED, TOLERANCE, error
+from kernel_cases import OPS, random_packed
 from torch import Tensor
 from tvm import te
+from web_formats import SERVED, TOLERANCE, error
 
 from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
@@ -42,7 +42,7 @@ def bound(x: Tensor) -> np.ndarray:
 
 def run(func: Any, operands: Sequence[Tensor | None], sizes: Sequence[int], out: Sequence[int]) -> np.ndarray:
     """One function on operands (None is left out), the output last."""
-    module = wasm.WasmModule()
+    module = wasm.WasmModule(SIMD128)
     made = module.add(func, "kernel")
     given = [bound(x) for x in operands if x is not None]
     assert made.operands == tuple(range(len(given) + 1)) and len(made.sizes) == len(sizes)

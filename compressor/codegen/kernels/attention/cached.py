@@ -23,7 +23,7 @@ VECTOR = 16
 def cached_attention(
     heads: int, kv_heads: int, head_dim: int, scale: float, window: int, softcap: float, has_sinks: bool
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops.linear.cached_attention`, which also stores the new keys and values.
+    """TIR for :func:`compressor.ops.attention.cached_attention`, which also stores the new keys and values.
 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], k_cache, v_cache [B, Hkv, T, D] (written at
     ``position``), position int64 [S], sinks [H] (where there are any), out [B, S, H, D]; floats are float32.
@@ -99,7 +99,7 @@ def cached_attention(
 def masked_attention(
     heads: int, kv_heads: int, head_dim: int, scale: float, tokens_first: Sequence[bool]
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops.linear.masked_attention`.
+    """TIR for :func:`compressor.ops.attention.masked_attention`.
 
     Args:
         tokens_first: of q, k and v: whether it is given as [B, S, H, D], as linears leave it.

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.vector import emit_tree, registers
 from compressor.formats.activations import Activations
-from compressor.ops.linear import outputs
+from compressor.ops.patches import outputs
 
 SIDE = 16
 RUN_BYTES = 64

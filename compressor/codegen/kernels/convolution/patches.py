@@ -15,7 +15,7 @@ VECTOR = 16
 def patches(
     channels: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> tvm.tirx.PrimFunc:
-    """TIR for ``compressor.ops.linear.patches``.
+    """TIR for ``compressor.ops.patches.patches``.
 
     Parameters of the result: x float32 [n, height, width, channels], y float32 [n, rows, columns, kernel rows * kernel
     columns * channels].

@@ -41,7 +41,7 @@ def cached_attention(
     heads: int, kv_heads: int, width: int, scale: float, window: int, softcap: float, has_sinks: bool
 ) -> tuple[Kernel, ...]:
     """Causal attention over a cache that holds the new keys and values already, for one query and for several; see
-    :func:`compressor.ops.linear.cached_attention`.
+    :func:`compressor.ops.attention.cached_attention`.
 
     Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, T, width], position i32 [S], sinks f32 [heads]
     (where there are any), y f32 [B, S, heads, width].  Sizes: B, S, T.
@@ -68,7 +68,7 @@ def cached_attention(
 
 
 def masked_attention(heads: int, kv_heads: int, width: int, scale: float) -> tuple[Kernel, ...]:
-    """Attention of all tokens that are none of padding; see :func:`compressor.ops.linear.masked_attention`.
+    """Attention of all tokens that are none of padding; see :func:`compressor.ops.attention.masked_attention`.
 
     Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, S, width], mask f32 [B, S], y f32 [B, S, heads,
     width].  Sizes: B, S.

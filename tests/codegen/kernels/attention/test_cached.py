@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import OPS, TOLERANCE, build, relative_error, run
+from kernel_cases import OPS, TOLERANCE, build, relative_error, run
 
-from compressor.codegen.kernels import vector
 from compressor.codegen.kernels.attention import cached as attention
+from compressor.codegen.targets import x86
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,7 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng)
 
-    kernel = build(
-        attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, has_sinks), vector.AVX512_VNNI
-    )
+    kernel = build(attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, has_sinks), x86.AVX512_VNNI)
     sinks = normal(heads) if has_sinks else None
     for past, new in [(0, 1), (0, 5), (5, 1), (7, 20), (37, 3), (0, 90), (50, 43)]:
         k_cache, v_cache = normal(2, kv_heads, 100, width), normal(2, kv_heads, 100, width)
@@ -51,7 +49,7 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
 )
 def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_first: tuple[bool, ...]) -> None:
     """Padding at the end of one text and, more than a block of keys, at the beginning of another."""
-    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2, tokens_first), vector.AVX2)
+    kernel = build(attention.masked_attention(4, kv_heads, width, 0.2, tokens_first), x86.AVX2)
     rng = torch.Generator().manual_seed(width)
     for length in (1, 9, 33, 70, 150):
         q = torch.randn(3, 4, length, width, generator=rng)

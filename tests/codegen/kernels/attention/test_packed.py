@@ -11,9 +11,10 @@ import pytest
 import torch
 import tvm
 
-import compressor.ops.packed_cache  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import vector
+import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.attention import packed as packed_cache
+from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.cache import CacheFormat
 from compressor.formats.packed_cache import dequantize_cache
@@ -22,7 +23,7 @@ OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 
 
-def build(func: tvm.tirx.PrimFunc, isa: vector.Isa) -> Any:
+def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     if not X86().executes(isa):
         pytest.skip(f"this machine has no {isa.name}")
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
@@ -56,7 +57,7 @@ def test_packed_rows_are_those_of_the_operator_byte_for_byte(name: str, width: i
     x[0, 0, :6] = torch.tensor([0.0, -0.0, 1e-38, 3e38, 1e-7, 1e9])[:, None] * x[0, 0, :6].sign()
     x[0, 1, 0, ::3] = 0.5 * torch.arange(len(x[0, 1, 0, ::3]))  # ties
     order = orders(kv_heads, width, 3) if permuted else None
-    kernel = build(packed_cache.pack_cache(kv_heads, width, fmt, permuted), vector.AVX512_VNNI)
+    kernel = build(packed_cache.pack_cache(kv_heads, width, fmt, permuted), x86.AVX512_VNNI)
     expected = OPS.pack_cache(x, order, name)
     assert torch.equal(run(kernel, x, order, out=torch.full_like(expected, 77)), expected)
     for wrong in (float("nan"), float("inf")):
@@ -77,14 +78,14 @@ def values_of(rows: torch.Tensor, order: torch.Tensor | None, fmt: CacheFormat, 
 @pytest.mark.parametrize(
     ("name", "heads", "kv_heads", "width", "window", "softcap", "has_sinks", "permuted", "isa"),
     [
-        ("INT8", 8, 4, 8, 0, 0.0, False, False, vector.AVX2),
-        ("INT8_G32", 4, 2, 80, 3, 0.0, False, True, vector.AVX512_VNNI),
-        ("INT4", 4, 4, 64, 0, 2.0, False, False, vector.AVX512_VNNI),
-        ("INT4_G8", 6, 1, 13, 5, 0.0, True, True, vector.AVX2),
-        ("FP8", 6, 2, 12, 5, 0.0, True, False, vector.AVX512_VNNI),
-        ("FP8_E4M3_G16", 2, 2, 32, 0, 3.0, False, True, vector.AVX2),
-        ("BFP8_G16", 4, 2, 40, 0, 0.0, False, True, vector.AVX512_VNNI),
-        ("BFP4_G16", 4, 1, 64, 4, 0.0, True, True, vector.AVX512_VNNI),
+        ("INT8", 8, 4, 8, 0, 0.0, False, False, x86.AVX2),
+        ("INT8_G32", 4, 2, 80, 3, 0.0, False, True, x86.AVX512_VNNI),
+        ("INT4", 4, 4, 64, 0, 2.0, False, False, x86.AVX512_VNNI),
+        ("INT4_G8", 6, 1, 13, 5, 0.0, True, True, x86.AVX2),
+        ("FP8", 6, 2, 12, 5, 0.0, True, False, x86.AVX512_VNNI),
+        ("FP8_E4M3_G16", 2, 2, 32, 0, 3.0, False, True, x86.AVX2),
+        ("BFP8_G16", 4, 2, 40, 0, 0.0, False, True, x86.AVX512_VNNI),
+        ("BFP4_G16", 4, 1, 64, 4, 0.0, True, True, x86.AVX512_VNNI),
     ],
 )
 def test_packed_attention(
@@ -96,7 +97,7 @@ def test_packed_attention(
     softcap: float,
     has_sinks: bool,
     permuted: bool,
-    isa: vector.Isa,
+    isa: Isa,
 ) -> None:
     fmt, scale = CacheFormat.parse(name), 0.3
     func = packed_cache.packed_attention(heads, kv_heads, width, scale, window, softcap, has_sinks, fmt, permuted)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import Program, build, random_packed, relative_error
+from kernel_cases import Program, build, random_packed, relative_error
 from torch import Tensor, nn
 from torch.export import Dim
 
 from compressor.capture.capture import capture, reexport
-from compressor.codegen.kernels import vector
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, takes_convolution
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.convolutions import fuse_convolutions, fused_convolution
+from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.data.text import Samples
 from compressor.formats.activations import Activations
@@ -26,7 +27,7 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 
 OPS = torch.ops.compressor
-ISAS = [vector.AMX, vector.AVX512_VNNI, vector.AVX2]
+ISAS = [x86.AMX, x86.AVX512_VNNI, x86.AVX2]
 TOLERANCE = 2e-6  # of the largest output: both sides apply scales in float32
 
 # size, channels, out, kernel, stride, padding, dilation
@@ -61,18 +62,18 @@ def call(kernel: Any, *given: Tensor | None, out: tuple[int, ...], kind: Any = n
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W4A8_C", "W4A6_C_STATIC"])
-def test_formats(scheme: str, isa: vector.Isa) -> None:
+def test_formats(scheme: str, isa: Isa) -> None:
     check(PLAIN, Format.parse(scheme), isa)
 
 
-@pytest.mark.parametrize("isa", [vector.AMX, vector.AVX2], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [x86.AMX, x86.AVX2], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
-def test_geometries(name: str, isa: vector.Isa) -> None:
+def test_geometries(name: str, isa: Isa) -> None:
     for scheme in ("W8A8_STATIC", "W8A8"):
         check(CASES[name], Format.parse(scheme), isa)
 
 
-def check(case: Any, fmt: Format, isa: vector.Isa) -> None:
+def check(case: Any, fmt: Format, isa: Isa) -> None:
     """A kernel with all that an epilogue has, against patches, packed linear, sum and relu."""
     geometry, x, parts, bias, residual = operands(case, fmt, 3)
     assert takes_convolution(fmt, geometry)
@@ -97,7 +98,7 @@ def test_what_has_no_kernel() -> None:
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("channels", [16, 6])
-def test_a_chain_in_bytes_is_the_same_to_the_bit(channels: int, isa: vector.Isa) -> None:
+def test_a_chain_in_bytes_is_the_same_to_the_bit(channels: int, isa: Isa) -> None:
     fmt = Format.parse("W8A8_STATIC")
     first = operands(((9, 10), 4, channels, (3, 3), (1, 1), (1, 1), (1, 1)), fmt, 2)
     second = operands(((9, 10), channels, 16, (3, 3), (2, 2), (1, 1), (1, 1)), fmt, 2, seed=1)

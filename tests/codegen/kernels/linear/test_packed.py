@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from codegen.kernel_helpers import (
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
     OPS,
     TOLERANCE,
     WIDTHS,
@@ -22,26 +24,26 @@ from codegen.kernel_helpers import (
     relative_error,
     run,
 )
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import embedding, norm, vector
 from compressor.codegen.kernels.convolution import patches
 from compressor.codegen.kernels.linear import activations, bit_planes
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import pack
 from compressor.formats.rounded_activations import round_activations
-from compressor.ops.linear import outputs
+from compressor.ops.patches import outputs
 
 
-@pytest.mark.parametrize("isa", [vector.AMX, *WIDTHS], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [x86.AMX, *WIDTHS], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("activation_bits", [8, 16])
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None:
+def test_packed_linear(bits: int, activation_bits: int, isa: Isa) -> None:
     pick = random.Random(f"{bits} {activation_bits} {isa.name}")
     rng = torch.Generator().manual_seed(bits)
     strategy = pick.choice(["tensor", "channel", "group", "block"])
@@ -58,7 +60,7 @@ def test_packed_linear(bits: int, activation_bits: int, isa: vector.Isa) -> None
     "LUT2", "LUT3", "LUT4", "LUT3_G64", "LUT3_S0.45", "W4A16_G32_S1", "W3A8_C_S10", "NVFP4_S0.5",
     "W8A8_F3", "W4A16_ASYM_G32_F1", "W4A8_ASYM_G64_S2_F8", "FP8_E4M3_B32", "W4A8_ASYM_B32_AG64", "W2A16_B16_S1",
 ])  # fmt: skip
-def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa) -> None:
+def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: Isa) -> None:
     pick = random.Random(f"{name} {isa.name}")
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
@@ -66,17 +68,17 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: vector.Isa
 @settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
-    st.sampled_from([isa for isa in vector.ISAS.values() if X86().executes(isa)]),
+    st.sampled_from([isa for isa in x86.ISAS.values() if X86().executes(isa)]),
     st.randoms(use_true_random=False),
     st.integers(0, 99),
 )
-def test_packed_linear_of_any_preset_and_shape(name: str, isa: vector.Isa, pick: random.Random, seed: int) -> None:
+def test_packed_linear_of_any_preset_and_shape(name: str, isa: Isa, pick: random.Random, seed: int) -> None:
     """Other ones in every run, with the tuner's schedules; the tests around this one look at the same each time."""
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(seed), is_small=False)
 
 
 @pytest.mark.parametrize("isa", WIDTHS, ids=lambda isa: isa.name)
-def test_small_buffers_take_no_calls(isa: vector.Isa) -> None:
+def test_small_buffers_take_no_calls(isa: Isa) -> None:
     """What TVM allots by a call is in no register: only buffers whose size depends on the tokens are allotted."""
 
     def calls(func: tvm.tirx.PrimFunc) -> int:
@@ -93,13 +95,13 @@ def test_small_buffers_take_no_calls(isa: vector.Isa) -> None:
 
 
 @pytest.mark.parametrize(("name", "isa", "counted"), [
-    ("BIP1A1_G32", vector.AVX512_VNNI, True), ("BIP2A2_C", vector.AVX512_VNNI, True),
-    ("BAL1A2_G32", vector.AVX2, True), ("BIP2A4_C", vector.AVX512_VPOPCNTDQ, True),
-    ("BIP5A2_G32", vector.AVX512_VPOPCNTDQ, True), ("BIP4A4_C", vector.AVX2, False),
-    ("BIP7A8_G32", vector.AVX512_VNNI, False), ("BIP8A5_C", vector.AVX512_VNNI, False),
-    ("BAL1A1_C", vector.AVX512_VNNI, False), ("BAL2A6_C", vector.AVX512_VNNI, False),
+    ("BIP1A1_G32", x86.AVX512_VNNI, True), ("BIP2A2_C", x86.AVX512_VNNI, True),
+    ("BAL1A2_G32", x86.AVX2, True), ("BIP2A4_C", x86.AVX512_VPOPCNTDQ, True),
+    ("BIP5A2_G32", x86.AVX512_VPOPCNTDQ, True), ("BIP4A4_C", x86.AVX2, False),
+    ("BIP7A8_G32", x86.AVX512_VNNI, False), ("BIP8A5_C", x86.AVX512_VNNI, False),
+    ("BAL1A1_C", x86.AVX512_VNNI, False), ("BAL2A6_C", x86.AVX512_VNNI, False),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
-def test_products_of_bit_planes_are_exact(name: str, isa: vector.Isa, counted: bool) -> None:
+def test_products_of_bit_planes_are_exact(name: str, isa: Isa, counted: bool) -> None:
     """Scales of one and integers in: the sums are exact, and so the outputs, by the plainest definition in numpy."""
     fmt, pick = Format.parse(name), random.Random(f"{name} {isa.name}")
     assert bit_planes.counts_bits(fmt, isa) == counted and fmt.activations is not None
@@ -117,19 +119,19 @@ def test_products_of_bit_planes_are_exact(name: str, isa: vector.Isa, counted: b
 
 
 @pytest.mark.parametrize(("name", "isa"), [
-    ("BIP1A1_C_AG32", vector.AVX512_VNNI), ("BIP1A16_C", vector.AVX512_VNNI),
-    ("W8A8_ASYM_STATIC", vector.AVX2), ("W8A5_ASYM_AG32", vector.AVX512_VNNI),
+    ("BIP1A1_C_AG32", x86.AVX512_VNNI), ("BIP1A16_C", x86.AVX512_VNNI),
+    ("W8A8_ASYM_STATIC", x86.AVX2), ("W8A5_ASYM_AG32", x86.AVX512_VNNI),
     *((name, isa) for name in ("W4A4_G32_AG64", "NVFP4_ANVFP4") for isa in WIDTHS),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
-def test_packed_linear_of_rounded_activations(name: str, isa: vector.Isa) -> None:
+def test_packed_linear_of_rounded_activations(name: str, isa: Isa) -> None:
     """The ways that scales of activations reach outputs; what rounding does to them is the next test's."""
     pick = random.Random(f"{name} {isa.name}")
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
-@pytest.mark.parametrize(("isa", "index"), [*((vector.AVX512_VNNI, i) for i in range(5)), (vector.AVX2, 0)])
+@pytest.mark.parametrize(("isa", "index"), [*((x86.AVX512_VNNI, i) for i in range(5)), (x86.AVX2, 0)])
 @pytest.mark.parametrize("name", ["W4A8_G32", "W4A16_G32"])
-def test_every_schedule_of_the_packed_linear_agrees(name: str, isa: vector.Isa, index: int) -> None:
+def test_every_schedule_of_the_packed_linear_agrees(name: str, isa: Isa, index: int) -> None:
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
     rows, columns = 128, 96
     gemv, gemm = packed_linear.gemv_space(8), packed_linear.gemm_space(8, 4, fmt, isa)[index]
@@ -145,7 +147,7 @@ def test_every_schedule_of_the_packed_linear_agrees(name: str, isa: vector.Isa, 
 
 def test_integer_sums_do_not_saturate() -> None:
     """The largest codes against the largest activations, where a 16-bit intermediate would overflow."""
-    for isa in vector.ISAS.values():
+    for isa in x86.ISAS.values():
         for bits in (7, 8):
             fmt = Format(bits, False, "channel", 0, Activations())
             codes = torch.full((16, 64), fmt.levels - 1, dtype=torch.uint8)
@@ -187,7 +189,7 @@ def test_patches(
     assume(all(outputs(n, *g) > 0 for n, *g in zip((height, width), *geometry, strict=True)))
     x = torch.randn(batch, height, width, channels, generator=torch.Generator().manual_seed(channels))
     expected = OPS.patches(x, *geometry)
-    got = run(build(patches.patches(channels, *geometry), vector.AVX2), x, out=tuple(expected.shape))
+    got = run(build(patches.patches(channels, *geometry), x86.AVX2), x, out=tuple(expected.shape))
     assert torch.equal(got, expected)
 
 
@@ -195,8 +197,8 @@ def test_patches(
 def test_norms(width: int) -> None:
     rng = torch.Generator().manual_seed(width)
     weight, bias = torch.randn(width, generator=rng), torch.randn(width, generator=rng)
-    rms = build(norm.norm(width, 1e-5, False, False), vector.AVX2)
-    layer = build(norm.norm(width, 1e-5, True, True), vector.AVX2)
+    rms = build(norm.norm(width, 1e-5, False, False), x86.AVX2)
+    layer = build(norm.norm(width, 1e-5, True, True), x86.AVX2)
     for tokens in (1, 3, 40):
         x = torch.randn(2, tokens, width, generator=rng) * 5 + 1
         assert relative_error(run(rms, x, weight, out=x.shape), OPS.rms_norm(x, weight, 1e-5)) < TOLERANCE
@@ -207,7 +209,7 @@ def test_norms(width: int) -> None:
 def test_embedding() -> None:
     table = torch.randn(50, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     ids = torch.tensor([[0, 49, 7], [3, 3, 1]])
-    kernel = build(embedding.embedding(50, 24, "uint16"), vector.AVX2)
+    kernel = build(embedding.embedding(50, 24, "uint16"), x86.AVX2)
     assert torch.equal(run(kernel, table, ids, out=(2, 3, 24)), table.float()[ids])
 
 
@@ -225,7 +227,7 @@ def test_exponential_is_within_two_units_in_the_last_place() -> None:
             y[i, every] = vector.exp(x[i, every], 16)
 
     x = torch.linspace(-86.9, 87.9, 160000).view(-1, 16)
-    got = run(build(kernel, vector.AVX2), x, out=tuple(x.shape)).double()
+    got = run(build(kernel, x86.AVX2), x, out=tuple(x.shape)).double()
     expected = x.double().exp()
     assert float(((got - expected) / expected).abs().max()) < 2 * torch.finfo(torch.float32).eps
 
@@ -263,6 +265,6 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
     x[7] = 0.0
     expected = round_activations(x, fed, torch.tensor([0.03]))
     top = x.abs().mean(1) if fed.is_sign else x.abs().amax(1)
-    got = run(build(kernel, vector.AVX2), x, top, out=(400, 32))
+    got = run(build(kernel, x86.AVX2), x, top, out=(400, 32))
     assert torch.equal(got[:, :16], expected) and torch.equal(got[:, 16:], expected)
     assert bool(torch.isfinite(expected).all()) and float((expected != 0).float().mean()) > 0.4

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from codegen.kernel_helpers import OPS, build, random_packed, relative_error, run, tolerance
+from kernel_cases import OPS, build, random_packed, relative_error, run, tolerance
 
-from compressor.codegen.kernels import vector
 from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.targets import x86
 from compressor.formats.format import Format
 
 
@@ -23,8 +23,8 @@ def test_tiles_take_any_number_of_tokens(name: str) -> None:
     rows, columns = (64, 256) if name[1] in "48" else (50, 200)  # whole registers, and not
     packed = random_packed(fmt, rows, columns, rng)
     tiles = packed.parts["codes"].shape[0]
-    (schedule,) = packed_linear.gemm_space(tiles, 1, fmt, vector.AMX)
-    kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, vector.AMX, schedule), vector.AMX)
+    (schedule,) = packed_linear.gemm_space(tiles, 1, fmt, x86.AMX)
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, False, x86.AMX, schedule), x86.AMX)
     check_tokens(kernel, packed, fmt, None, rng)
 
 
@@ -38,8 +38,8 @@ def test_tiles_take_any_number_of_tokens(name: str) -> None:
 def test_tiles_of_each_kind_of_group_add_a_bias(name: str, rows: int, columns: int) -> None:
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(rows + columns)
     packed, bias = random_packed(fmt, rows, columns, rng), torch.randn(rows, generator=rng)
-    (schedule,) = packed_linear.gemm_space(rows // 16, 1, fmt, vector.AMX)
-    kernel = build(packed_linear.packed_linear(rows, columns, fmt, True, vector.AMX, schedule), vector.AMX)
+    (schedule,) = packed_linear.gemm_space(rows // 16, 1, fmt, x86.AMX)
+    kernel = build(packed_linear.packed_linear(rows, columns, fmt, True, x86.AMX, schedule), x86.AMX)
     check_tokens(kernel, packed, fmt, bias, rng)
 
 
@@ -50,4 +50,4 @@ def check_tokens(kernel: Any, packed: Any, fmt: Format, bias: torch.Tensor | Non
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(kernel, x, *packed.parts.values(), bias, out=(1, tokens, rows))
         expected = OPS.packed_linear(x, list(packed.parts.values()), bias, fmt.name, columns, rows)
-        assert relative_error(got, expected) < tolerance(fmt, vector.AMX), tokens
+        assert relative_error(got, expected) < tolerance(fmt, x86.AMX), tokens

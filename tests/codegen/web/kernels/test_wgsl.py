@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from codegen.kernel_helpers import OPS, random_packed
-from codegen.web_helpers import SERVED, TOLERANCE, error
+from kernel_cases import OPS, random_packed
 from torch import Tensor
+from web_formats import SERVED, TOLERANCE, error
 
 from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
@@ -25,7 +25,7 @@ from compressor.codegen.web.kernels.products import POLYFILLS
 from compressor.errors import UsageError
 from compressor.formats.format import FORMATS, Format
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "webgpu"
+GOLDEN = Path(__file__).parents[4] / "tests" / "golden" / "webgpu"
 
 
 def bound(x: Tensor) -> np.ndarray:

@@ -22,9 +22,9 @@ from torch.fx import GraphModule
 
 import compressor
 import compressor.run.native
-from compressor.calibration.calibrate import load_evaluation, load_samples
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import load_embedding_texts
+from compressor.data.text import load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.evaluate.comparison import Speed
 from compressor.evaluate.embeddings import measure_embeddings
@@ -37,9 +37,9 @@ from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import pass_name
 from compressor.recipe.data_spec import EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
 from compressor.runtime import load
@@ -92,7 +92,7 @@ def load_for_test(name: str) -> Recipe:
         overrides.append("calibration.samples=4")
     for step in () if is_whole(name) else filter(packs, recipe.passes):
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
-        key = f"passes.{pass_name(step)}"
+        key = f"passes.{PASSES.name_of(step)}"
         overrides += [f"{key}.targets=[{first}]", f"{key}.ignore=[]"]
     return load_recipe(name, overrides)
 

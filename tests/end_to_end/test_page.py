@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_helpers import GENERATE, PROMPT, READY, WITHOUT_WEBGPU, greedy
+from pages import GENERATE, PROMPT, READY, WITHOUT_WEBGPU, greedy
 from torch.fx import GraphModule
 
 from compressor.cli import serve

@@ -27,7 +27,7 @@ from compressor.graph.sites import Site, match_sites
 from compressor.recipe.data_spec import TextSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 
-FUZZ = Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
+FUZZ = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
 LIMIT_S, LIMIT_BYTES = 5.0, 1 << 30
 PASSES = "passes: [rtn: {scheme: W4A16}]\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_helpers import GENERATE, PROMPT, READY, greedy
+from pages import GENERATE, PROMPT, READY, greedy
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
@@ -81,7 +81,7 @@ def encoder(
     tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
 ) -> tuple[Path, GraphModule]:
     """A bundle of a tiny random encoder with the reference model's tokenizer, and its graph."""
-    from codegen.model_helpers import SIZES, build, quantized, transformers
+    from tiny_models import SIZES, build, quantized, transformers
 
     require_tool("wasm-ld")
     folder = tmp_path_factory.mktemp("encoder")

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 from tvm import relax
 
-import compressor.ops.linear  # noqa: F401  (registers the operators)
-from compressor.codegen.kernels import vector
+import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.tiles import takes_tiles
 from compressor.codegen.lowering.compile import Library
+from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
@@ -26,12 +27,12 @@ from compressor.graph.caches import empty_caches
 from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor
-WIDTHS = [vector.AVX512_VNNI, vector.AVX2]  # others differ in bit planes, or in tiles for several tokens, only
+WIDTHS = [x86.AVX512_VNNI, x86.AVX2]  # others differ in bit planes, or in tiles for several tokens, only
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
 SPLIT = 2e-5  # the same where 16 of the 24 bits of activations take part
 
 
-def build(func: tvm.tirx.PrimFunc, isa: vector.Isa) -> Any:
+def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     """Compile one kernel for ``isa``."""
     if not X86().executes(isa):
         pytest.skip(f"this machine has no {isa.name}")
@@ -51,7 +52,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-def tolerance(fmt: Format, isa: vector.Isa) -> float:
+def tolerance(fmt: Format, isa: Isa) -> float:
     return SPLIT if takes_tiles(fmt, isa) and not fmt.integer_products else TOLERANCE
 
 
@@ -82,7 +83,7 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
 
 
 def check_packed_linear(
-    fmt: Format, isa: vector.Isa, pick: random.Random, rng: torch.Generator, *, is_small: bool = True
+    fmt: Format, isa: Isa, pick: random.Random, rng: torch.Generator, *, is_small: bool = True
 ) -> None:
     """A ragged shape and a bias by chance, for one token and several.
 

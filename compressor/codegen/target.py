@@ -1,0 +1,46 @@
+"""Describe targets, one file each (:data:`compressor.registry.TARGETS`).
+
+A target is a frozen dataclass whose fields are its options in a recipe (``target: {x86: {isa: avx2}}``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    import tvm
+
+    from compressor.codegen.isa import Isa
+
+
+class Target(Protocol):
+    """What lowering needs to know of a target.
+
+    Attributes:
+        bundle: what a run makes for it: ``native``, libraries that are linked (:class:`NativeTarget`), or ``web``.
+    """
+
+    bundle: ClassVar[Literal["native", "web"]]
+
+    def resolve(self) -> Isa:
+        """The instruction set to generate for; raises UsageError when it cannot be had."""
+
+    def faster(self) -> tuple[Isa, ...]:
+        """Instruction sets that the bundle gets kernels for as well, best first: a machine takes the first it has."""
+
+    def tvm_target(self, isa: Isa) -> tvm.target.Target:
+        """TVM's description of the target."""
+
+    def executes(self, isa: Isa) -> bool:
+        """Whether this machine can execute code for ``isa`` (else kernels are only `compiled`)."""
+
+    def check_toolchain(self) -> None:
+        """Raise ToolchainError unless a run has the tools that it needs."""
+
+
+class NativeTarget(Target, Protocol):
+    """A target whose kernels are machine code."""
+
+    def link(self, output: str, objects: Sequence[str]) -> None:
+        """Link object files into a shared library; raises ToolchainError."""

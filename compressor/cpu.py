@@ -1,3 +1,0 @@
-"""What the processor is and can do."""
-
-from __future__ import annotations

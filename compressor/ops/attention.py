@@ -1,0 +1,116 @@
+"""Attention, over a cache or with padding: schema, eager definition and fake kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressor.ops.register import operator
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The arithmetic of causal attention, with the arguments of :func:`cached_attention`.
+
+    Args:
+        keys, values: float32 [B, Hkv, T, D], those of positions 0 to ``position[-1]``.
+    """
+    repeat, length = q.shape[1] // keys.shape[1], keys.shape[2]
+    keys, values = keys.repeat_interleave(repeat, dim=1), values.repeat_interleave(repeat, dim=1)
+    scores = (q @ keys.transpose(2, 3)) * scale  # [B, H, S, T]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = position[:, None] - torch.arange(length)  # [S, T]
+    hidden = distance < 0
+    if window:
+        hidden = hidden | (distance >= window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :length]
+    return (weights @ values).transpose(1, 2).contiguous()
+
+
+@operator("cached_attention")
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of new tokens over a cache and themselves; grouped-query heads share keys in order.
+
+    Query ``i`` sits at absolute position ``position[0] + i``.  It sees the first ``position[0]`` cache entries
+    and new keys up to its own.  The caches are read only: whoever runs the graph stores ``k`` and ``v`` (the
+    generated kernel writes them in place).
+
+    Args:
+        q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, S, D].
+        k_cache, v_cache: float32 [B, Hkv, T, D], T >= position[0].
+        position: int64 [S], consecutive.
+        scale: factor on the scores.
+        window: keys no further back than ``window - 1`` positions; 0 means all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 means none.
+        sinks: float32 [H], one extra logit a head that takes part in the softmax only; or None.
+    Returns:
+        float32 [B, S, H, D].
+    """
+    past = int(position[0])
+    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    return attend(q, keys, values, position, scale, window, softcap, sinks)
+
+
+@cached_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    batch, heads, sequence, width = q.shape
+    return q.new_empty(batch, sequence, heads, width)
+
+
+@operator("masked_attention")
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Bidirectional attention with padding, for encoders.
+
+    Args:
+        q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, S, D].
+        mask: float32 [B, S], 1 for a token and 0 for padding; each row keeps at least one token.
+        scale: factor on the scores.
+    Returns:
+        float32 [B, S, H, D].
+    """
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = (q @ keys.transpose(2, 3)) * scale
+    scores = scores.masked_fill(mask[:, None, None, :] == 0, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2).contiguous()
+
+
+@masked_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    batch, heads, sequence, width = q.shape
+    return q.new_empty(batch, sequence, heads, width)

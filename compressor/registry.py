@@ -1,0 +1,95 @@
+"""Find passes and targets by the names that recipes use: files of this package, and entry points of others.
+
+A name is a file's name in the registry's folder, or that of an entry point in its group.  Nothing is imported before
+it is asked for, so that listing names is quick.  Sub-folders are not looked into.
+
+Invariant: there is no list to edit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from compressor.errors import CompressorError, UsageError
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Classes of one kind, by name.
+
+    Attributes:
+        kind: what they are called in messages.
+        package: the package whose files are the shipped ones.
+        group: the group of entry points.
+        method: a frozen dataclass with this method is one of them.
+    """
+
+    kind: str
+    package: str
+    group: str
+    method: str
+
+    def names(self) -> dict[str, str]:
+        """Return all names, each with the module (or ``module:Class``) that it stands for; import none of them."""
+        spec = importlib.util.find_spec(self.package)
+        folders = spec.submodule_search_locations if spec is not None else None
+        modules = [module for module in pkgutil.iter_modules(folders or []) if not module.ispkg]
+        shipped = {m.name: f"{self.package}.{m.name}" for m in modules if not m.name.startswith("_")}
+        others = {entry.name: entry.value for entry in entry_points(group=self.group)}
+        return dict(sorted({**others, **shipped}.items()))
+
+    def find(self, name: str) -> type[Any]:
+        """Import the class of that name.
+
+        Raises:
+            UsageError: nothing has that name (the nearest is named), or two packages claim it.
+            CompressorError: its module cannot be imported, or holds none or several classes that it could be.
+        """
+        known = self.names()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise UsageError(f"{self.kind} {name!r} is unknown; nearest: {near[0]}; there are: {', '.join(known)}")
+        claims = {known[name], *(entry.value for entry in entry_points(group=self.group, name=name))}
+        if len(claims) > 1:
+            raise UsageError(f"{self.kind} {name!r} is claimed by {' and '.join(sorted(claims))}; uninstall one")
+        path, _, attribute = known[name].partition(":")
+        try:
+            module = importlib.import_module(path)
+            candidates = [getattr(module, attribute)] if attribute else list(vars(module).values())
+        except (ImportError, AttributeError) as error:
+            raise CompressorError(f"{self.kind} {name!r}: {known[name]} cannot be imported: {error}") from error
+        found: list[type[Any]] = [c for c in candidates if self._fits(c) and (attribute or c.__module__ == path)]
+        if len(found) != 1:
+            names = ", ".join(c.__name__ for c in found) or "none"
+            raise CompressorError(
+                f"{self.kind} {name!r}: {known[name]} must define exactly one frozen dataclass with a method "
+                f"`{self.method}`; found: {names}"
+            )
+        return found[0]
+
+    def owns(self, instance: object) -> bool:
+        """Tell whether an instance's class is one of this package's files."""
+        return type(instance).__module__.rpartition(".")[0] == self.package
+
+    def name_of(self, instance: object) -> str:
+        """Return the name of an instance: its file's name if it is ours, else its class's in lower case."""
+        kind = type(instance)
+        return kind.__module__.rpartition(".")[2] if self.owns(instance) else kind.__name__.lower()
+
+    def _fits(self, candidate: object) -> bool:
+        if not (inspect.isclass(candidate) and dataclasses.is_dataclass(candidate)):
+            return False
+        frozen: bool = candidate.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return frozen and callable(getattr(candidate, self.method, None))
+
+
+PASSES = Registry("pass", "compressor.passes", "compressor.passes", "run")
+TARGETS = Registry("target", "compressor.codegen.targets", "compressor.targets", "resolve")
