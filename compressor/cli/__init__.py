@@ -1,1 +1,4 @@
-"""."""
+"""The `compress` command: parse, call, print.
+
+Invariant: no torch, transformers or TVM before a command needs it.
+"""

@@ -1,1 +1,4 @@
-"""From a compressed FX graph to a library of kernels: lowering, kernel families, tuning, targets."""
+"""Turn a graph into kernels and the program that calls them.
+
+Invariant: TVM is imported here and in the run-time only; knows no pass.
+"""

@@ -6,6 +6,7 @@ The database is one JSON file, keyed by kernel family, source, shape, format, in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import statistics
 import time
@@ -19,12 +20,20 @@ from numpy.typing import NDArray
 
 from compressor.errors import DriftError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
+from compressor.host.resources import PACKAGE
 
 S = TypeVar("S")
-MODES = ("off", "quick", "full")
 QUICK_CANDIDATES = 3
 _WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Digest everything that decides a kernel's code: the kernel families, their parts, and the instruction sets."""
+    folder = PACKAGE / "codegen"
+    files = [folder / "isa.py", *(folder / "kernels").rglob("*.py"), *(folder / "targets").glob("*.py")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
 
 
 class Database:
@@ -54,6 +63,7 @@ class Tuner:
         target: TVM target to compile candidates for, or None where this machine cannot execute them.
         machine: what results depend on besides the kernel (instruction set, CPU, threads).
         suffix: of kernels' names in ``pinned`` and ``chosen``, where a bundle has them for several instruction sets.
+        kernels: digest of the kernels' sources; another one makes old results void.
         pinned: kernel -> fields of its schedule, from a lock: nothing is timed.  None chooses.
         chosen: kernel -> fields of the schedule it got, as ``pinned`` takes them.
         tried: of each kernel that was timed: its name, whether it was timed now or by an earlier run, schedules and
@@ -67,6 +77,7 @@ class Tuner:
     machine: str
     database: Database = dataclasses.field(default_factory=Database)
     suffix: str = ""
+    kernels: str = dataclasses.field(default_factory=kernels_digest)
     pinned: Mapping[str, Mapping[str, Any]] | None = None
     chosen: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -78,7 +89,6 @@ class Tuner:
         space: Sequence[S],
         build: Callable[[S], tvm.tirx.PrimFunc],
         operands: Callable[[], Sequence[NDArray[Any]]],
-        source: str,
     ) -> S:
         """The pinned schedule, else the fastest of ``space``.
 
@@ -89,24 +99,21 @@ class Tuner:
             kernel: family, shape, format and number of tokens.
             build: TIR for a schedule.
             operands: arguments to time it with, the output included.
-            source: file of the kernel family; a change of it, or of those beside it, makes old results void.
         Raises:
             DriftError: the lock has no schedule for this kernel, or one that is not in ``space``.
         """
         if self.pinned is None:
-            schedule = self._fastest(kernel, space, build, operands, source)
+            schedule = self._fastest(kernel, space, build, operands)
         else:
             schedule = _find(kernel + self.suffix, space, self.pinned)
         self.chosen[kernel + self.suffix] = _fields(schedule)
         return schedule
 
-    def _fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any, source: str) -> S:
+    def _fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any) -> S:
         candidates = space[:QUICK_CANDIDATES] if self.mode == "quick" else space
         if self.mode == "off" or self.target is None or len(candidates) == 1:
             return space[0]
-        beside = sorted(Path(source).parent.glob("*.py"))  # families share products and vector expressions
-        digest = hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()[:12]
-        key = f"{kernel}|{self.machine}|{digest}"
+        key = f"{kernel}|{self.machine}|{self.kernels}"
         known: Any = self.database.entries.get(key)
         is_new = not _usable(known, len(candidates), len(space))
         if is_new:

@@ -1,1 +1,4 @@
-"""."""
+"""Load text and images: samples to calibrate on, data to evaluate on.
+
+Invariant: does not know what is done with them.
+"""

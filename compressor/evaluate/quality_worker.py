@@ -1,4 +1,5 @@
-"""The process that runs a bundle's kernels for an evaluation: ``python -m compressor.evaluate.quality_worker BUNDLE THREADS``.
+"""The process that runs a bundle's kernels for an evaluation: ``python -m compressor.evaluate.quality_worker BUNDLE
+THREADS``.
 
 It knows neither torch nor the compiler, and what it maps and computes takes no memory of the run's own process.  A
 request is a line of JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S]; of a

@@ -1,4 +1,5 @@
-"""The process that measures one model: ``python -m compressor.evaluate.speed_worker PATH PROMPT_TOKENS NEW_TOKENS THREADS``.
+"""The process that measures one model: ``python -m compressor.evaluate.speed_worker PATH PROMPT_TOKENS NEW_TOKENS
+THREADS``.
 
 It loads the model, says so on stdout, and then answers requests that come on stdin, so that two such processes can take
 turns: ``repeat`` measures once, ``finish`` tells what is known when all is done.  Answers are JSON, a line each.  It

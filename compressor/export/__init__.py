@@ -1,1 +1,4 @@
-"""."""
+"""Write bundles, whole or not at all.
+
+Invariant: writes what it is given; knows neither passes nor TVM.
+"""

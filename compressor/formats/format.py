@@ -9,9 +9,9 @@ scale a tensor); ``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each 
 ``BIP1A16`` (1 to 8 bit planes: bipolar-INT, Ma et al. 2024, arXiv 2409.17870) and ``BAL2A8`` (bit planes of a balanced
 grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554).  ``A16`` or nothing leaves activations as they are;
 ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round them
-(:mod:`compressor.formats.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the codes
-(dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et al.
-2022, LLM.int8(), arXiv 2208.07339), in float as well.
+(:mod:`compressor.formats.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
+codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
+al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -19,13 +19,13 @@ Codes are unsigned.  Of integers ``value = (code - zero) * scale``.  The ``zero`
 1)``; of bipolar ones ``(2 ** b - 1) / 2``, so that ``value = (2 * code - (2 ** b - 1)) * scale / 2``: a sum of ``+-2 **
 i``, one sign a bit; of balanced ones ``2 ** (b - 2)``, and their codes end at ``2 ** (b - 1)``: ``BAL2`` is {-2, -1, 0,
 1, 2}, which takes three bits.  Of codebooks ``value = codebook[code]``; of the others ``value = element(code) * scale``
-(:mod:`compressor.formats.elements`), with NVFP4 times the tensor's scale.  A code of ``b`` bits is cut into planes of 8, 4, 2
-or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2); bipolar and balanced codes are cut into planes of 1
-bit.  A row is cut into chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk is, plane
-after plane, a whole number of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i`` at bits
-``p * j`` to ``p * j + p - 1``: a shift and a mask yield four columns in the four bytes of a word, which is the operand
-of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose words are
-interleaved::
+(:mod:`compressor.formats.elements`), with NVFP4 times the tensor's scale.  A code of ``b`` bits is cut into planes of
+8, 4, 2 or 1 bits, lowest bits first (:data:`PLANES`: 3 = 2 + 1, 6 = 4 + 2); bipolar and balanced codes are cut into
+planes of 1 bit.  A row is cut into chunks of as many columns as fill one 32-bit word of the narrowest plane; a chunk
+is, plane after plane, a whole number of words.  In a word of a ``p``-bit plane, column ``4 * j + i`` lies in byte ``i``
+at bits ``p * j`` to ``p * j + p - 1``: a shift and a mask yield four columns in the four bytes of a word, which is the
+operand of the dot-product instructions (``vpdpbusd``, ``sdot``, ``dot4U8Packed``).  Sixteen rows form a tile whose
+words are interleaved::
 
     codes         int32    [ceil(out / 16), chunks, words per chunk, 16]
     scales        float16  [ceil(out / 16), groups, 16]    uint8 where the type is E8M0 or E4M3

@@ -91,7 +91,9 @@ def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
 
 
 def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
-    """Give one of :func:`compressor.graph.sites.packed_sites` another bias, float32 [out], or its first: ``<site>.bias``."""
+    """Give one of :func:`compressor.graph.sites.packed_sites` another bias, float32 [out], or its first:
+    ``<site>.bias``.
+    """
     name = site.bias_name or f"{site.name}.bias"
     set_parameter(graph, name, bias)
     if site.bias_name is None:

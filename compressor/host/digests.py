@@ -12,8 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import secrets
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -134,19 +132,6 @@ def code_digest() -> str:
             sources[f"{module}.py"] = Path(found.origin)
     lines = [f"{name} {read_sha256(sources[name])}\n" for name in sorted(sources)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-@functools.cache
-def source_digest(cls: type) -> str:
-    """SHA-256 of the file that a class is defined in.
-
-    A class that was typed at a prompt has no file: its digest is random, so that nothing is taken for its work.
-    """
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    try:
-        return read_sha256(Path(file)) if file is not None else secrets.token_hex(32)
-    except OSError:
-        return secrets.token_hex(32)
 
 
 def digest(*parts: object) -> str:

@@ -1,7 +1,8 @@
 """Torch custom operators of packed key-value caches (namespace ``compressor``); importing registers them.
 
-As in :mod:`compressor.ops.linear`, the eager reference defines what each operator means.  New keys and values are packed
-before anything reads them: tokens of one call attend to each other as later calls will see them, so that prompts,
+As in :mod:`compressor.ops.linear`, the eager reference defines what each operator means.  New keys and values are
+packed before anything reads them: tokens of one call attend to each other as later calls will see them, so that
+    prompts,
 continued prompts and single tokens agree.
 """
 

@@ -1,1 +1,4 @@
-"""Passes: one file each; the file's name is the pass's name in a recipe."""
+"""One file a pass; the file's name is its name in a recipe.
+
+Invariant: a pass imports another only where it is built of it.
+"""

@@ -57,16 +57,17 @@ def adaptive_round(
 ) -> tuple[PackedWeight, RoundingInfo]:
     """Round each weight up or down so that the linear's outputs change least.
 
-    The rounding is learned on the paper's relaxation (:func:`compressor.numerics.learned_rounding.learn_rounding`); then single weights
-    move to any code as long as that helps (:func:`compressor.numerics.learned_rounding.descend`).  Grids stay as they were chosen.
-    The result is never worse under ``hessian`` than round to nearest: where it would be, that is returned and the
-    info says so.
+    The rounding is learned on the paper's relaxation (:func:`compressor.numerics.learned_rounding.learn_rounding`);
+    then single weights move to any code as long as that helps (:func:`compressor.numerics.learned_rounding.descend`).
+    Grids stay as they were chosen. The result is never worse under ``hessian`` than round to nearest: where it would
+    be, that is returned and the info says so.
 
     Args:
         weight: float [out, in].
         hessian: float32 [in, in], a positive multiple of X^T X.
         steps: of the optimiser.
-        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.numerics.range_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see
+            :mod:`compressor.numerics.range_search`).
     Raises:
         CompressorError: weight or Hessian hold NaN or inf.
     """
@@ -118,7 +119,8 @@ class AdaptiveRounding:
             it; otherwise at the outputs of the dense weight on the inputs as they now are.  Doubles the time and
             the hidden states of calibration.
         task_guided: weight the samples' rows, by half, by how far the model's confident predictions move when the
-            linear's outputs there do (:mod:`compressor.calibration.guided_rows`).  Decoders, and modules that predict classes.
+            linear's outputs there do (:mod:`compressor.calibration.guided_rows`).  Decoders, and modules that predict
+            classes.
     """
 
     scheme: str

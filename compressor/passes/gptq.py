@@ -77,7 +77,8 @@ def gptq_quantize(
             otherwise from the compensated weight when the group begins.
         dampening_frac: fraction of mean(diag H) added to the diagonal; ten times more as long as the
             factorisation fails or the result is worse than round to nearest.
-        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see :mod:`compressor.numerics.range_search`).
+        observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see
+            :mod:`compressor.numerics.range_search`).
         blocksize: columns between two updates of the whole remainder (speed only).
     Raises:
         UsageError: ``actorder`` without ``static_groups`` (columns of a group would have to lie apart, which

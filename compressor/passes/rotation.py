@@ -34,7 +34,8 @@ _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
 def pack_rotation(
     width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
 ) -> tuple[PackedWeight, float]:
-    """The matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits an entry.
+    """The matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits
+    an entry.
 
     Args:
         signs: float64 [width].

@@ -30,8 +30,8 @@ class Gathering:
     Attributes:
         true_sequential, with_dense: see there.
         squares: the statistic is a matrix, and not a few vectors.
-        gradients: samples also run backwards (:func:`compressor.calibration.gradients.backwards`), for that matrix's rows or, where
-            the statistic is none, in place of it.
+        gradients: samples also run backwards (:func:`compressor.calibration.gradients.backwards`), for that matrix's
+            rows or, where the statistic is none, in place of it.
     """
 
     true_sequential: bool

@@ -1,7 +1,7 @@
 """What running samples through a graph segment by segment takes: work and memory.
 
-This follows :func:`compressor.calibration.calibrate.stream` and :mod:`compressor.calibration.segment_runner` step by step, on costs in place of
-tensors.
+This follows :func:`compressor.calibration.calibrate.stream` and :mod:`compressor.calibration.segment_runner` step by
+step, on costs in place of tensors.
 """
 
 from __future__ import annotations

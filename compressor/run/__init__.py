@@ -1,1 +1,4 @@
-"""."""
+"""Do the job: from a recipe to a bundle and its lock.
+
+Invariant: a bundle appears whole, or not at all.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Make choices under a budget.
+
+Invariant: knows costs and losses, not how they were measured.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Prove and check: batch independence, smoke test, `compress verify`.
+
+Invariant: changes nothing.
+"""

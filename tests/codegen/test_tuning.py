@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import subprocess
@@ -20,7 +21,7 @@ from compressor.errors import DriftError
 from compressor.host.cache import cache_folder
 from compressor.host.machine import cpu_name
 
-SOURCE, SIZE = __file__, 4096
+SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def test_what_was_tried_is_told(database: Database) -> None:
     first, again = tuner("full", database), tuner("full", database)
     assert summary(first.tried) == []
     for each in (first, again):
-        assert each.choose("k", SPACE, kernel, operands, __file__) == Repeats(1)
+        assert each.choose("k", SPACE, kernel, operands) == Repeats(1)
     (entry,), (known,) = first.tried, again.tried
     assert entry["timed_now"] and not known["timed_now"] and {**entry, "timed_now": False} == known
     assert [candidate["count"] for candidate in entry["candidates"]] == [40, 1, 10, 20] and entry["won"] == 1
@@ -90,21 +91,21 @@ def database(tmp_path: Path) -> Database:
 def test_modes_time_none_three_and_all(database: Database) -> None:
     for mode, tried in (("off", 0), ("quick", 3), ("full", 4)):
         build = Counted()
-        chosen = tuner(mode, database, mode).choose("k", SPACE, build, operands, SOURCE)
+        chosen = tuner(mode, database, mode).choose("k", SPACE, build, operands)
         assert build.built == SPACE[:tried]
         assert chosen in SPACE[: max(1, tried)]
 
 
 def test_one_candidate_and_a_target_of_another_machine_need_no_timing(database: Database) -> None:
     build = Counted()
-    assert tuner("full", database).choose("k", SPACE[:1], build, operands, SOURCE) == SPACE[0]
+    assert tuner("full", database).choose("k", SPACE[:1], build, operands) == SPACE[0]
     elsewhere = Tuner("full", 1, None, "elsewhere", database)
-    assert elsewhere.choose("k", SPACE, build, operands, SOURCE) == SPACE[0]
+    assert elsewhere.choose("k", SPACE, build, operands) == SPACE[0]
     assert build.built == [] and database.entries == {}
 
 
 def test_the_fastest_candidate_wins(database: Database) -> None:
-    assert tuner("full", database).choose("k", SPACE, kernel, operands, SOURCE) == Repeats(1)
+    assert tuner("full", database).choose("k", SPACE, kernel, operands) == Repeats(1)
     (entry,) = database.entries.values()
     assert entry["schedule"] == {"count": 1} and entry["index"] == 1
     slowest, fastest, third, _ = entry["microseconds"]
@@ -113,14 +114,14 @@ def test_the_fastest_candidate_wins(database: Database) -> None:
 
 def test_results_are_remembered_across_processes_and_extended(database: Database) -> None:
     first = tuner("quick", database)
-    chosen = first.choose("k", SPACE, kernel, operands, SOURCE)
+    chosen = first.choose("k", SPACE, kernel, operands)
     again = tuner("quick", Database(database.path))
     build = Counted()
-    assert again.choose("k", SPACE, build, operands, SOURCE) == chosen
+    assert again.choose("k", SPACE, build, operands) == chosen
     assert build.built == []
     assert again.chosen == first.chosen == {"k": {"count": chosen.count}}
     fuller = tuner("full", Database(database.path))
-    fuller.choose("k", SPACE, build, operands, SOURCE)
+    fuller.choose("k", SPACE, build, operands)
     assert build.built == SPACE  # the best of three does not answer for four
 
 
@@ -131,11 +132,11 @@ def test_every_choice_is_on_disk_before_the_next(database: Database) -> None:
         raise KeyboardInterrupt
 
     run = tuner("quick", database)
-    chosen = run.choose("first", SPACE, kernel, operands, SOURCE)
+    chosen = run.choose("first", SPACE, kernel, operands)
     with pytest.raises(KeyboardInterrupt):
-        run.choose("second", SPACE, killed, operands, SOURCE)
+        run.choose("second", SPACE, killed, operands)
     continued, build = tuner("quick", Database(database.path)), Counted()
-    assert continued.choose("first", SPACE, build, operands, SOURCE) == chosen
+    assert continued.choose("first", SPACE, build, operands) == chosen
     assert build.built == []
     assert [file.name for file in database.path.parent.iterdir()] == ["tuning.json"]
 
@@ -145,7 +146,7 @@ def test_a_pinned_schedule_is_taken_without_timing(mode: str, database: Database
     build = Counted()
     run = tuner(mode, database)
     run.pinned = {"k": {"count": 20}}
-    assert run.choose("k", SPACE, build, operands, SOURCE) == Repeats(20)
+    assert run.choose("k", SPACE, build, operands) == Repeats(20)
     assert build.built == [] and database.entries == {} and run.chosen == run.pinned
 
 
@@ -159,32 +160,29 @@ def test_a_pinned_schedule_that_is_not_possible_is_drift(
     run = tuner("quick", database)
     run.pinned = pinned
     with pytest.raises(DriftError, match=f"{what}.* for the kernel k"):
-        run.choose("k", SPACE, kernel, operands, SOURCE)
+        run.choose("k", SPACE, kernel, operands)
 
 
 def test_what_was_chosen_can_be_pinned(database: Database) -> None:
     first = tuner("off", database)
-    first.choose("one", SPACE, kernel, operands, SOURCE)
-    first.choose("two", SPACE[3:], kernel, operands, SOURCE)
+    first.choose("one", SPACE, kernel, operands)
+    first.choose("two", SPACE[3:], kernel, operands)
     again = tuner("full", database)
     again.pinned = json.loads(json.dumps(first.chosen))
-    assert again.choose("one", SPACE, kernel, operands, SOURCE) == SPACE[0]
-    assert again.choose("two", SPACE, kernel, operands, SOURCE) == SPACE[3]
+    assert again.choose("one", SPACE, kernel, operands) == SPACE[0]
+    assert again.choose("two", SPACE, kernel, operands) == SPACE[3]
 
 
-def test_kernel_machine_and_source_are_part_of_the_key(database: Database, tmp_path: Path) -> None:
-    source = tmp_path / "kernel.py"
-    source.write_text("first")
-
-    def times(kernel: str = "k", machine: str = "here") -> int:
+def test_kernel_machine_and_source_are_part_of_the_key(database: Database) -> None:
+    def times(kernel: str = "k", machine: str = "here", kernels: str = "first") -> int:
         build = Counted()
-        tuner("quick", database, machine).choose(kernel, SPACE, build, operands, str(source))
+        run = dataclasses.replace(tuner("quick", database, machine), kernels=kernels)
+        run.choose(kernel, SPACE, build, operands)
         return len(build.built)
 
     assert [times(), times()] == [3, 0]
     assert [times(kernel="other"), times(machine="AVX2|other CPU|2 threads")] == [3, 3]
-    source.write_text("second")
-    assert [times(), times()] == [3, 0]
+    assert [times(kernels="second"), times(kernels="second")] == [3, 0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "\x00\xff", '{"k": '])
@@ -199,11 +197,11 @@ def test_an_unreadable_database_counts_as_empty_and_is_replaced(content: str, tm
 
 @pytest.mark.parametrize("entry", [None, 3, {}, {"index": 99, "tried": 99}, {"index": "0", "tried": 3}, {"tried": 99}])
 def test_an_entry_that_makes_no_sense_is_measured_again(entry: Any, database: Database) -> None:
-    tuner("quick", database).choose("k", SPACE, kernel, operands, SOURCE)
+    tuner("quick", database).choose("k", SPACE, kernel, operands)
     (key,) = database.entries
     database.path.write_text(json.dumps({key: entry}))
     build = Counted()
-    assert tuner("quick", Database(database.path)).choose("k", SPACE, build, operands, SOURCE) == Repeats(1)
+    assert tuner("quick", Database(database.path)).choose("k", SPACE, build, operands) == Repeats(1)
     assert build.built == SPACE[:3]
 
 
@@ -235,7 +233,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing_and_is_noted_once(tmp_path
     (tmp_path / "file").write_text("in the way")
     run = tuner("quick", Database(tmp_path / "file" / "tuning.json"))
     for name in ("one", "two"):
-        assert run.choose(name, SPACE, kernel, operands, SOURCE) == Repeats(1)
+        assert run.choose(name, SPACE, kernel, operands) == Repeats(1)
     (note,) = run.notes
     assert "tuning.json: cannot be written" in note and "COMPRESS_CACHE_DIR" in note
     assert (tmp_path / "file").read_text() == "in the way"
@@ -252,7 +250,7 @@ def test_a_full_disk_leaves_the_database_as_it_was(database: Database, monkeypat
 
     monkeypatch.setattr(Path, "write_text", fill)
     run = tuner("quick", database)
-    run.choose("k", SPACE, kernel, operands, SOURCE)
+    run.choose("k", SPACE, kernel, operands)
     assert "No space left" in run.notes[0]
     assert database.path.read_bytes() == before
     assert [file.name for file in database.path.parent.iterdir()] == ["tuning.json"]

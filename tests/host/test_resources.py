@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import compressor
 from compressor.errors import CompressorError, GateError, RecipeError, UsageError, VerificationError
-from compressor.host.resources import resource
+from compressor.host.resources import PACKAGE, resource
 
 
 @pytest.mark.parametrize(
@@ -29,15 +28,14 @@ def test_the_data_is_there(kind: str, file: str) -> None:
 def _copy(folder: Path) -> Path:
     """A copy of what a lookup needs, as an installation would lay it out."""
     package = folder / "compressor"
-    package.mkdir(parents=True)
-    source = Path(compressor.__file__).parent
-    for name in ("__init__.py", "errors.py", "resources.py"):
-        shutil.copy(source / name, package)
+    (package / "host").mkdir(parents=True)
+    for name in ("__init__.py", "version.py", "errors.py", "host/__init__.py", "host/resources.py"):
+        shutil.copy(PACKAGE / name, package / name)
     return package
 
 
 def _lookup(folder: Path) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom compressor.host.resources import resource\n"
+    code = f"import sys; sys.path.insert(0, {str(folder)!r})\nfrom compressor.host.resources import PACKAGE, resource\n"
     code += "print(resource('recipes'))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 

@@ -3,7 +3,8 @@
 Packed linears that read the same tensor become one call with several weights, whose activations are prepared once.
 What computes that tensor joins them where they alone read it: a norm, or an activation function with or without a
 factor.  An addition joins the linear in front of it, where it alone reads that linear.  Each such group becomes one
-node that calls :func:`fused_linear`, which :mod:`compressor.codegen.lowering.converters` turns into a call of one kernel.
+node that calls :func:`fused_linear`, which :mod:`compressor.codegen.lowering.converters` turns into a call of one
+kernel.
 
 What a group shares is the prepared activations, so formats whose preparation needs a part of the weight (a calibrated
 scale, a scale of the tensor, columns in float16) stay alone, and those that read activations a second time (single

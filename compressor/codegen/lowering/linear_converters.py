@@ -75,11 +75,10 @@ class LinearConverter:
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            source = dense_linear.__file__
-            first = self._choose(f"{name}:1", dense_linear.gemv_space(), build, lambda: operands(1), source)
+            first = self._choose(f"{name}:1", dense_linear.gemv_space(), build, lambda: operands(1))
             space = dense_linear.gemm_space(first.gemv_rows)
             many = f"{name}:{TUNED_TOKENS}"
-            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
+            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
             return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule)}
 
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
@@ -104,7 +103,9 @@ class LinearConverter:
         format_name: str,
         columns: int,
     ) -> Any:
-        """One call of a kernel, see :func:`compressor.codegen.lowering.fusion.fused_linear`; of several weights, a tuple."""
+        """One call of a kernel, see :func:`compressor.codegen.lowering.fusion.fused_linear`; of several weights, a
+        tuple.
+        """
         fmt, rows = Format.parse(format_name), [n for _, _, n in weights]
         has_bias = weights[0][1] is not None
         self._count_packed(min(rows) * columns)
@@ -143,11 +144,10 @@ class LinearConverter:
                     arrays[-1] = np.linspace(0, fmt.outliers(rows, columns), shape[0]).astype(kind)
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
-        source = packed_linear.__file__
-        first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1), source)
+        first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1))
         space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt, self.isa)
         many = f"{name}:{TUNED_TOKENS}"
-        schedule: packed_linear.Schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS), source)
+        schedule: packed_linear.Schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
         return schedule
 
     def _count_packed(self, elements: int) -> None:
@@ -182,8 +182,8 @@ class LinearConverter:
         kernel = self.kernel(importer, convolution.convolution_name(*shape), make)
         return importer.block_builder.emit(relax.call_tir(kernel, args, out_ty=out))
 
-    def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any, source: str) -> Any:
-        return self.tuner.choose(kernel, space, build, operands, source)
+    def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any) -> Any:
+        return self.tuner.choose(kernel, space, build, operands)
 
     def rowwise(self, importer: Any, name: str, make: Any, x: Any, weights: list[Any], width: int) -> Any:
         """Call a kernel over the last dimension."""

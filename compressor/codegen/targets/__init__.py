@@ -1,1 +1,4 @@
-"""One file a target."""
+"""One file a target; the file's name is its name in a recipe.
+
+Invariant: a target imports no other.
+"""

@@ -1,1 +1,4 @@
-"""WebGPU: kernels in WGSL, and the program of buffers and steps that a browser runs."""
+"""Make programs for browsers in WGSL and WebAssembly, and run both here.
+
+Invariant: the same walk of the Relax program makes both.
+"""

@@ -1,1 +1,4 @@
-"""."""
+"""Prove that no batch entry's output depends on another's input.
+
+Invariant: what it cannot prove it names.
+"""

@@ -165,7 +165,9 @@ def _ints(value: int, lanes: int) -> Any:
 
 
 class PackedRows:
-    """Rows of packed caches uint8 [B, Hkv, T, row_bytes]; see :class:`compressor.codegen.kernels.attention.cached.Rows`."""
+    """Rows of packed caches uint8 [B, Hkv, T, row_bytes]; see
+    :class:`compressor.codegen.kernels.attention.cached.Rows`.
+    """
 
     def __init__(self, keys: Any, values: Any, b: Any, kv: Any, width: int, fmt: CacheFormat) -> None:
         self.keys, self.values, self.b, self.kv, self.width, self.fmt = keys, values, b, kv, width, fmt

@@ -1,1 +1,4 @@
-"""."""
+"""Multiply by dense and packed weights.
+
+Invariant: the packed storage is read as it lies.
+"""

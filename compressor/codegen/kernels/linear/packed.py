@@ -2,11 +2,11 @@
 
 Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
 by bytes, by AMX's tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path:
-activations stay as they are, or become the floats that they round to (:mod:`compressor.codegen.kernels.linear.activations`),
-and codes become floats in registers, integers by conversion, small floats by way of float16, tables by a permutation,
-codebooks by a tree of choices.  What a weight stores as floats meets the activations as they came, after that.  A
-single token takes a loop over ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of
-``gemm_tokens`` tokens that unpacks each code once a block.
+activations stay as they are, or become the floats that they round to
+(:mod:`compressor.codegen.kernels.linear.activations`), and codes become floats in registers, integers by conversion,
+small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a weight stores as floats
+meets the activations as they came, after that.  A single token takes a loop over ``gemv_tiles`` tiles of 16 rows;
+several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def packed_linear(
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.linear.packed_linear`.
 
-    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`), bias
+    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`),
+        bias
     (where there is one), y float32 [d0, d1, out].
     """
     return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
@@ -105,8 +106,8 @@ def fused_linear(
 
     Parameters of the result: x float32 [d0, d1, columns], or what the prologue reads in its place, and the vectors
     float32 [columns] that it reads; for each of ``rows`` the parts that the format has
-    (:mod:`compressor.formats.format`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is added to
-    the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
+    (:mod:`compressor.formats.format`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is
+    added to the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
     """
     is_sliced = counts_bits(fmt, isa)
     body = (PlaneProducts if is_sliced else Products)(rows[0], columns, fmt, isa)

@@ -1,7 +1,7 @@
 """What the packed linear does to a token's activations before it multiplies them.
 
-They are rounded (:mod:`compressor.codegen.kernels.linear.activations`) or copied, filled up with zeros, summed by groups for
-the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
+They are rounded (:mod:`compressor.codegen.kernels.linear.activations`) or copied, filled up with zeros, summed by
+groups for the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A workgroup computes ``TILES`` tiles of 16 rows: thread ``16 * lane + row`` takes every ``LANES``-th chunk of its row in
 each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` tokens.  Layout:
-:mod:`compressor.formats.format`.  Activations that a format rounds are so already (:mod:`compressor.codegen.web.kernels.activations`).
+:mod:`compressor.formats.format`.  Activations that a format rounds are so already
+(:mod:`compressor.codegen.web.kernels.activations`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
     Buffers: x f32 [M, columns], or where products are of integers x u32 [M, words] and numbers f32 [M, numbers]
-    (:class:`compressor.codegen.web.kernels.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where there
-    is one), y f32 [M, rows].  Sizes: M.
+    (:class:`compressor.codegen.web.kernels.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where
+    there is one), y f32 [M, rows].  Sizes: M.
 
     Raises:
         UsageError: the format stores weights as floats.

@@ -93,8 +93,9 @@ class FloatLoop(_Loop):
 class IntegerLoop(_Loop):
     """Bytes are multiplied, four an instruction, and added up as integers; then scaled, at each step or at the end.
 
-    A thread takes every ``LANES``-th step of :class:`compressor.codegen.web.kernels.activations.Rounded`.  Bytes are signed:
-    codes of 8 bits count from 128, symmetric ones from the middle of their grid; what is left of the zero point is
+    A thread takes every ``LANES``-th step of :class:`compressor.codegen.web.kernels.activations.Rounded`.  Bytes are
+    signed: codes of 8 bits count from 128, symmetric ones from the middle of their grid; what is left of the zero point
+        is
     multiplied by the step's sum of activations.
     """
 
