@@ -204,7 +204,7 @@ class Gate(nn.Module):
 
 def test_error_names_module_and_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"Branching: .*inner\.1 \(Gate\) at .*test_capture_errors\.py:\d+: .*tensor's value"
+        CaptureError, match=r"Branching: .*inner\.1 \(Gate\) at .*test_errors\.py:\d+: .*tensor's value"
     ):
         capture(Branching(), (torch.ones(2, 4),))
 

@@ -540,7 +540,7 @@ def test_kernels_that_are_wrong_fail_verification(
         vectors = make_vectors(graph)
         return {**vectors, "output_0": vectors["output_0"] * 1.01}
 
-    monkeypatch.setattr("compressor.run.assemble.make_vectors", off_by_a_little)
+    monkeypatch.setattr("compressor.run.native.make_vectors", off_by_a_little)
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", "--json")
     assert result.exit_code == 4
     assert "the kernels do not compute what the graph does: relative error" in one_message(result)

@@ -124,6 +124,6 @@ def test_a_disk_without_room_is_one_message_and_leaves_nothing(
 def test_too_little_room_for_temporary_files_is_said_before_llvm_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run.assemble.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
+    monkeypatch.setattr("compressor.run.native.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
     with pytest.raises(CompressorError, match=r"temporary files has 1\.0 MB left.* set TMPDIR"):
         _check_room(tmp_path / "scratch")

@@ -19,6 +19,7 @@ from tvm import relax
 
 from compressor.capture.capture import capture
 from compressor.codegen.lowering import compile as lower
+from compressor.codegen.lowering import phases as lowering_phases
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.phases import check_storage
 from compressor.codegen.targets.x86 import AMX, X86
@@ -183,7 +184,7 @@ def test_storage_is_checked_after_import_and_after_every_phase(monkeypatch: pyte
         seen.append((phase, dense_elements))
         check_storage(mod, phase, dense_elements, activations)
 
-    monkeypatch.setattr(lower, "check_storage", recording)
+    monkeypatch.setattr(lowering_phases, "check_storage", recording)
     dumped: dict[str, str] = {}
     # 30 rows of fixed number: activations of more elements than the smallest weight, 7 x 64, are no weights
     graph = quantized(capture(build_perceptron(), (torch.zeros(30, 40),)), "W4A16_G32")
