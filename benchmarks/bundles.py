@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from compressor.capture.capture import capture
-from compressor.codegen.lowering.compile import compile_graph
+from compressor.codegen.backend import make_backend
 from compressor.data.text import Samples
+from compressor.export.bundle import write_bundle as finish
+from compressor.export.facts import run_facts
 from compressor.graph.model import twin, weight_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe
-from compressor.run.native import assemble
 from compressor.verify.independence.check import check_independence
 
 
@@ -50,10 +51,10 @@ def lower(
     tune: str = "off",
 ) -> None:
     """Generate kernels for what passes made of a model, and fill the bundle's empty folder."""
-    target = recipe.target.build()
-    library = compile_graph(graph, target, tune=tune, threads=threads)
-    independent = check_independence(graph).independent
-    assemble(folder, graph, [library], target, recipe, context, weight_bytes(dense), independent=independent)
+    backend = make_backend(recipe.target.build(), threads)
+    backend.compile(graph, tune, None, lambda _isa: None)
+    written = backend.write(folder, graph, check_independence(graph).independent)
+    finish(folder, written, run_facts(graph, recipe, context, weight_bytes(dense)))
 
 
 def main() -> None:

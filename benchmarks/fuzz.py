@@ -88,7 +88,10 @@ def make_bundle(folder: Path) -> None:
     """A bundle as export writes it, of a packed linear and an embedding; its libraries are no libraries."""
     import torch
 
-    from compressor.export.native import BundleParts, write_bundle
+    from compressor.export.bundle import write_bundle
+    from compressor.export.facts import BundleFacts
+    from compressor.export.native import NativeParts, write_native
+    from compressor.export.publish import publishing
     from compressor.formats.format import Format
     from compressor.numerics.nearest import rtn_quantize
 
@@ -101,19 +104,23 @@ def make_bundle(folder: Path) -> None:
     library = folder.with_name("library")
     library.write_bytes(b"no library")
     facts = {"vocab_size": 40, "layers": 2, "kv_heads": 1, "head_dim": 8, "max_positions": 64}
-    parts = BundleParts(
+    parts = NativeParts(
+        name="tiny",
         graph=graph,
         parameters=[*tensors, "bias"],
         library=library,
         vectors={"tolerance": torch.ones(1)},
+        kernels=[{"name": "main", "evidence": "executed"}],
+        cpu_features=["sse2"],
+    )
+    described = BundleFacts(
         model={"kind": "decoder", "name": "tiny", "architecture": "Tiny", **facts, "eos_ids": [1], "bos_id": 0},
         recipe={"passes": [{"rtn": {"scheme": "W4A16_ASYM_G32"}}]},
         sites=[{"site": "linear", "format": "W4A16_ASYM_G32", "bytes_before": 5120, "bytes_after": packed.nbytes}],
-        kernels=[{"name": "main", "evidence": "executed"}],
-        cpu_features=["sse2"],
         dense_weight_bytes=6000,
     )
-    write_bundle(folder, parts)
+    with publishing(folder) as partial:
+        write_bundle(partial, write_native(partial, parts), described)
     manifest = json.loads((folder / "manifest.json").read_text())
     big = folder / "lib" / "libtvm_runtime.so"  # hashed for every input: a small one will do
     big.write_bytes(b"no library")

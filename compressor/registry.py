@@ -29,13 +29,15 @@ class Registry:
         kind: what they are called in messages.
         package: the package whose files are the shipped ones.
         group: the group of entry points.
-        method: a frozen dataclass with this method is one of them.
+        base: ``module:Class`` that they extend, or empty; imported when the first of them is.
+        method: without a base, a frozen dataclass with this method is one of them.
     """
 
     kind: str
     package: str
     group: str
-    method: str
+    base: str = ""
+    method: str = ""
 
     def names(self) -> dict[str, str]:
         """Return all names, each with the module (or ``module:Class``) that it stands for; import none of them."""
@@ -66,12 +68,13 @@ class Registry:
             candidates = [getattr(module, attribute)] if attribute else list(vars(module).values())
         except (ImportError, AttributeError) as error:
             raise CompressorError(f"{self.kind} {name!r}: {known[name]} cannot be imported: {error}") from error
-        found: list[type[Any]] = [c for c in candidates if self._fits(c) and (attribute or c.__module__ == path)]
+        found: list[type[Any]] = [c for c in candidates if self.fits(c) and (attribute or c.__module__ == path)]
         if len(found) != 1:
             names = ", ".join(c.__name__ for c in found) or "none"
             raise CompressorError(
-                f"{self.kind} {name!r}: {known[name]} must define exactly one frozen dataclass with a method "
-                f"`{self.method}`; found: {names}"
+                f"{self.kind} {name!r}: {known[name]} must define exactly one frozen dataclass "
+                + (f"that extends {self.base.replace(':', '.')}" if self.base else f"with a method `{self.method}`")
+                + f"; found: {names}"
             )
         return found[0]
 
@@ -84,12 +87,17 @@ class Registry:
         kind = type(instance)
         return kind.__module__.rpartition(".")[2] if self.owns(instance) else kind.__name__.lower()
 
-    def _fits(self, candidate: object) -> bool:
+    def fits(self, candidate: object) -> bool:
+        """Tell whether a class is one of the kind: a frozen dataclass that has the base, or the method."""
         if not (inspect.isclass(candidate) and dataclasses.is_dataclass(candidate)):
             return False
         frozen: bool = candidate.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        return frozen and callable(getattr(candidate, self.method, None))
+        if not self.base:
+            return frozen and callable(getattr(candidate, self.method, None))
+        module, _, name = self.base.partition(":")
+        base: type[Any] = getattr(importlib.import_module(module), name)
+        return frozen and issubclass(candidate, base)
 
 
-PASSES = Registry("pass", "compressor.passes", "compressor.passes", "run")
-TARGETS = Registry("target", "compressor.codegen.targets", "compressor.targets", "resolve")
+PASSES = Registry("pass", "compressor.passes", "compressor.passes", base="compressor.pipeline.pipeline:Pass")
+TARGETS = Registry("target", "compressor.codegen.targets", "compressor.targets", method="resolve")

@@ -112,17 +112,18 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
     require_tool("g++")
 
     def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
+        from native_bundles import write_native_bundle
+
         from compressor.codegen.lowering.compile import compile_graph
         from compressor.codegen.targets.x86 import X86
         from compressor.export.facts import model_facts
-        from compressor.export.native import BundleParts, write_bundle
         from compressor.export.vectors import make_vectors
 
         target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)
         library.save(folder / "kernels.so", target)
         model: dict[str, Any] = {**model_facts(graph), "name": "small"}
-        parts = BundleParts(
+        parts = dict(
             graph=graph,
             parameters=library.parameters,
             library=folder / "kernels.so",
@@ -134,7 +135,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
             cpu_features=library.isa.cpu_flags,
             dense_weight_bytes=dense_weight_bytes,
         )
-        return write_bundle(folder / "bundle", parts)
+        return write_native_bundle(folder / "bundle", parts)
 
     return write
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 from compressor_runtime import available_cores, choose
+from native_bundles import write_native_bundle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 
 import compressor
-from compressor.export.native import BundleParts, write_bundle
 from compressor.runtime import Bundle, BundleError, DamagedBundleError, RequestError, TextStream, load
 
 VOCAB, WIDTH, POSITIONS = 300, 16, 40
@@ -154,7 +154,7 @@ def bundle_folder(
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.enable_truncation(4)  # as sentence encoders have it: must not cut the prompt
     tokenizer.save(str(folder / "tokenizer.json"))
-    parts = BundleParts(
+    parts = dict(
         graph=model,
         parameters=["embed", "head", "bias", "scale"],
         library=folder / "kernels.so",
@@ -177,7 +177,7 @@ def bundle_folder(
         dense_weight_bytes=0,
         tokenizer=folder,
     )
-    return write_bundle(folder / "bundle", parts)
+    return write_native_bundle(folder / "bundle", parts)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ A target is a frozen dataclass whose fields are its options in a recipe (``targe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import tvm
@@ -18,10 +18,11 @@ class Target(Protocol):
     """What lowering needs to know of a target.
 
     Attributes:
-        bundle: what a run makes for it: ``native``, libraries that are linked (:class:`NativeTarget`), or ``web``.
+        backend: ``module:Class`` of what makes its bundles (:class:`compressor.codegen.backend.Backend`), called with
+            the target and a number of threads.
     """
 
-    bundle: ClassVar[Literal["native", "web"]]
+    backend: ClassVar[str]
 
     def resolve(self) -> Isa:
         """The instruction set to generate for; raises UsageError when it cannot be had."""
@@ -41,6 +42,9 @@ class Target(Protocol):
 
 class NativeTarget(Target, Protocol):
     """A target whose kernels are machine code."""
+
+    def launcher(self, isa: Isa) -> tuple[str, ...]:
+        """Return what stands before the command of a process that runs code for ``isa``: nothing, or an emulator."""
 
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link object files into a shared library; raises ToolchainError."""

@@ -51,7 +51,12 @@ class Speed:
 
 
 def measure_speed(
-    bundle: Path, info: ModelInfo, gates: Sequence[Gate] = (), threads: int | None = None, dense: bool = True
+    bundle: Path,
+    info: ModelInfo,
+    gates: Sequence[Gate] = (),
+    threads: int | None = None,
+    dense: bool = True,
+    launcher: Sequence[str] = (),
 ) -> Speed:
     """Time a bundle, and with ``dense`` the dense model in PyTorch eager float32 where it comes from a folder.
 
@@ -59,6 +64,8 @@ def measure_speed(
     both, and cancels out of their ratios.  Repeats go on, up to the last of :data:`LOOKS` or for two minutes, until
     every gate on a timing is decided.
 
+    Args:
+        launcher: what stands before the command of the bundle's process; the dense model runs without it.
     Raises:
         CompressorError: the bundle does not run.
     """
@@ -68,7 +75,8 @@ def measure_speed(
     prompt = min(128, positions or 128) if info.kind == "encoder" else max(1, min(128, (positions or 256) // 2))
 
     def worker(path: Path) -> Worker:
-        return Worker(path, threads=threads, prompt_tokens=prompt, new_tokens=min(64, prompt))
+        before = launcher if path == bundle else ()
+        return Worker(path, threads=threads, prompt_tokens=prompt, new_tokens=min(64, prompt), launcher=before)
 
     if info.source is None or not dense:
         return _measure(worker, bundle, None, gates)

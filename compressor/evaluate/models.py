@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,14 @@ class BundleProcess(Child):
 
     Args:
         threads: None takes the physical cores.
+        launcher: what stands before the command of the process, such as an emulator.
     Raises:
         CompressorError: the bundle does not run, now or later.
     """
 
-    def __init__(self, bundle: Path, threads: int | None = None) -> None:
+    def __init__(self, bundle: Path, threads: int | None = None, launcher: Sequence[str] = ()) -> None:
         arguments = [str(bundle.absolute()), str(threads or 0)]
-        super().__init__(f"{bundle}: evaluation", "compressor.evaluate.quality_worker", arguments)
+        super().__init__(f"{bundle}: evaluation", "compressor.evaluate.quality_worker", arguments, launcher)
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """A decoder's logits [B, S, V] for ids [B, S], from an empty cache."""

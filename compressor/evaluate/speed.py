@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,18 @@ class Worker(Child):
         threads: None takes the physical cores.
         prompt_tokens: length of the prompt of a decoder, of the text of an encoder.
         new_tokens: single steps of a decoder after the prompt.
+        launcher: what stands before the command of the process, such as an emulator.
     Raises:
         CompressorError: the child failed, now or later; its message and exit code are passed on.
     """
 
-    def __init__(self, path: Path, *, threads: int | None, prompt_tokens: int, new_tokens: int) -> None:
+    def __init__(
+        self, path: Path, *, threads: int | None, prompt_tokens: int, new_tokens: int, launcher: Sequence[str] = ()
+    ) -> None:
         if prompt_tokens < 1 or new_tokens < 1:
             raise UsageError("bench: prompt tokens and new tokens must be at least 1")
         numbers = [str(n) for n in (prompt_tokens, new_tokens, threads or 0)]
-        super().__init__("bench", "compressor.evaluate.speed_worker", [str(path.absolute()), *numbers])
+        super().__init__("bench", "compressor.evaluate.speed_worker", [str(path.absolute()), *numbers], launcher)
 
     def repeat(self) -> dict[str, float]:
         """The figures of one repeat, by their JSON names."""

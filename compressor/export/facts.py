@@ -12,42 +12,53 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
-from compressor.export.tokenizer import write_tokenizer
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import ModelInfo
-from compressor.version import installed_versions
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from compressor.pipeline.context import Context
+    from compressor.recipe.recipe import Recipe
+
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFacts:
-    """What bundles of all kinds are made of.  Everything here must be the same in two runs with the same inputs.
+    """State what manifests of all kinds say.  Everything here must be the same in two runs with the same inputs.
 
     Attributes:
-        graph: the parameters, by name; they may be memory-mapped, or views.
-        parameters: names, in the order in which the kernels' entry takes them.
-        model: fields of ModelInfo; ``source`` is left out.
+        model: fields of ModelInfo; ``source`` is left out of the manifest.
         recipe: after defaults and overrides.
         sites: site, format, bytes_before, bytes_after, ... of each record.
-        kernels: name, evidence, ... of each.
         dense_weight_bytes: of the model before any pass.
         calibration: source, samples, tokens and SHA-256 of the calibration data.
         tokenizer: folder of the model; None for a model without text.
         lock: text of compress.lock.
     """
 
-    graph: nn.Module
-    parameters: Sequence[str]
     model: Mapping[str, Any]
     recipe: Mapping[str, Any]
     sites: Sequence[Mapping[str, Any]]
-    kernels: Sequence[Mapping[str, Any]]
     dense_weight_bytes: int
     calibration: Mapping[str, Any] | None = None
     tokenizer: Path | None = None
     lock: str | None = None
+
+
+def run_facts(
+    graph: GraphModule, recipe: Recipe, context: Context, dense_weight_bytes: int, lock: str | None = None
+) -> BundleFacts:
+    """Gather the facts about a run: what its passes did to the graph, and to which model."""
+    info: ModelInfo = graph.meta["model"]
+    return BundleFacts(
+        model=model_facts(graph),
+        recipe=recipe.resolved(),
+        sites=[dataclasses.asdict(record) for record in context.records],
+        dense_weight_bytes=dense_weight_bytes,
+        calibration=None if context.samples is None else context.samples.facts(),
+        tokenizer=info.source if info.kind != "module" else None,
+        lock=lock,
+    )
 
 
 def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
@@ -56,29 +67,6 @@ def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
         return graph.get_parameter(name)
     except AttributeError as error:
         raise CompressorError(f"the kernels need the parameter {name}, which the graph does not have") from error
-
-
-def write_origin(folder: Path, facts: BundleFacts) -> None:
-    """The tokenizer and the lock, where there are any."""
-    if facts.tokenizer is not None:
-        write_tokenizer(facts.tokenizer, folder / "tokenizer.json", facts.model.get("vocab_size", 0))
-    if facts.lock is not None:
-        (folder / "compress.lock").write_text(facts.lock, encoding="utf-8")
-
-
-def described(facts: BundleFacts) -> dict[str, Any]:
-    """The fields that manifests of all kinds have."""
-    return {
-        "kind": facts.model["kind"],
-        "model": {key: value for key, value in facts.model.items() if key not in ("kind", "source")},
-        "recipe": facts.recipe,
-        "calibration": facts.calibration,
-        "formats": sorted({site["format"] for site in facts.sites if site.get("format")}),
-        "sites": list(facts.sites),
-        "kernels": list(facts.kernels),
-        "versions": installed_versions(),
-        "dense_weight_bytes": facts.dense_weight_bytes,
-    }
 
 
 def model_facts(graph: GraphModule) -> dict[str, Any]:

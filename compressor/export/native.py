@@ -1,4 +1,4 @@
-"""Write the files of a bundle whose kernels are shared libraries."""
+"""Write the files of a bundle whose kernels are shared libraries: libraries, weights, vectors, run-time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from compressor.codegen.backend import Written
 from compressor.errors import ToolchainError
-from compressor.export.facts import BundleFacts, described, stored_parameter, write_origin
-from compressor.export.manifest import listing, with_total
-from compressor.export.publish import explaining_failed_writes, publishing
+from compressor.export.facts import stored_parameter
+from compressor.export.publish import explaining_failed_writes
 from compressor.host.resources import resource
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -37,67 +37,57 @@ class FasterLibrary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleParts(BundleFacts):
-    """What a bundle with shared libraries is made of."""
+class NativeParts:
+    """Hold what a bundle with shared libraries is made of.
 
-    library: Path  # the kernels, linked
-    vectors: Mapping[str, Tensor]  # inputs and expected outputs, see compressor.export.vectors
-    cpu_features: Sequence[str]  # of the library, as in /proc/cpuinfo
-    isa: str = "native"  # name of the library's instruction set
-    faster: Sequence[FasterLibrary] = ()  # for CPUs that have more, best first
+    Attributes:
+        name: of the model, for the bundle's README.
+        graph: the parameters, by name; they may be memory-mapped, or views.
+        parameters: names, in the order in which the kernels' entry takes them.
+        library: the kernels, linked.
+        vectors: inputs and expected outputs, see :mod:`compressor.export.vectors`.
+        kernels: name, evidence, ... of each.
+        cpu_features: that the library needs, as in /proc/cpuinfo.
+        isa: name of the library's instruction set.
+        faster: libraries for CPUs that have more, best first.
+        entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
+    """
+
+    name: str
+    graph: nn.Module
+    parameters: Sequence[str]
+    library: Path
+    vectors: Mapping[str, Tensor]
+    kernels: Sequence[Mapping[str, Any]]
+    cpu_features: Sequence[str]
+    isa: str = "native"
+    faster: Sequence[FasterLibrary] = ()
+    entry_bytes: Any = None
 
 
-def write_bundle(destination: Path, parts: BundleParts) -> Path:
-    """Write a bundle to ``destination``, in place of a bundle that is there already; returns ``destination``.
+def write_native(folder: Path, parts: NativeParts) -> Written:
+    """Write libraries, weights, vectors, run-time and README into the empty ``folder``.
 
     Raises:
-        UsageError: the destination is something other than a bundle, or cannot be written to.
-        CompressorError: the tokenizer or a parameter is missing, or writing failed; nothing is left behind.
+        CompressorError: a parameter is missing, or writing failed.
     """
-    with publishing(destination) as folder:
-        fill_bundle(folder, parts)
-    return destination
-
-
-def fill_bundle(folder: Path, parts: BundleParts) -> None:
-    """Write all files of a bundle into the empty ``folder``.
-
-    Raises:
-        CompressorError: a parameter or the tokenizer is missing, or writing failed.
-    """
-    with explaining_failed_writes(folder):
-        _fill(folder, parts)
-
-
-def _fill(folder: Path, parts: BundleParts) -> None:
     from compressor_runtime import SCHEMA_VERSION
 
     from compressor.host.tensor_files import DTYPES, write_safetensors
 
     tensors = {name: stored_parameter(parts.graph, name) for name in parts.parameters}
     type_names = {dtype: name for name, dtype in DTYPES.items()}
-    python, versions = resource("export") / "python", installed_versions()
-    shutil.copyfile(parts.library, folder / "model.so")
-    for library in parts.faster:
-        shutil.copyfile(library.path, folder / library.name)
+    with explaining_failed_writes(folder):
+        shutil.copyfile(parts.library, folder / "model.so")
+        for library in parts.faster:
+            shutil.copyfile(library.path, folder / library.name)
+        _copy_runtime(folder, parts)
+        written = {"weights.safetensors": tensors, "vectors.safetensors": parts.vectors}
+        hashes = {name: write_safetensors(folder / name, content) for name, content in written.items()}
     listed = [*((x.isa, x.name, x.cpu_features) for x in parts.faster), (parts.isa, "model.so", parts.cpu_features)]
-    for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
-        shutil.copyfile(python / name, folder / name)
-    _copy_tvm_runtime(folder / "lib")
-    write_origin(folder, parts)
-    readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
-    words = {
-        "name": parts.model.get("name", "model"),
-        "tvm_ffi": versions["apache-tvm-ffi"],
-        "cpu_features": ", ".join(sorted(parts.cpu_features)) or "no special features",
-    }
-    (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
-    written = {"weights.safetensors": tensors, "vectors.safetensors": parts.vectors}
-    hashes = {name: write_safetensors(folder / name, content) for name, content in written.items()}
-    manifest = {
+    fields = {
         "format": "compressor bundle",
         "schema_version": SCHEMA_VERSION,
-        **described(parts),
         "parameters": list(parts.parameters),
         "parameter_types": [
             {"dtype": type_names[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in parts.parameters
@@ -105,9 +95,24 @@ def _fill(folder: Path, parts: BundleParts) -> None:
         "cpu_features": sorted(parts.cpu_features),
         "libraries": [{"isa": isa, "file": name, "cpu_features": sorted(needed)} for isa, name, needed in listed],
         "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
-        "files": listing(folder, hashes),
     }
-    (folder / "manifest.json").write_bytes(with_total(manifest))
+    model = {} if parts.entry_bytes is None else {"entry_bytes": parts.entry_bytes}
+    return Written(fields, parts.kernels, hashes, model)
+
+
+def _copy_runtime(folder: Path, parts: NativeParts) -> None:
+    """Copy the run-time in Python, TVM's, and the README."""
+    python, versions = resource("export") / "python", installed_versions()
+    for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
+        shutil.copyfile(python / name, folder / name)
+    _copy_tvm_runtime(folder / "lib")
+    readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
+    words = {
+        "name": parts.name,
+        "tvm_ffi": versions["apache-tvm-ffi"],
+        "cpu_features": ", ".join(sorted(parts.cpu_features)) or "no special features",
+    }
+    (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
 
 
 def _copy_tvm_runtime(folder: Path) -> None:

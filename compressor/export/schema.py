@@ -130,6 +130,6 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
     if absent := [name for name in wanted if name not in manifest.files]:
         raise VerificationError(f"files: {', '.join(absent)} not listed")
     made_for = {kernel.format for kernel in manifest.kernels if kernel.format is not None}
-    if not set(manifest.formats) == {site.format for site in manifest.sites} == made_for:
+    if not set(manifest.formats) == {site.format for site in manifest.sites if site.format} == made_for:
         raise VerificationError(f"formats: {', '.join(manifest.formats)}: not those of the sites and of their kernels")
     return manifest

@@ -1,23 +1,23 @@
-"""Writes bundles for browsers: program, weights in shards, run-time, page."""
+"""Write the files of a bundle for browsers: programs, weights in shards, run-time, page."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.export.facts import BundleFacts, described, stored_parameter, write_origin
-from compressor.export.manifest import listing, with_total
+from compressor.codegen.backend import Written
+from compressor.export.facts import stored_parameter
 from compressor.export.publish import explaining_failed_writes
 from compressor.host.resources import resource
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 SCHEMA_VERSION = 1
 SHARD_BYTES = 16 << 20
@@ -30,54 +30,62 @@ SHIPPED: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebParts(BundleFacts):
-    """What a bundle for browsers is made of."""
+class WebParts:
+    """Hold what a bundle for browsers is made of.
 
-    constants: Mapping[str, Tensor]  # what the program itself holds, by name
-    program: Mapping[str, Any]  # see compressor.codegen.web.lower.WebProgram
-    wasm: tuple[Mapping[str, Any], bytes] | None  # the same for WebAssembly, and the module
+    Attributes:
+        name: of the model, for the bundle's README.
+        graph: the parameters, by name.
+        parameters: names of those that the programs take.
+        constants: what the programs themselves hold, by name.
+        program: see :class:`compressor.codegen.web.lower.WebProgram`.
+        wasm: the program of WebAssembly, and the module.
+        kernels: name, evidence, ... of each.
+    """
+
+    name: str
+    graph: nn.Module
+    parameters: Sequence[str]
+    constants: Mapping[str, Tensor]
+    program: Mapping[str, Any]
+    wasm: tuple[Mapping[str, Any], bytes] | None
+    kernels: Sequence[Mapping[str, Any]]
 
 
-def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
-    """Write all files of a bundle into the empty ``folder``; returns its manifest.
+def write_web(folder: Path, parts: WebParts) -> Written:
+    """Write programs, weights in shards, run-time, page and README into the empty ``folder``.
 
     Raises:
-        CompressorError: a parameter or the tokenizer is missing, or writing failed.
+        CompressorError: a parameter is missing, or writing failed.
     """
-    with explaining_failed_writes(folder):
-        return _fill(folder, parts)
-
-
-def _fill(folder: Path, parts: WebParts) -> dict[str, Any]:
     tensors = {name: stored_parameter(parts.graph, name).detach() for name in parts.parameters} | dict(parts.constants)
-    web = resource("export") / "web"
-    for name in SHIPPED:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(web / name, folder / name)
-    write_origin(folder, parts)
-    readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
-    (folder / "README.md").write_text(readme.substitute(name=parts.model.get("name", "model")), encoding="utf-8")
-    _write_program(folder / "webgpu.json", parts.program)
-    if parts.wasm is not None:
-        program, module = parts.wasm
-        (folder / "wasm").mkdir()
-        _write_program(folder / "wasm" / "program.json", program)
-        (folder / "wasm" / "kernels.wasm").write_bytes(module)
-    places, shards = _write_shards(folder, tensors)
-    weight_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-    manifest = {
+    with explaining_failed_writes(folder):
+        _copy_runtime(folder, parts.name)
+        _write_program(folder / "webgpu.json", parts.program)
+        if parts.wasm is not None:
+            program, module = parts.wasm
+            (folder / "wasm").mkdir()
+            _write_program(folder / "wasm" / "program.json", program)
+            (folder / "wasm" / "kernels.wasm").write_bytes(module)
+        places, shards = _write_shards(folder, tensors)
+    fields = {
         "format": "compressor web bundle",
         "schema_version": SCHEMA_VERSION,
-        **described(parts),
         "engines": ["webgpu"] if parts.wasm is None else ["webgpu", "wasm"],
         "weights": {"shards": shards, "tensors": places},
-        "weight_bytes": weight_bytes,
-        "files": listing(folder, {shard["file"]: shard["sha256"] for shard in shards}),
+        "weight_bytes": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
     }
-    text = with_total(manifest)
-    (folder / "manifest.json").write_bytes(text)
-    read: dict[str, Any] = json.loads(text)
-    return read
+    return Written(fields, parts.kernels, {shard["file"]: shard["sha256"] for shard in shards})
+
+
+def _copy_runtime(folder: Path, name: str) -> None:
+    """Copy the run-time in JavaScript, the page and the README."""
+    web = resource("export") / "web"
+    for file in SHIPPED:
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copyfile(web / file, folder / file)
+    readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
+    (folder / "README.md").write_text(readme.substitute(name=name), encoding="utf-8")
 
 
 def _write_program(path: Path, program: Mapping[str, Any]) -> None:

@@ -50,6 +50,17 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
         _delete_parameter(graph, site.weight_name)
 
 
+def replace_weight(graph: GraphModule, site: Site, weight: Tensor) -> None:
+    """Make a site use another dense weight, stored as its own ``<site>.weight`` if other nodes read the old one."""
+    if not site.tied:
+        set_parameter(graph, site.weight_name, weight)
+        return
+    name = f"{site.name}.weight"
+    set_parameter(graph, name, weight)
+    with graph.graph.inserting_before(site.node):
+        site.node.update_arg(1, graph.graph.get_attr(name))
+
+
 def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
     """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
     stored = []

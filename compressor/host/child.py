@@ -32,15 +32,16 @@ class Child:
 
     Args:
         name: for messages.
+        launcher: what stands before the command, such as an emulator.
     Raises:
         CompressorError: the process failed, now or later; its message and exit code are passed on.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, module: str, arguments: Sequence[str], launcher: Sequence[str] = ()) -> None:
         self._name = name
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*launcher, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

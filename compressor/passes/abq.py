@@ -32,6 +32,7 @@ from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import output_error, scaled_work
 from compressor.passes.gptq import Gptq, gptq_work, gptq_working_bytes
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
@@ -88,7 +89,7 @@ class RoundedInputs(Hessian):
 
 
 @dataclass(frozen=True)
-class Abq:
+class Abq(Pass):
     """Balance channels between weights and activations, cut ranges, and quantise with errors made up for.
 
     The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from compressor.numerics.obs import match_dense
 from compressor.numerics.range_search import Observer, Work, _observer_work, chooser
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
@@ -104,7 +106,7 @@ def adaptive_round(
 
 
 @dataclass(frozen=True)
-class AdaptiveRounding:
+class AdaptiveRounding(Pass):
     """Learn the rounding of the matched linears, one group of shared inputs after another, on calibration samples.
 
     Attributes:
@@ -123,6 +125,7 @@ class AdaptiveRounding:
             classes.
     """
 
+    costly_options: ClassVar[tuple[str, ...]] = ("match_dense",)
     scheme: str
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()

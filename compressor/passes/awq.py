@@ -17,6 +17,7 @@ from compressor.numerics.nearest import awq_quantize
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes, search_scale
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
@@ -41,7 +42,7 @@ def awq_scale(mean_abs: Tensor, strength: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(Pass):
     """Scale input channels by the size of their inputs, then round the weights on clipped grids.
 
     The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of

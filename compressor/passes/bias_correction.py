@@ -22,6 +22,7 @@ from compressor.graph.sites import Site, linear_sites, packed_sites, ties
 from compressor.host.tensor_files import release
 from compressor.numerics.deterministic import column_sums
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import Gathering, SitePlan
 from compressor.pipeline.sites import choose_sites
 
@@ -78,7 +79,7 @@ def corrected_bias(
 
 
 @dataclass(frozen=True)
-class BiasCorrection:
+class BiasCorrection(Pass):
     """Take the mean error of the outputs of packed linears off their biases, one group of shared inputs after another.
 
     Comes after the passes that quantise.  The error is that against the model as it was before the first of them, over
@@ -94,6 +95,10 @@ class BiasCorrection:
     add: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a graph without packed linears, or without a bias to correct."""
+        self._choose(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace biases, and add them where that is asked for; weights stay as they are."""

@@ -15,6 +15,7 @@ from compressor.formats.format import LARGEST_GROUP, Format
 from compressor.formats.packing import PackedWeight
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes, weight_error
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan, plan_sites
 from compressor.pipeline.sites import by_segment, choose_format, choose_sites, round_sites, summarise_formats
@@ -62,7 +63,7 @@ def finequant_quantize(weight: Tensor, smallest: Format, threshold: float = 1.0)
 
 
 @dataclass(frozen=True)
-class Finequant:
+class Finequant(Pass):
     """Round the weights of the matched linears to nearest, each with groups of the size that suits it.
 
     Attributes:

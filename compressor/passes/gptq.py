@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, 
 from compressor.numerics.range_search import Observer, Work, _grid_work, _observer_work, chooser
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
@@ -138,7 +140,7 @@ def gptq_quantize(
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(Pass):
     """Quantise the matched linears one group of shared inputs after another, on calibration samples.
 
     Attributes:
@@ -158,6 +160,7 @@ class Gptq:
             earlier blocks are.
     """
 
+    costly_options: ClassVar[tuple[str, ...]] = ("match_dense",)
     scheme: str
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pa
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 
 _MICRO_BATCH_TOKENS = 2048
@@ -93,7 +94,7 @@ def _rounding_cost(rows: Tensor, weight: Tensor, fmt: CacheFormat) -> float:
 
 
 @dataclass(frozen=True)
-class KvCache:
+class KvCache(Pass):
     """Store keys and values of earlier tokens in fewer bits; make it the last pass.
 
     Scales are chosen while running, for each token and head alone.  The bundle's caches have the format's bytes, and
@@ -118,9 +119,18 @@ class KvCache:
         """Whether :meth:`run` takes the calibration samples through the graph, once."""
         return self.permute
 
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse models without caches, and caches that are packed already."""
+        info: ModelInfo = graph.meta["model"]
+        if info.kind != "decoder":
+            raise UsageError(f"kv_cache: {info.name} is not a decoder and keeps no keys and values; leave the pass out")
+        if not attention_layers(graph):
+            raise UsageError(f"kv_cache: the caches are {info.cache_format} already; give the pass once")
+
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Change the format of all caches."""
-        fmt, info = self._check(graph)
+        self.requires(graph, ctx)
+        fmt, info = CacheFormat.parse(self.scheme), graph.meta["model"]
         orders = None
         if self.permute and fmt.groups(info.head_dim) > 1:
             orders = _choose_orders(graph, ctx, fmt)
@@ -129,21 +139,13 @@ class KvCache:
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Nothing becomes of linears; the graph's caches change as they will in :meth:`run`."""
-        fmt, info = self._check(graph)
+        fmt, info = CacheFormat.parse(self.scheme), graph.meta["model"]
         orders = None
         if self.permute and fmt.groups(info.head_dim) > 1:
             order = torch.empty(info.kv_heads, info.head_dim, dtype=torch.int32, device="meta")
             orders = {layer.index: (order, order) for layer in attention_layers(graph)}
         self._finish(graph, ctx, fmt, orders)
         return []
-
-    def _check(self, graph: GraphModule) -> tuple[CacheFormat, ModelInfo]:
-        info: ModelInfo = graph.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(f"kv_cache: {info.name} is no decoder and keeps no keys and values; leave the pass out")
-        if not attention_layers(graph):
-            raise UsageError(f"kv_cache: the caches are {info.cache_format} already; give the pass once")
-        return CacheFormat.parse(self.scheme), info
 
     def _finish(self, graph: GraphModule, ctx: Context, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
         info: ModelInfo = graph.meta["model"]

@@ -26,6 +26,7 @@ from compressor.numerics.nearest import awq_quantize, rtn_quantize
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import KEPT_ROWS, scaled_work, search_scale
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
@@ -107,7 +108,7 @@ def llm_fp4_quantize(
 
 
 @dataclass(frozen=True)
-class LlmFp4:
+class LlmFp4(Pass):
     """Search exponent bits and ranges of small floats, for weights and activations, by the outputs of each linear.
 
     With activations, channels are first brought closer together by powers of two, which are exact: they go into

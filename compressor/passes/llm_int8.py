@@ -17,6 +17,7 @@ from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
@@ -45,7 +46,7 @@ def llm_int8_quantize(weight: Tensor, columns: Tensor, fmt: Format) -> PackedWei
 
 
 @dataclass(frozen=True)
-class LlmInt8:
+class LlmInt8(Pass):
     """Round weights and activations to int8, but for the input columns whose activations are large.
 
     The columns are found on calibration samples, for each group of linears that share an input, and are part of the

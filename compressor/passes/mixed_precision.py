@@ -25,6 +25,7 @@ from compressor.numerics.scale_search import scaled_work
 from compressor.passes.gptq import Gptq
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan
 from compressor.pipeline.sites import choose_sites, naming, summarise_formats
@@ -35,7 +36,7 @@ _TOKENS = 2048  # that sensitivities are measured on
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
+class MixedPrecision(Pass):
     """Measure once how much each linear's rounding changes the model's predictions, choose formats, quantise by GPTQ.
 
     Every linear is rounded to the smallest scheme, alone, and the divergence of the model's predictions is taken; its
@@ -80,6 +81,15 @@ class MixedPrecision:
         """The schemes, the smallest first."""
         return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
 
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a budget of divergence for anything but decoders."""
+        info: ModelInfo = graph.meta["model"]
+        if self.budget.kind == "kl_divergence" and info.kind != "decoder":
+            raise UsageError(
+                f"mixed_precision: {self.budget}: {info.name} is not a decoder, and its sensitivities are not "
+                "divergences of predictions; give bits, weight_bytes or latency_ms"
+            )
+
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear; a note tells the bits, and how many linears got which format.
 
@@ -88,7 +98,7 @@ class MixedPrecision:
         name, formats, budget = "mixed_precision", self.formats, self.budget
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
         samples = ctx.calibration(name)
-        _check_kind(graph, budget)
+        self.requires(graph, ctx)
         before = twin(graph) if budget.kind == "kl_divergence" else None
         with ctx.reporter.task("sensitivity", len(sites)) as task:
             costs = {}
@@ -113,7 +123,6 @@ class MixedPrecision:
 
         Under a budget of divergence, what it will do at most.
         """
-        _check_kind(graph, self.budget)
         sites = choose_sites(graph, "mixed_precision", self.formats[-1], self.targets, self.ignore)
         costs = [[site.out_features * 4.0**-fmt.bits for fmt in self.formats] for site in sites]
         weights = sum(site.out_features * site.in_features for site in linear_sites(graph))
@@ -136,15 +145,6 @@ class MixedPrecision:
             return choose_formats(graph, sites, self.formats, costs, self.budget, ctx.prices)
         except UsageError as error:
             raise UsageError(f"mixed_precision: {error}") from error
-
-
-def _check_kind(graph: GraphModule, budget: Budget) -> None:
-    info: ModelInfo = graph.meta["model"]
-    if budget.kind == "kl_divergence" and info.kind != "decoder":
-        raise UsageError(
-            f"mixed_precision: {budget}: {info.name} is no decoder, and its sensitivities are no divergences of "
-            "predictions; give bits, weight_bytes or latency_ms"
-        )
 
 
 def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:

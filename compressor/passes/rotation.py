@@ -24,6 +24,7 @@ from compressor.graph.sites import Site, group_by_input, linear_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_rotated_sites
 from compressor.pipeline.sites import choose_sites
 
@@ -57,7 +58,7 @@ def pack_rotation(
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(Pass):
     """Rotate the channels of the residual stream, and the values of each attention head, inside the weights.
 
     The function stays as it is; a later pass quantises.  Channels that no parameter can rotate stay as they are, and

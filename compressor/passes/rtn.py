@@ -12,13 +12,14 @@ from torch.fx import GraphModule
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs, gathering_for
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan, plan_sites
 from compressor.pipeline.sites import by_segment, choose_format, choose_sites, round_sites
 
 
 @dataclass(frozen=True)
-class Rtn:
+class Rtn(Pass):
     """Round the weights of the matched linears to the nearest point of their grids.
 
     Attributes:

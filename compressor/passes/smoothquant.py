@@ -17,6 +17,7 @@ from compressor.formats.format import Format
 from compressor.graph.folding import Absorber
 from compressor.numerics.scale_search import search_scale
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_dense_sites
 from compressor.pipeline.sites import choose_format, choose_sites
@@ -39,7 +40,7 @@ def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Ten
 
 
 @dataclass(frozen=True)
-class Smoothquant:
+class Smoothquant(Pass):
     """Divide input channels of linears by a scale and multiply their weights' columns; a later pass quantises.
 
     The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of

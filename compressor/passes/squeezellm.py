@@ -19,6 +19,7 @@ from compressor.numerics.grids import choose_grid
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.numerics.range_search import Work, _grid_work
 from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
@@ -50,7 +51,7 @@ def squeezellm_quantize(weight: Tensor, sensitivity: Tensor, fmt: Format) -> Pac
 
 
 @dataclass(frozen=True)
-class Squeezellm:
+class Squeezellm(Pass):
     """Non-uniform values for each row, chosen by how sensitive the loss is to each weight, and outliers in float16.
 
     Sensitivities are squared gradients of the next-token loss over the calibration samples, one by one: the model must

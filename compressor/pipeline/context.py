@@ -24,7 +24,8 @@ class SiteRecord:
     Attributes:
         site: module name of the linear.
         pass_name: recipe name of the pass.
-        format: name of the format it is stored in now.
+        format: name of the format it is stored in now; empty where the weight is dense still (masked, pruned,
+            re-shaped) or is not there any more (merged into another).
         bytes_before, bytes_after: bytes of its weight, counted on the tensors (without the bias).
         error: relative squared error: of the site's outputs over the calibration samples where ``error_of``
             is "output", of the weight where it is "weight".

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
 from compressor.formats.format import PARTS
+from compressor.graph.sites import linear_sites
 from compressor.pipeline.context import Context
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-    """Observer: the graph is well formed, every parameter that a pass made is finite, and bytes are accounted for.
+    """Check that the graph is well formed, what passes made is finite, and the bytes are those of the records.
+
+    An observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own
+    weight, and one that was merged away takes nothing.
 
     Raises:
         VerificationError: names the pass and the parameter.
@@ -27,14 +31,18 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
         graph.graph.lint()
     except RuntimeError as error:
         raise VerificationError(f"after {name}: the graph is not well formed: {error}") from error
+    dense = {site.name: site.weight_name for site in linear_sites(graph)}
+    changed = {dense[record.site] for record in ctx.records if not record.format and record.site in dense}
     for key, parameter in graph.named_parameters():
-        made = key.rpartition(".")[2] in PARTS
+        made = key.rpartition(".")[2] in PARTS or key in changed
         if made and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
             raise VerificationError(f"after {name}: {key} holds NaN or inf")
+    sizes = {key: value.numel() * value.element_size() for key, value in graph.named_parameters()}
     latest = {record.site: record for record in ctx.records}
     for record in latest.values():
-        parts = [f"{record.site}.{part}" for part in PARTS]
-        stored = sum(p.numel() * p.element_size() for key, p in graph.named_parameters() if key in parts)
+        stored = sum(sizes.get(f"{record.site}.{part}", 0) for part in PARTS)
+        if not record.format:
+            stored += sizes[dense[record.site]] if record.site in dense else 0
         if stored != record.bytes_after:
             raise VerificationError(
                 f"after {name}: {record.site} is said to take {record.bytes_after} bytes and takes {stored}"

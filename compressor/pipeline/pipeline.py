@@ -7,27 +7,60 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from compressor.formats.format import Format
 from compressor.pipeline.context import Context, StageRecord
 from compressor.registry import PASSES
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from compressor.pipeline.site_plan import SitePlan
 
-@runtime_checkable
-class Pass(Protocol):
-    """One rewriting of the graph; implement it as a frozen dataclass whose fields are its options.
 
-    One that compares with the graph before the first linear was packed has ``needs_dense: ClassVar[bool] = True`` and
-    finds it in ``Context.dense``.
+class Pass(ABC):
+    """One rewriting of the graph; extend it with a frozen dataclass whose fields are its options in a recipe.
+
+    Only :meth:`run` has to be there.  Everything else that a run asks of a pass is declared here.
+
+    Attributes:
+        scheme_format: an option called ``scheme`` is a name that this class parses.
+        choosing_options: options that only choose which linears the pass is for: they are left out of the key under
+            which a finished block is cached.
+        costly_options: switches that take memory or time, and that advice for a run that does not fit turns off.
+        needs_dense: it compares with the graph before the first linear was packed, which is in ``Context.dense``.
     """
 
+    scheme_format: ClassVar[Any] = Format
+    choosing_options: ClassVar[tuple[str, ...]] = ("targets", "ignore")
+    costly_options: ClassVar[tuple[str, ...]] = ()
+    needs_dense: ClassVar[bool] = False
+
+    @abstractmethod
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Return the rewritten graph, which runs in PyTorch; the given one may be changed in place."""
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:  # noqa: B027 (most passes serve every graph)
+        """Raise a UsageError that says what of the graph this pass cannot work on.
+
+        Asked of all passes before the first of them runs, on the graph that earlier passes will leave, without weights.
+        """
+
+    def plan(self, graph: GraphModule, ctx: Context) -> Sequence[SitePlan] | None:
+        """Rewrite a graph without weights as :meth:`run` will, and say what becomes of each linear, and at what cost.
+
+        None: the pass says nothing of itself, and its cost is not in the plan.
+        """
+        return None
+
+    @property
+    def runs_samples(self) -> bool:
+        """Whether :meth:`run` takes the calibration samples through the graph beside what the plan's sites say."""
+        return False
 
 
 Observer: TypeAlias = "Callable[[int, str, GraphModule, Context], None]"
@@ -63,7 +96,7 @@ class Pipeline:
         """Keep the graph as long as it is dense and this pass or a later one will compare with it."""
         from compressor.graph.model import twin
 
-        if not any(getattr(step, "needs_dense", False) for step in self.passes[index - 1 :]):
+        if not any(step.needs_dense for step in self.passes[index - 1 :]):
             ctx.dense = None  # weights that passes made are in memory
         elif not ctx.records:
             ctx.dense = twin(graph)

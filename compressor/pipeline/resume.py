@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import PARTS, Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.rewrite import replace_linear, set_parameter
-from compressor.graph.sites import Site
+from compressor.graph.rewrite import replace_linear, replace_weight, set_parameter
+from compressor.graph.sites import Site, linear_sites
 from compressor.host.digests import digest
 from compressor.host.tensor_files import trim
 from compressor.pipeline.context import Context, SiteRecord
@@ -34,7 +34,7 @@ class Blocks:
 
     def __init__(self, ctx: Context, name: str, step: Any, task: Task, *, decides: Any = None, chained: bool) -> None:
         self.ctx, self.name, self.task, self.chained = ctx, name, task, chained
-        options = {k: v for k, v in dataclasses.asdict(step).items() if k not in ("targets", "ignore")}
+        options = {k: v for k, v in dataclasses.asdict(step).items() if k not in step.choosing_options}
         self._base = digest(ctx.state, name, options, decides)
         self._key = ""
 
@@ -48,9 +48,12 @@ class Blocks:
         if found is None or [record["site"] for record in found.records] != [site.name for site in sites]:
             return False
         for site, fields in zip(sites, found.records, strict=True):
-            fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
-            parts = {part: found.tensors[f"{site.name}.{part}"] for part in fmt.parts(*shape)}
-            replace_linear(graph, site, PackedWeight(parts, fmt, shape))
+            if fields["format"]:
+                fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
+                parts = {part: found.tensors[f"{site.name}.{part}"] for part in fmt.parts(*shape)}
+                replace_linear(graph, site, PackedWeight(parts, fmt, shape))
+            else:
+                replace_weight(graph, site, found.tensors[f"{site.name}.weight"])
             self.ctx.records.append(SiteRecord(**fields))
         self.ctx.reused += 1
         self.task.advance(len(sites))
@@ -60,13 +63,18 @@ class Blocks:
         """The block of the last :meth:`restore` is done: its packed weights move from memory into the cache."""
         if self.ctx.results is None:
             return
+        records = {record.site: dataclasses.asdict(record) for record in self.ctx.records}
         names = {f"{site.name}.{part}" for site in sites for part in PARTS}
         tensors = {name: value.detach() for name, value in graph.named_parameters() if name in names}
-        records = {record.site: dataclasses.asdict(record) for record in self.ctx.records}
+        dense = {site.name: site.weight_name for site in linear_sites(graph)}
+        for site in sites:
+            if not records[site.name]["format"]:
+                tensors[f"{site.name}.weight"] = graph.get_parameter(dense[site.name]).detach()
         label = f"{graph.meta['model'].name}: {self.name}"
         stored = self.ctx.results.save(self._key, label, tensors, [records[site.name] for site in sites])
         for name, value in stored.tensors.items():
-            set_parameter(graph, name, value)
+            of_dense = dense.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            set_parameter(graph, of_dense or name, value)
         del tensors
         trim()
 

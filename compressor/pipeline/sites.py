@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.rewrite import replace_linear
+from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
 from compressor.graph.sites import Site, linear_sites, match_sites
 from compressor.host.tensor_files import release
@@ -136,6 +136,33 @@ def compress_site(
         "; ".join(notes),
     )
     ctx.records.append(record)
+
+
+def change_site(
+    graph: GraphModule,
+    ctx: Context,
+    site: Site,
+    weight: Tensor,
+    pass_name: str,
+    *,
+    error: float,
+    error_of: str = "weight",
+    notes: Sequence[str] = (),
+) -> None:
+    """Put another dense weight in the place of a dense one, masked or pruned, and record it.
+
+    Args:
+        weight: [out, in], stored as it is given; an embedding that is tied to the old one keeps it.  A pass that takes
+            rows or columns away also does so where the weight's neighbours expect them.
+        error, error_of: as in :class:`compressor.pipeline.context.SiteRecord`.
+    """
+    old = graph.get_parameter(site.weight_name)
+    before, after = old.numel() * old.element_size(), weight.numel() * weight.element_size()
+    replace_weight(graph, site, weight)
+    notes = [*notes, *([f"tied: {site.weight_name} stays for the embedding"] if site.tied else [])]
+    ctx.records.append(
+        SiteRecord(site.name, pass_name, "", before, after, _short(error), error_of, None, "; ".join(notes))
+    )
 
 
 def summarise_formats(pass_name: str, sites: Sequence[Site], chosen: Mapping[str, Format]) -> str:

@@ -10,26 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
 from compressor.capture.convolutions import dense_convolutions
+from compressor.codegen.backend import Backend, make_backend
 from compressor.errors import ResourceError
-from compressor.formats.format import Format
-from compressor.graph.model import ModelInfo, twin, weight_bytes
-from compressor.graph.rewrite import set_parameter
+from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import available_memory, free_disk
-from compressor.pipeline.context import Context
 from compressor.plan.durations import estimate
 from compressor.plan.memory import needed, peak
-from compressor.plan.model import PassPlan, Plan
+from compressor.plan.model import Plan
+from compressor.plan.passes import PlannedPasses, plan_passes
 from compressor.plan.prices import Machine, machine
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
 from compressor.recipe.recipe import Recipe
-from compressor.registry import PASSES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,19 +54,29 @@ def make_plan(
     source = recipe.model_source() if model is None else model
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
-    return plan_graph(graph, recipe, output, measure=measure)
+    backend = make_backend(recipe.target.build())
+    return plan_graph(graph, recipe, backend, plan_passes(graph, recipe, backend), output, measure=measure)
 
 
-def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = None, *, measure: bool = False) -> Plan:
+def plan_graph(
+    graph: GraphModule,
+    recipe: Recipe,
+    backend: Backend,
+    planned: PlannedPasses,
+    output: str | Path | None = None,
+    *,
+    measure: bool = False,
+) -> Plan:
     """Plan a run on a captured graph, which stays as it is; its weights are not read.
 
     Args:
+        planned: what :func:`compressor.plan.passes.plan_passes` gave for these.
         output, measure: as for :func:`make_plan`.
     """
-    target, here = recipe.target.build(), machine(measure)
+    here, passes, final = machine(measure), planned.passes, planned.final
     place = Path(output or recipe.output or ".")
     available = available_memory()
-    costs, passes, final = _attempt(graph, recipe, here)
+    costs = run_costs(graph, planned, recipe, backend)
     notes = [
         f"{step.name}: says nothing of its cost: its time and memory are not in these figures"
         for step in passes
@@ -96,8 +104,8 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
     plan = Plan(
         model=info.name,
         architecture=info.architecture,
-        target=target.resolve().name,
-        passes=tuple(passes),
+        target=recipe.target.build().resolve().name,
+        passes=passes,
         dense_weight_bytes=weight_bytes(graph),
         weight_bytes=weight_bytes(final),
         bundle_bytes=costs.bundle_bytes,
@@ -113,7 +121,7 @@ def plan_graph(graph: GraphModule, recipe: Recipe, output: str | Path | None = N
         rooflines=tuple(bounds),
         notes=tuple(notes),
     )
-    return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, here)) if _short(plan) else plan
+    return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, backend, here)) if _short(plan) else plan
 
 
 def check_plan(plan: Plan) -> None:
@@ -143,28 +151,6 @@ def compare_plan(plan: Plan, actual: Mapping[str, float]) -> list[tuple[str, flo
         for name, value in predicted.items()
         if actual.get(name, 0) > 0
     ]
-
-
-def _attempt(graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[Costs, list[PassPlan], GraphModule]:
-    """Plan all passes on a twin without weights."""
-    shadow = twin(graph)
-    for name, parameter in list(shadow.named_parameters()):
-        if not parameter.is_meta:
-            set_parameter(shadow, name, parameter.detach().to("meta"))
-    context = Context(seed=recipe.seed, target=recipe.target.name, prices=here.seconds)
-    passes: list[PassPlan] = []
-    before: list[GraphModule] = []
-    for index, step in enumerate(recipe.passes, start=1):
-        before.append(twin(shadow))
-        known, said = callable(getattr(step, "plan", None)), len(context.notes)
-        sites = tuple(step.plan(shadow, context)) if known else ()
-        runs_samples = bool(getattr(step, "runs_samples", False))
-        if recipe.calibration is None and (runs_samples or any(site.gathering for site in sites)):
-            needs = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
-            context.calibration(PASSES.name_of(step), needs and f"stored scales of {needs}")  # raises, as in the run
-        notes = tuple(context.notes[said:])
-        passes.append(PassPlan(index, PASSES.name_of(step), sites, weight_bytes(shadow), known, runs_samples, notes))
-    return run_costs(graph, before, shadow, passes, recipe), passes, shadow
 
 
 def _short(plan: Plan) -> list[str]:
@@ -198,11 +184,11 @@ def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]
     return {str(output): (costs.bundle_bytes, free), str(cache_folder()): (cached, cache_free)}
 
 
-def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, here: Machine) -> tuple[str, ...]:
+def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, backend: Backend, here: Machine) -> tuple[str, ...]:
     """Settings that would make the run fit, each tried on the model; the least change of each kind."""
     found: list[str] = []
     for setting, changed in _alternatives(recipe):
-        costs, _, _ = _attempt(graph, changed, here)
+        costs = run_costs(graph, plan_passes(graph, changed, backend), changed, backend)
         memory = costs.memory(here, spill=plan.spill, dense_speed=plan.dense_speed)
         place = Path(next(iter(plan.disk)))
         fits = needed(memory).needed_bytes <= plan.available.bytes
@@ -226,9 +212,13 @@ def _alternatives(recipe: Recipe) -> list[tuple[str, Recipe]]:
                 changed = spec.model_copy(update={key: value})
                 found.append((f"calibration.{key}={value}", recipe.model_copy(update={"calibration": changed})))
                 value //= 2
-        passes = tuple(_without(step, "match_dense") for step in recipe.passes)
-        if passes != recipe.passes:
-            found.append(("match_dense=false", recipe.model_copy(update={"passes": passes})))
+        for option in dict.fromkeys(option for step in recipe.passes for option in step.costly_options):
+            passes = tuple(
+                dataclasses.replace(step, **{option: False}) if option in step.costly_options else step
+                for step in recipe.passes
+            )
+            if passes != recipe.passes:
+                found.append((f"{option}=false", recipe.model_copy(update={"passes": passes})))
     evaluated = recipe.evaluation.kind is not None or recipe.calibration is not None
     window = recipe.evaluation.window // 2 if evaluated else 0
     while window >= 32:
@@ -236,8 +226,3 @@ def _alternatives(recipe: Recipe) -> list[tuple[str, Recipe]]:
         found.append((f"evaluation.window={window}", recipe.model_copy(update={"evaluation": changed_spec})))
         window //= 2
     return found
-
-
-def _without(step: Any, option: str) -> Any:
-    """A pass with an option switched off; as it is, if it has no such option."""
-    return dataclasses.replace(step, **{option: False}) if getattr(step, option, False) else step

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compressor.codegen.targets.webgpu import Webgpu
-from compressor.export.web import SHIPPED
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.host.resources import resource
 from compressor.numerics.range_search import Work
 from compressor.plan.durations import (
     bundle_seconds,
@@ -38,24 +33,16 @@ from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from compressor.codegen.backend import Backend
     from compressor.codegen.isa import Isa
     from compressor.plan.model import PassPlan
+    from compressor.plan.passes import PlannedPasses
 
 _NEW_TOKENS = 64  # timed single steps
-_CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in verify_vectors
 _CHECKED_RUNS, _CHECKED_TOKENS = 10, 18  # sequences that are computed for it, in float64
 _FLOAT64 = 2.0  # times as slow as float32
 _SPARE_TOKENS = 1 << 20  # read beyond the samples, see samples.load_samples
 _TOKEN_CHARACTERS = 3  # of text, a token
-# What a bundle has beside weights, run-time and tokenizer, fitted to bundles.
-_LIBRARY_BYTES = 130_000  # model.so, beside its kernels
-_KERNEL_BYTES = 30_000
-_NODE_BYTES = 250  # a node in model.so
-_MANIFEST_BYTES = 6_000
-_SITE_BYTES = 430  # a site and its parameters in the manifest and in the weights' header
-
-_WEB_KERNEL_BYTES, _WEB_KERNELS, _WEB_STEP_BYTES = 6000, 10, 60  # sources are repeated for one token and for several
-_WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 
 
 @dataclass(frozen=True)
@@ -136,75 +123,48 @@ class Costs:
         return seconds
 
 
-def run_costs(
-    graph: GraphModule, before: Sequence[GraphModule], final: GraphModule, passes: Sequence[PassPlan], recipe: Recipe
-) -> Costs:
-    """The amounts of a run.
+def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backend: Backend) -> Costs:
+    """Count the amounts of a run.
 
     Args:
         graph: as captured.
-        before: the graph before each pass.
-        final: after the last.
+        planned: the passes, and the graph before each and after the last.
     """
     info: ModelInfo = graph.meta["model"]
-    target = recipe.target.build()
-    isa = target.resolve() if target.bundle == "native" else None
-    runs_here = isa is not None and target.executes(isa)
-    nodes, dense_bytes = len(graph.graph.nodes), weight_bytes(graph)
-    work: dict[str, Work] = {"capture": capture_work(nodes, dense_bytes if info.source is not None else 0)}
+    final, isa = planned.final, backend.isa
+    runs_here = isa is not None and backend.runs_here
     evaluation = _evaluation(recipe, info) if runs_here else None
-    tokens = _text_tokens(recipe, evaluation)
-    if tokens:
-        work["text"] = text_work(tokens)
-    streamed: list[tuple[str, Streaming | None, int]] = []
-    again: dict[str, Work] = {}
-    packed_bytes = 0
-    for step, given in zip(passes, before, strict=True):
-        streaming = _streaming(step, given, recipe)
-        amounts: Counter[str] = Counter()
-        for site in step.sites if streaming is None else ():
-            amounts.update(site.work)
-        stored = sum(site.bytes_after for site in step.sites if site.format)
-        packed_bytes += stored
-        amounts.update({"write_byte": stored, "hash_byte": stored})
-        if streaming is not None:
-            amounts.update(streaming.work)
-        name = f"pass {step.name}"
-        work[name] = Counter(work.get(name, {})) + amounts
-        if streaming is not None:
-            again[name] = Counter(again.get(name, {})) + Counter(streaming.again)
-        streamed.append((step.name, streaming, max((site.working_bytes for site in step.sites), default=0)))
     forward = plan_forward(graph, evaluation.windows, evaluation.window) if evaluation is not None else None
+    tokens = _text_tokens(recipe, evaluation)
+    learning = [_streaming(step, given, recipe) for step, given in zip(planned.passes, planned.before, strict=True)]
+    bundle_bytes = backend.estimate_bytes(final)
+    work = _other_work(graph, final, tokens, bundle_bytes)
     if evaluation is not None and forward is not None:
         scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
         work["evaluate"] = Counter(forward.work) + scoring
-    has_wasm = isinstance(target, Webgpu) and target.wasm
-    bundle_bytes = _bundle_bytes(final, info) if isa is not None else _web_bundle_bytes(final, info, has_wasm)
-    work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
-    work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
-    work["check"] = child_work(bundle_bytes)
-    kernels = linear_kernels(final)
-    positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
-    child = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
-    memory = Amounts(
-        nodes=nodes,
-        text_tokens=tokens,
-        passes=streamed,
-        evaluation=forward,
-        logits=evaluation.window * info.vocab_size if evaluation is not None and info.kind == "decoder" else 0,
-        largest=max((site.out_features * site.in_features for step in passes for site in step.sites), default=0),
-        largest_operand_bytes=max((kernel.bytes for kernel in kernels), default=0),
-        weight_bytes=weight_bytes(final),
-        dense_weight_bytes=dense_bytes,
-        dense_float_bytes=4 * info.parameters,
-        child_activation_bytes=child,
-        spill=False,
-        dense_speed=True,
-    )
-    hidden = [streaming.hidden_bytes for _, streaming, _ in streamed if streaming is not None]
+    passes, again = _pass_work(planned.passes, learning)
+    hidden = [one.hidden_bytes for one in (*learning, forward) if one is not None]
+    sites = [site for step in planned.passes for site in step.sites]
     return Costs(
-        amounts=memory,
-        work=work,
+        amounts=Amounts(
+            nodes=len(graph.graph.nodes),
+            text_tokens=tokens,
+            passes=[
+                (step.name, streaming, max((site.working_bytes for site in step.sites), default=0))
+                for step, streaming in zip(planned.passes, learning, strict=True)
+            ],
+            evaluation=forward,
+            logits=evaluation.window * info.vocab_size if evaluation is not None and info.kind == "decoder" else 0,
+            largest=max((site.out_features * site.in_features for site in sites), default=0),
+            largest_operand_bytes=max((kernel.bytes for kernel in linear_kernels(final)), default=0),
+            weight_bytes=weight_bytes(final),
+            dense_weight_bytes=weight_bytes(graph),
+            dense_float_bytes=4 * info.parameters,
+            child_activation_bytes=_session_bytes(info),
+            spill=False,
+            dense_speed=True,
+        ),
+        work={**work, **passes},
         again=again,
         graphs=(graph, final),
         tune=recipe.tune,
@@ -213,9 +173,47 @@ def run_costs(
         runs_here=runs_here,
         times_dense=runs_here and info.source is not None and info.kind != "module",
         bundle_bytes=bundle_bytes,
-        cache_bytes=packed_bytes,
-        spilled_bytes=max([*hidden, forward.hidden_bytes if forward is not None else 0], default=0),
+        cache_bytes=sum(site.bytes_after for site in sites if site.format),
+        spilled_bytes=max(hidden, default=0),
     )
+
+
+def _other_work(graph: GraphModule, final: GraphModule, tokens: int, bundle_bytes: int) -> dict[str, Work]:
+    """Count the work of all stages but passes and evaluation."""
+    info: ModelInfo = graph.meta["model"]
+    nodes = len(graph.graph.nodes)
+    work: dict[str, Work] = {"capture": capture_work(nodes, weight_bytes(graph) if info.source is not None else 0)}
+    if tokens:
+        work["text"] = text_work(tokens)
+    work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
+    work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
+    work["check"] = child_work(bundle_bytes)
+    return work
+
+
+def _pass_work(
+    passes: Sequence[PassPlan], learning: Sequence[Streaming | None]
+) -> tuple[dict[str, Work], dict[str, Work]]:
+    """Count the work of each pass by name, and what is added where hidden states lie on disk."""
+    work: dict[str, Work] = {}
+    again: dict[str, Work] = {}
+    for step, streaming in zip(passes, learning, strict=True):
+        name, stored = f"pass {step.name}", sum(site.bytes_after for site in step.sites if site.format)
+        amounts = Counter[str]({"write_byte": stored, "hash_byte": stored})
+        if streaming is None:
+            for site in step.sites:
+                amounts.update(site.work)
+        else:
+            amounts.update(streaming.work)
+            again[name] = Counter(again.get(name, {})) + Counter(streaming.again)
+        work[name] = Counter(work.get(name, {})) + amounts
+    return work, again
+
+
+def _session_bytes(info: ModelInfo) -> int:
+    """Count the bytes of logits, keys and values in the process that times the bundle."""
+    positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
+    return 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
 
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
@@ -268,32 +266,3 @@ def _vectors(final: GraphModule, info: ModelInfo) -> Work:
         length = min(_CHECKED_TOKENS, info.max_positions or _CHECKED_TOKENS)
         costs = node_costs(final, _CHECKED_RUNS, length)
     return {unit: _FLOAT64 * amount for unit, amount in eager_work(costs.values()).items()}
-
-
-def _bundle_bytes(final: GraphModule, info: ModelInfo) -> int:
-    """All files of the bundle: weights are counted, shipped files looked at, kernels and the manifest estimated."""
-    python = ("compressor_runtime.py", "compressor_selfcheck.py", "README-bundle.md")
-    shipped = [resource("export") / "python" / name for name in python]
-    spec = importlib.util.find_spec("tvm")
-    if spec is not None and spec.origin is not None:
-        shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
-    if info.source is not None:
-        shipped.append(info.source / "tokenizer.json")
-    files = sum(path.stat().st_size for path in shipped if path.is_file())
-    library = _LIBRARY_BYTES + _KERNEL_BYTES * len(linear_kernels(final)) + _NODE_BYTES * len(final.graph.nodes)
-    parameters = sum(1 for _ in final.parameters())
-    vectors = 4 * _CHECKED_ROWS * min(_CHECKED_COLUMNS, info.vocab_size) + 8 * _CHECKED_COLUMNS
-    return weight_bytes(final) + files + library + vectors + _MANIFEST_BYTES + _SITE_BYTES * parameters
-
-
-def _web_bundle_bytes(final: GraphModule, info: ModelInfo, has_wasm: bool) -> int:
-    """The same of a bundle for browsers."""
-    shipped = [resource("export") / "web" / name for name in (*SHIPPED, "README-bundle.md")]
-    if info.source is not None:
-        shipped.append(info.source / "tokenizer.json")
-    files = sum(path.stat().st_size for path in shipped if path.is_file())
-    linears = len(linear_kernels(final))
-    program = _WEB_KERNEL_BYTES * (linears + _WEB_KERNELS) + _WEB_STEP_BYTES * len(final.graph.nodes)
-    program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if has_wasm else 0
-    parameters = sum(1 for _ in final.parameters())
-    return weight_bytes(final) + files + program + _MANIFEST_BYTES + _SITE_BYTES * parameters

@@ -33,6 +33,8 @@ class TargetSpec:
 
 def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
     """The passes of a recipe, in order; what is wrong with them is added to ``problems``."""
+    from compressor.registry import PASSES
+
     steps = source.data["passes"]
     if not isinstance(steps, list | tuple):
         problems.append(source.locate(("passes",), f"expected a list of `- name: {{options}}`; found {steps!r:.80}"))
@@ -43,12 +45,13 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
     built = []
     for index, step in enumerate(steps):
         path: KeyPath = ("passes", index)
-        if dataclasses.is_dataclass(step) and callable(getattr(step, "run", None)):
+        if PASSES.fits(type(step)):
             built.append(step)
             continue
         entry = {step: {}} if isinstance(step, str) else step
         if not isinstance(entry, dict) or len(entry) != 1:
-            problems.append(source.locate(path, f"expected one `name: {{options}}`; found {step!r:.80}"))
+            advice = "; a pass of your own extends compressor.Pass" if dataclasses.is_dataclass(step) else ""
+            problems.append(source.locate(path, f"expected one `name: {{options}}`; found {step!r:.80}{advice}"))
             continue
         ((name, options),) = entry.items()
         try:
@@ -64,7 +67,7 @@ def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
     name = str(path[-1])
     if name not in PASSES.names():
         raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, PASSES.names())}")
-    return _instance(source, path, PASSES.find, options)
+    return _instance(source, path, PASSES.find, options, lambda kind: kind.scheme_format)
 
 
 def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
@@ -93,15 +96,25 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
     return None
 
 
-def _instance(source: Source, path: KeyPath, find_class: Callable[[str], type[Any]], options: Any) -> Any:
-    """The dataclass called ``path[-1]``, with the options as its fields."""
+def _instance(
+    source: Source,
+    path: KeyPath,
+    find_class: Callable[[str], type[Any]],
+    options: Any,
+    find_schemes: Callable[[Any], Any] = lambda _kind: Format,
+) -> Any:
+    """Make the dataclass called ``path[-1]``, with the options as its fields.
+
+    Args:
+        find_schemes: gives what parses the names under an option ``scheme`` of the class.
+    """
     name = str(path[-1])
     if not isinstance(options, dict):
         raise source.error(path, f"expected a mapping of options; found {options!r:.80}")
     try:
         kind = find_class(name)
         fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
-        schemes = getattr(kind, "scheme_format", Format)  # what the names under `scheme` are of
+        schemes = find_schemes(kind)
         for key in options:
             if key not in fields:
                 raise source.error((*path, key), f"{name} has no such option; {nearest(str(key), fields)}")

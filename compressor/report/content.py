@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compressor.codegen.backend import Check
 from compressor.errors import CompressorError
 from compressor.export.manifest import finite
 from compressor.host.cache import replace_file
-from compressor.verify.check import Check
 
 if TYPE_CHECKING:
     from compressor.run.outcome import Outcome

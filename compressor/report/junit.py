@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.codegen.backend import Check
 from compressor.report.content import write_file
-from compressor.verify.check import Check
 
 if TYPE_CHECKING:
     from compressor.evaluate.gates import GateResult

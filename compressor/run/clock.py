@@ -12,7 +12,7 @@ from compressor.host.machine import peak_rss_bytes
 from compressor.progress import Reporter
 
 
-class _Clock:
+class Clock:
     """Times the stages of a run, and shows them."""
 
     def __init__(self, reporter: Reporter) -> None:

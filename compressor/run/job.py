@@ -4,54 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
-from compressor.codegen.target import Target
+from compressor.codegen.backend import Check
 from compressor.codegen.tuning import summary
-from compressor.data.load import load_data
 from compressor.errors import GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
-from compressor.evaluate.quality import GraphLogits
+from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.export.bundle import write_bundle
+from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import check_destination, publishing
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.model import ModelInfo, twin, weight_bytes
-from compressor.host.cache import cache_folder
-from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
-from compressor.host.machine import cpu_name
-from compressor.host.tensor_files import Spill, trim
+from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.host.tensor_files import trim
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import Dump, verify_stage
 from compressor.pipeline.pipeline import Observer, Pipeline
-from compressor.pipeline.segment_cache import Results
 from compressor.plan.model import Plan
-from compressor.plan.plan import check_plan, compare_plan, plan_graph
-from compressor.plan.prices import machine
+from compressor.plan.plan import compare_plan
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import Recipe
-from compressor.run.clock import _Clock
-from compressor.run.lock import Lock
-from compressor.run.native import NativeMaker
+from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
-from compressor.run.web import WebMaker
+from compressor.run.prepare import Prepared, prepare
 from compressor.runtime import Bundle, load
-from compressor.verify.check import Check
-from compressor.verify.independence.check import check_independence
-from compressor.version import installed_versions
+from compressor.verify.independence.check import Independence, check_independence
 
 if TYPE_CHECKING:
     from torch import nn
 
     from compressor.codegen.isa import Isa
-
-_MAKERS: Mapping[str, Callable[[Any, int | None], NativeMaker | WebMaker]] = {"native": NativeMaker, "web": WebMaker}
 
 
 def compress(
@@ -111,116 +101,111 @@ def run_recipe(
         ResourceError: this machine has too little memory or disk.
         VerificationError: the kernels do not compute what the graph does.
     """
-    clock = _Clock(reporter or Silent())
+    clock = Clock(reporter or Silent())
     destination = Path(output or recipe.output or _missing_output())
     rejected = destination.with_name(destination.name + ".rejected")
     for folder in (destination, rejected) if recipe.gates else (destination,):
         check_destination(folder)
     if dump is not None:
         _make_dump_folder(dump)
-    if isinstance(model, str):
-        recipe, model = recipe.model_copy(update={"model": model}), None
-    source = recipe.model_source() if model is None else model
-    recipe.check_texts()
-    target: Target = recipe.target.build()
-    target.check_toolchain()  # fails now rather than after calibration
-    maker = _MAKERS[target.bundle](target, threads)
-    results = Results()
-    results.prepare()
-    lock = Lock(locked)
-    lock.add_setting(recipe, target)
-    if not isinstance(source, str):
-        lock.add_model(source, recipe.trust_remote_code)
-    lock.check()
-    with clock.stage("capture"):
-        graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
-        dense = twin(graph)  # for comparison
-        state = _origin(graph, recipe)
-    info: ModelInfo = graph.meta["model"]
-    with clock.stage("text"):
-        samples, data = load_data(recipe, info)
-    here = machine()  # measured once and remembered; that is no part of what the plan predicts
-    with clock.stage("plan", shown=False):
-        plan = plan_graph(graph, recipe, destination)
-    check_plan(plan)
-    if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
-        lock.add_model(info.source, recipe.trust_remote_code)
-    lock.add_data(samples, data)
-    lock.check()
-    context = Context(
-        samples=samples,
-        seed=recipe.seed,
-        target=recipe.target.name,
-        reporter=clock.reporter,
-        results=results,
-        state=state,
-        spill=Spill(cache_folder() / "spilled") if plan.spill else None,
-        prices=here.seconds,
-    )
-    observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
-    graph = Pipeline(recipe.passes, observers).run(graph, context)
-    with clock.stage("independence"):
-        independence = check_independence(graph)
-    with clock.stage("compile"):
-        maker.compile(graph, recipe.tune, lock.schedules, lambda isa: _dumper(dump, isa))
-    lock.add_schedules(maker.schedules)
-    lock.check()
+    given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
+    graph, independence = _compress(given, dump)
+    given.lock.check()
     with publishing(destination) as partial:
         with clock.stage("write"):
-            manifest = maker.write(
-                partial, graph, recipe, context, weight_bytes(dense), lock.text(), independence.independent
-            )
-        metrics: dict[str, Any] = {key: manifest[key] for key in SIZES}
-        metrics |= _cache_sizes(info, manifest["model"])
-        metrics["batch_independent"] = independence.independent
-        checks: Sequence[Check] = ()
-        notes = list(maker.notes)
-        if not independence.independent:
-            notes.append(f"batch entries are {independence}")
-        kernel_error, speed = None, Speed({}, {})
+            written = given.backend.write(partial, graph, independence.independent)
+            dense_bytes, lock = weight_bytes(given.dense_graph()), given.lock.text()
+            manifest = write_bundle(partial, written, run_facts(graph, given.recipe, given.context, dense_bytes, lock))
         del graph
-        if maker.runs_here:
-            with clock.stage("check"):
-                kernel_error, checks = maker.check(partial)
-            with clock.stage("evaluate", shown=False):
-                reference = GraphLogits(dense, spill=context.spill)
-                quality = bundle_quality(lambda: maker.process(partial), reference, data, recipe, clock.reporter)
-            metrics.update(quality.metrics())
-            del dense, reference
-            gc.collect()  # graphs are cyclic, and two more processes are about to need memory
-            trim()
-        else:
-            notes.append(maker.why_not())
-        if maker.runs_here and maker.timed:
-            with clock.stage("time"):
-                speed = measure_speed(partial, info, recipe.gates, threads, plan.dense_speed)
-            metrics.update(speed.metrics)
-        notes += [*plan.notes, *speed.notes, *comparisons(metrics, speed.timings)]
-        metrics["run_peak_rss_bytes"] = clock.peak_rss_bytes(metrics)
-        metrics["run_s"] = clock.since_start()
-        gates = check_gates(recipe.gates, {**metrics, "kernel_error": kernel_error}, speed.timings)
-        outcome = Outcome(
-            destination,
-            metrics,
-            gates,
-            [dataclasses.asdict(record) for record in context.records],
-            [dataclasses.asdict(record) for record in context.stages],
-            kernel_error,
-            notes,
-            checks,
-            _predictions(plan, metrics, clock, context),
-            [*_reuse(context), *summary(maker.tried), *context.notes],
-            maker.tried,
-        )
-        measurements = {**metrics, "kernel_error": kernel_error, "gates": [gate.content() for gate in gates]}
-        write_measurements(partial, finite(measurements))
-        if failed := [str(gate) for gate in gates if not gate.passed]:
+        measured = _measure(given, partial, manifest, independence)
+        outcome = _judge(given, destination, partial, measured)
+        if failed := [str(gate) for gate in outcome.gates if not gate.passed]:
             with publishing(rejected) as kept:
                 kept.rmdir()
                 partial.rename(kept)
             outcome = dataclasses.replace(outcome, bundle=rejected)
             raise GateError("\n".join([*failed, f"the bundle is kept as {rejected}"]), outcome)
     return outcome
+
+
+def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independence]:
+    """Run the passes and generate the kernels for what they leave."""
+    observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
+    graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
+    with given.clock.stage("independence"):
+        independence = check_independence(graph)
+    with given.clock.stage("compile"):
+        given.backend.compile(graph, given.recipe.tune, given.lock.schedules, lambda isa: _dumper(dump, isa))
+    given.lock.add_schedules(given.backend.schedules)
+    return graph, independence
+
+
+@dataclass
+class _Measured:
+    """What is known of a bundle: figures by their JSON names, errors, speed, and what else there is to say."""
+
+    metrics: dict[str, Any]
+    notes: list[str]
+    kernel_error: float | None = None
+    checks: Sequence[Check] = ()
+    speed: Speed = field(default_factory=lambda: Speed({}, {}))
+
+
+def _measure(given: Prepared, bundle: Path, manifest: Mapping[str, Any], independence: Independence) -> _Measured:
+    """Check a bundle's kernels, and measure its quality and speed, as far as this machine can run it."""
+    backend, clock, info = given.backend, given.clock, given.info
+    result = _Measured({key: manifest[key] for key in SIZES}, list(backend.notes))
+    result.metrics |= _cache_sizes(info, manifest["model"])
+    result.metrics["batch_independent"] = independence.independent
+    if not independence.independent:
+        result.notes.append(f"batch entries are {independence}")
+    if backend.runs_here:
+        with clock.stage("check"):
+            result.kernel_error, result.checks = backend.check_kernels(bundle)
+        with clock.stage("evaluate", shown=False):
+            result.metrics.update(_quality(given, bundle).metrics())
+    if not backend.runs_here or backend.launcher:
+        result.notes.append(backend.why_not())
+    given.drop_dense_graph()
+    gc.collect()  # graphs are cyclic, and two more processes are about to need memory
+    trim()
+    if backend.runs_here and backend.timed:
+        with clock.stage("time"):
+            result.speed = measure_speed(
+                bundle, info, given.recipe.gates, given.threads, given.plan.dense_speed, backend.launcher
+            )
+        result.metrics.update(result.speed.metrics)
+    result.notes += [*given.plan.notes, *result.speed.notes, *comparisons(result.metrics, result.speed.timings)]
+    result.metrics["run_peak_rss_bytes"] = clock.peak_rss_bytes(result.metrics)
+    result.metrics["run_s"] = clock.since_start()
+    return result
+
+
+def _quality(given: Prepared, bundle: Path) -> EvalResult:
+    """Measure a bundle's quality against the dense model."""
+    reference = GraphLogits(given.dense_graph(), spill=given.context.spill)
+    return bundle_quality(lambda: given.backend.open(bundle), reference, given.data, given.recipe, given.clock.reporter)
+
+
+def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measured) -> Outcome:
+    """Hold the figures against the gates, and write them beside the bundle."""
+    context, backend = given.context, given.backend
+    metrics = {**measured.metrics, "kernel_error": measured.kernel_error}
+    gates = check_gates(given.recipe.gates, metrics, measured.speed.timings)
+    write_measurements(partial, finite({**metrics, "gates": [gate.content() for gate in gates]}))
+    return Outcome(
+        destination,
+        measured.metrics,
+        gates,
+        [dataclasses.asdict(record) for record in context.records],
+        [dataclasses.asdict(record) for record in context.stages],
+        measured.kernel_error,
+        measured.notes,
+        measured.checks,
+        _predictions(given.plan, measured.metrics, given.clock, context),
+        [*_reuse(context), *summary(backend.tried), *context.notes],
+        backend.tried,
+    )
 
 
 def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:
@@ -234,16 +219,6 @@ def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, in
     }
 
 
-def _origin(graph: GraphModule, recipe: Recipe) -> str:
-    """Digest of all that decides what passes make of this model: the model itself, our code, versions, the CPU."""
-    info: ModelInfo = graph.meta["model"]
-    if info.source is not None:
-        model: Any = model_fingerprint(info.source, recipe.trust_remote_code)
-    else:
-        model = tensors_sha256([*graph.named_parameters(), *graph.named_buffers()])
-    return digest(str(graph.graph), model, code_digest(), installed_versions(), cpu_name(), recipe.seed)
-
-
 def _reuse(context: Context) -> list[str]:
     """What was not computed anew, in words."""
     if not context.reused or context.results is None:
@@ -255,7 +230,7 @@ def _reuse(context: Context) -> list[str]:
 
 
 def _predictions(
-    plan: Plan, metrics: Mapping[str, Any], clock: _Clock, context: Context
+    plan: Plan, metrics: Mapping[str, Any], clock: Clock, context: Context
 ) -> list[tuple[str, float, float, float]]:
     """The plan beside what happened; seconds only where everything was done anew."""
     actual = {name: metrics[name] for name in ("weight_bytes", "bundle_bytes")}

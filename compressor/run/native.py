@@ -1,57 +1,88 @@
-"""What a run makes for targets whose kernels are libraries: compiled, linked, and run here where this machine can."""
+"""Make bundles whose kernels are libraries: compile, link, write, and run them here where this machine can."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
+from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.target import NativeTarget
 from compressor.errors import CompressorError
 from compressor.evaluate.models import BundleProcess
-from compressor.export.facts import model_facts
-from compressor.export.native import BundleParts, FasterLibrary, fill_bundle
+from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
-from compressor.graph.model import ModelInfo
-from compressor.pipeline.context import Context
-from compressor.recipe.recipe import Recipe
-from compressor.runtime import read_manifest
-from compressor.verify.check import Check
+from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.host.resources import resource
+from compressor.plan.durations import linear_kernels
+from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import smoke_test
 
 if TYPE_CHECKING:
     from compressor.codegen.isa import Isa
 
-Dumper = Callable[["Isa | None"], Callable[[str, str], None] | None]
+_LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
+# Fitted to bundles: a library beside its kernels, a kernel, a node of the graph.
+_LIBRARY_BYTES, _KERNEL_BYTES, _NODE_BYTES = 130_000, 30_000, 250
+_CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in the stored vectors
+_SHIPPED = ("compressor_runtime.py", "compressor_selfcheck.py", "README-bundle.md")
 
 
-class NativeMaker:
-    """Makes and checks a bundle that Python and C++ load.
+class NativeBackend:
+    """Make and check bundles that Python and C++ load (:class:`compressor.codegen.backend.Backend`).
 
-    Attributes:
-        runs_here: whether this machine can execute the kernels.
-        timed: whether their speed here says something.
-        schedules, tried, notes: of all libraries; see :class:`compressor.codegen.lowering.compile.Library`.
+    Args:
+        threads: for tuning and for timing; None takes the physical cores.
     """
 
-    timed = True
-
-    def __init__(self, target: NativeTarget, threads: int | None) -> None:
+    def __init__(self, target: NativeTarget, threads: int | None = None) -> None:
         self._target, self._threads = target, threads
         self._libraries: list[Library] = []
-        self.runs_here = target.executes(target.resolve())
+        self.isa = target.resolve()
         self.schedules: dict[str, dict[str, Any]] = {}
         self.tried: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
+    @cached_property
+    def runs_here(self) -> bool:
+        """Whether this machine can execute the kernels."""
+        return self._target.executes(self.isa)
+
+    @property
+    def launcher(self) -> Sequence[str]:
+        """What stands before the command of a process that runs the kernels."""
+        return self._target.launcher(self.isa)
+
+    @property
+    def timed(self) -> bool:
+        """Whether speed here says something: an emulator's says nothing."""
+        return not self.launcher
+
+    def check(self, graph: GraphModule) -> None:
+        """Refuse nothing: there are kernels for all that can be captured and packed."""
+
+    def estimate_bytes(self, graph: GraphModule) -> int:
+        """Count the weights, look at shipped files, estimate kernels and manifest."""
+        info: ModelInfo = graph.meta["model"]
+        shipped = [resource("export") / "python" / name for name in _SHIPPED]
+        spec = importlib.util.find_spec("tvm")
+        if spec is not None and spec.origin is not None:
+            shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
+        library = _LIBRARY_BYTES + _KERNEL_BYTES * len(linear_kernels(graph)) + _NODE_BYTES * len(graph.graph.nodes)
+        parameters = sum(1 for _ in graph.parameters())
+        vectors = 4 * _CHECKED_ROWS * min(_CHECKED_COLUMNS, info.vocab_size) + 8 * _CHECKED_COLUMNS
+        files = files_bytes(shipped, info)
+        return weight_bytes(graph) + files + library + vectors + MANIFEST_BYTES + SITE_BYTES * parameters
+
     def compile(
-        self, graph: GraphModule, tune: str, pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
+        self, graph: GraphModule, tune: str, pinned: Mapping[str, Mapping[str, Any]] | None, dump: DumpPhase
     ) -> None:
         """Generate the kernels for all instruction sets."""
         for isa in (None, *self._target.faster()):
@@ -63,103 +94,68 @@ class NativeMaker:
             self.tried += library.tried
             self.notes += [note for note in library.notes if note not in self.notes]
 
-    def write(
-        self,
-        folder: Path,
-        graph: GraphModule,
-        recipe: Recipe,
-        context: Context,
-        dense_weight_bytes: int,
-        lock: str,
-        independent: bool,
-    ) -> dict[str, Any]:
-        """All files of the bundle; returns its manifest."""
-        assemble(
-            folder, graph, self._libraries, self._target, recipe, context, dense_weight_bytes, lock,
-            independent=independent,
-        )  # fmt: skip
-        self._libraries.clear()  # they hold memory, which the rest of the run needs
-        return read_manifest(folder)
+    def write(self, folder: Path, graph: GraphModule, independent: bool) -> Written:
+        """Link the libraries and write the files that make them a bundle.
 
-    def check(self, folder: Path) -> tuple[float, list[Check]]:
-        """The kernels' error against the graph, and what else was made sure of."""
-        smoke = smoke_test(folder, self._threads)
+        Raises:
+            CompressorError: there is no room, in the temporary folder or in ``folder``.
+        """
+        info: ModelInfo = graph.meta["model"]
+        with tempfile.TemporaryDirectory() as scratch:
+            _check_room(Path(scratch))
+            library, *faster = self._libraries
+            shared = Path(scratch) / "model.so"
+            library.save(shared, self._target)
+            linked = [
+                FasterLibrary(Path(scratch) / f"{n}.so", one.isa.name, one.isa.cpu_flags)
+                for n, one in enumerate(faster)
+            ]
+            for one, file in zip(faster, linked, strict=True):
+                one.save(file.path, self._target)
+            parts = NativeParts(
+                name=info.name,
+                graph=graph,
+                parameters=library.parameters,
+                library=shared,
+                vectors=make_vectors(graph),
+                kernels=[kernel for one in self._libraries for kernel in one.kernels],
+                cpu_features=library.isa.cpu_flags,
+                isa=library.isa.name,
+                faster=linked,
+                entry_bytes=library.entry_bytes if independent else None,
+            )
+            written = write_native(folder, parts)
+        self._libraries.clear()  # they hold memory, which the rest of the run needs
+        return written
+
+    def check_kernels(self, folder: Path) -> tuple[float, list[Check]]:
+        """Run the kernels in a process of their own, those of each instruction set that this machine has."""
+        smoke = smoke_test(folder, self._threads, launcher=self.launcher)
         checks = [Check("smoke test", True, f"loaded in {smoke.load_s:.2f} s and ran without torch")]
         if self._target.faster():
-            isas = (*self._target.faster(), self._target.resolve())
-            checks += [self._check_library(folder, isa) for isa in isas]
+            checks += [self._check_library(folder, isa) for isa in (*self._target.faster(), self.isa)]
         return smoke.error, checks
 
-    def process(self, folder: Path) -> BundleProcess:
-        """The bundle in a process of its own, to be evaluated."""
-        return BundleProcess(folder, self._threads)
+    def open(self, folder: Path) -> BundleProcess:
+        """Open the bundle in a process of its own."""
+        return BundleProcess(folder, self._threads, self.launcher)
 
     def why_not(self) -> str:
-        """Why nothing runs here, in words."""
-        return f"kernels are compiled for {self._target.resolve().name}, which this machine lacks: nothing was measured"
+        """Say why nothing runs here, or how slowly."""
+        if self.runs_here:
+            return f"kernels run under {self.launcher[0]}: their speed was not measured"
+        return f"kernels are compiled for {self.isa.name}, which this machine lacks: nothing was measured"
 
     def _check_library(self, folder: Path, isa: Isa) -> Check:
-        """What came of running the kernels for one of several instruction sets."""
+        """Run the kernels for one of several instruction sets."""
         if not self._target.executes(isa):
             return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
-        error = smoke_test(folder, self._threads, isa.name).error
+        error = smoke_test(folder, self._threads, isa.name, self._target.launcher(isa)).error
         return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")
 
 
-_LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
-
-
-def assemble(
-    folder: Path,
-    graph: GraphModule,
-    libraries: Sequence[Library],
-    target: NativeTarget,
-    recipe: Recipe,
-    context: Context,
-    dense_weight_bytes: int,
-    lock: str | None = None,
-    *,
-    independent: bool,
-) -> None:
-    """Link the libraries and write all files of a bundle, with the text of its lock, into the empty ``folder``.
-
-    Args:
-        libraries: the one that all CPUs run which the bundle is for, and faster ones, best first.
-        independent: no batch entry depends on another, so that the run-time may divide a batch.
-    Raises:
-        CompressorError: there is no room, in the temporary folder or in ``folder``.
-    """
-    info: ModelInfo = graph.meta["model"]
-    with tempfile.TemporaryDirectory() as scratch:
-        _check_room(Path(scratch))
-        library, *faster = libraries
-        shared = Path(scratch) / "model.so"
-        library.save(shared, target)
-        linked = [FasterLibrary(Path(scratch) / f"{n}.so", x.isa.name, x.isa.cpu_flags) for n, x in enumerate(faster)]
-        for one, file in zip(faster, linked, strict=True):
-            one.save(file.path, target)
-        parts = BundleParts(
-            graph=graph,
-            parameters=library.parameters,
-            library=shared,
-            vectors=make_vectors(graph),
-            model=model_facts(graph) | ({"entry_bytes": library.entry_bytes} if independent else {}),
-            recipe=recipe.resolved(),
-            sites=[dataclasses.asdict(record) for record in context.records],
-            kernels=[kernel for one in libraries for kernel in one.kernels],
-            cpu_features=library.isa.cpu_flags,
-            isa=library.isa.name,
-            faster=linked,
-            dense_weight_bytes=dense_weight_bytes,
-            calibration=None if context.samples is None else context.samples.facts(),
-            tokenizer=info.source if info.kind != "module" else None,
-            lock=lock,
-        )
-        fill_bundle(folder, parts)
-
-
 def _check_room(scratch: Path) -> None:
-    """LLVM ends the process, without a word of where, when it cannot write its objects."""
+    """Refuse to link in a full folder: LLVM ends the process, without a word of where, when it cannot write."""
     free = shutil.disk_usage(scratch).free
     if free < _LINKING_BYTES:
         raise CompressorError(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.codegen.backend import Check
 from compressor.evaluate.gates import GateResult
-from compressor.verify.check import Check
 
 
 @dataclass(frozen=True)

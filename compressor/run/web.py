@@ -1,10 +1,10 @@
-"""What a run makes for browsers: kernels in WGSL and WebAssembly, checked and evaluated where they run here."""
+"""Make bundles for browsers: kernels in WGSL and WebAssembly, checked and evaluated where they run here."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,105 +13,117 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import GraphModule
 
+from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.targets.webgpu import SIMD128, Webgpu
+from compressor.codegen.web.convert import why_unsupported
 from compressor.codegen.web.execute_wasm import is_available
 from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Engine, WebBundle
-from compressor.errors import VerificationError
-from compressor.export.facts import model_facts
+from compressor.errors import UsageError
 from compressor.export.vectors import make_vectors
-from compressor.export.web import WebParts, fill_web_bundle
-from compressor.graph.model import ModelInfo
-from compressor.pipeline.context import Context
-from compressor.recipe.recipe import Recipe
-from compressor.run.native import Dumper
-from compressor.verify.check import Check
+from compressor.export.web import SHIPPED, WebParts, write_web
+from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.host.resources import resource
+from compressor.plan.durations import linear_kernels
+from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import worst_error
 
+_KERNEL_BYTES, _KERNELS, _STEP_BYTES = 6000, 10, 60  # fitted; sources are repeated for one token and for several
+_WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 
-class WebMaker:
-    """Makes and checks a bundle for browsers; the names are those of :class:`compressor.run.native.NativeMaker`."""
 
-    timed = False  # a software adapter says nothing of the users' devices
+class WebBackend:
+    """Make and check bundles for browsers (:class:`compressor.codegen.backend.Backend`)."""
 
-    def __init__(self, target: Webgpu, _threads: int | None) -> None:
+    isa = None  # nothing of what kernels do on the users' devices is foreseen
+    timed = False  # a software adapter says nothing of them either
+    launcher = ()
+
+    def __init__(self, target: Webgpu, _threads: int | None = None) -> None:
         self._target = target
         self._program: WebProgram | None = None
         self._wasm: tuple[WebProgram, bytes] | None = None
         self._vectors: dict[str, torch.Tensor] = {}
         self._bundles: dict[Engine, WebBundle] = {}
-        can_run: dict[Engine, bool] = {
-            "webgpu": target.executes(target.resolve()), "wasm": target.wasm and is_available()
-        }  # fmt: skip
-        self._engines = [engine for engine, can in can_run.items() if can]
-        self.runs_here = bool(self._engines)
         self.schedules: dict[str, dict[str, Any]] = {}
         self.tried: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
+    @cached_property
+    def _engines(self) -> list[Engine]:
+        """Those that execute kernels here."""
+        can_run: dict[Engine, bool] = {
+            "webgpu": self._target.executes(self._target.resolve()),
+            "wasm": self._target.wasm and is_available(),
+        }
+        return [engine for engine, can in can_run.items() if can]
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine can execute the kernels, in either form."""
+        return bool(self._engines)
+
+    def check(self, graph: GraphModule) -> None:
+        """Refuse plain modules, and operators and formats without kernels in WGSL."""
+        info: ModelInfo = graph.meta["model"]
+        if info.kind == "module":
+            raise UsageError(
+                f"{info.name}: the target webgpu serves decoders and encoders, this is a plain module; take the target "
+                "x86"
+            )
+        if reason := why_unsupported(graph):
+            raise UsageError(reason)
+
+    def estimate_bytes(self, graph: GraphModule) -> int:
+        """Count the weights, look at shipped files, estimate programs and manifest."""
+        shipped = [resource("export") / "web" / name for name in (*SHIPPED, "README-bundle.md")]
+        linears = len(linear_kernels(graph))
+        program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
+        program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0
+        parameters = sum(1 for _ in graph.parameters())
+        files = files_bytes(shipped, graph.meta["model"])
+        return weight_bytes(graph) + files + program + MANIFEST_BYTES + SITE_BYTES * parameters
+
     def compile(
-        self, graph: GraphModule, tune: str, _pinned: Mapping[str, Mapping[str, Any]] | None, dump: Dumper
+        self, graph: GraphModule, tune: str, pinned: Mapping[str, Mapping[str, Any]] | None, dump: DumpPhase
     ) -> None:
         """Generate the programs."""
         if tune == "full":
             self.notes.append(
                 "tune: full changes nothing for webgpu: its kernels have the shipped constants everywhere"
             )
-        info: ModelInfo = graph.meta["model"]
-        if info.kind == "module":
-            raise VerificationError(
-                f"{info.name}: the target webgpu serves decoders and encoders, this is a plain module; take the target "
-                "x86"
-            )
+        self.check(graph)  # once more: a pass that plans nothing may have left what is not served
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
         if self._target.wasm:
             self._wasm = compile_wasm(graph, SIMD128, dump(SIMD128))
         if self.runs_here:
             self._vectors = make_vectors(graph)
 
-    def write(
-        self,
-        folder: Path,
-        graph: GraphModule,
-        recipe: Recipe,
-        context: Context,
-        dense_weight_bytes: int,
-        lock: str,
-        _independent: bool,
-    ) -> dict[str, Any]:
-        """All files of the bundle; returns its manifest."""
-        program, info = self._program, graph.meta["model"]
-        assert program is not None
-        programs: dict[Engine, WebProgram] = {"webgpu": program}
+    def write(self, folder: Path, graph: GraphModule, independent: bool) -> Written:
+        """Write programs, weights, run-time and page."""
+        assert self._program is not None
+        programs: dict[Engine, WebProgram] = {"webgpu": self._program}
         if self._wasm is not None:
             programs["wasm"] = self._wasm[0]
         constants = {name: array for one in programs.values() for name, array in one.constants.items()}
-        return fill_web_bundle(
-            folder,
-            WebParts(
-                graph=graph,
-                parameters=list(dict.fromkeys(name for one in programs.values() for name in one.parameters)),
-                constants={name: torch.from_numpy(array.copy()) for name, array in constants.items()},
-                program=program.content,
-                wasm=None if self._wasm is None else (self._wasm[0].content, self._wasm[1]),
-                model=model_facts(graph),
-                recipe=recipe.resolved(),
-                sites=[dataclasses.asdict(record) for record in context.records],
-                kernels=[
-                    {**record, "engine": engine, "evidence": "executed" if engine in self._engines else "compiled"}
-                    for engine, one in programs.items()
-                    for record in one.kernels
-                ],
-                dense_weight_bytes=dense_weight_bytes,
-                calibration=None if context.samples is None else context.samples.facts(),
-                tokenizer=info.source,
-                lock=lock,
-            ),
+        parts = WebParts(
+            name=graph.meta["model"].name,
+            graph=graph,
+            parameters=list(dict.fromkeys(name for one in programs.values() for name in one.parameters)),
+            constants={name: torch.from_numpy(array.copy()) for name, array in constants.items()},
+            program=self._program.content,
+            wasm=None if self._wasm is None else (self._wasm[0].content, self._wasm[1]),
+            kernels=[
+                {**record, "engine": engine, "evidence": "executed" if engine in self._engines else "compiled"}
+                for engine, one in programs.items()
+                for record in one.kernels
+            ],
         )
+        return write_web(folder, parts)
 
-    def check(self, folder: Path) -> tuple[float, list[Check]]:
-        """The kernels' largest error against the graph."""
+    def check_kernels(self, folder: Path) -> tuple[float, list[Check]]:
+        """Run the stored vectors on each engine that is here."""
         names, errors, checks = {"webgpu": "WebGPU", "wasm": "WebAssembly"}, [], []
         for engine in self._engines:
             self._bundles[engine] = WebBundle(folder, engine)
@@ -141,13 +153,13 @@ class WebMaker:
         is_slow = "webgpu" not in self._engines or is_software()
         return "wasm" if "wasm" in self._engines and is_slow else "webgpu"
 
-    def process(self, folder: Path) -> WebProcess:
-        """The bundle on this machine, to be evaluated; as checked, its kernels are compiled already."""
+    def open(self, folder: Path) -> WebProcess:
+        """Open the bundle in this process; once checked, its kernels are compiled already."""
         engine = self._evaluator()
         return WebProcess(self._bundles.get(engine) or WebBundle(folder, engine))
 
     def why_not(self) -> str:
-        """Why nothing runs here, in words."""
+        """Say why nothing was measured."""
         return (
             "kernels are compiled, not executed: nothing was measured; `pip install 'compressor[webgpu]'`, and where "
             "there is no graphics processor Debian's mesa-vulkan-drivers, let this machine run them"
@@ -155,7 +167,7 @@ class WebMaker:
 
 
 class WebProcess:
-    """A bundle for evaluations, as :class:`compressor.evaluate.models.BundleProcess`."""
+    """Compute with a bundle for evaluations, as :class:`compressor.evaluate.models.BundleProcess`."""
 
     def __init__(self, bundle: WebBundle) -> None:
         self._bundle = bundle

@@ -8,7 +8,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,9 @@ class SmokeResult:
 _FIELDS = [field.name for field in dataclasses.fields(SmokeResult) if field.name != "error"]
 
 
-def smoke_test(bundle: Path, threads: int | None = None, isa: str | None = None) -> SmokeResult:
+def smoke_test(
+    bundle: Path, threads: int | None = None, isa: str | None = None, launcher: Sequence[str] = ()
+) -> SmokeResult:
     """Load a bundle in a process of its own, with the run-time that is shipped in it, and compare its outputs.
 
     The process gets five minutes, and a second more for every 10 MB of the bundle.
@@ -64,6 +66,7 @@ def smoke_test(bundle: Path, threads: int | None = None, isa: str | None = None)
     Args:
         threads: of the kernels; None takes the physical cores.
         isa: instruction set of the kernels; None takes the best of the bundle's that runs here.
+        launcher: what stands before the command of the process, such as an emulator.
     Raises:
         VerificationError: the bundle does not load, computes something else, imports what it must not, crashes or
             hangs.
@@ -76,7 +79,7 @@ def smoke_test(bundle: Path, threads: int | None = None, isa: str | None = None)
     options = [] if threads is None else ["--threads", str(threads)]
     options += [] if isa is None else ["--isa", isa]
     # -B: no __pycache__ in the bundle.
-    command = [sys.executable, "-B", "-c", _CHILD, str(folder), str(script), ",".join(BLOCKED), *options]
+    command = [*launcher, sys.executable, "-B", "-c", _CHILD, str(folder), str(script), ",".join(BLOCKED), *options]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False

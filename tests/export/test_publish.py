@@ -5,8 +5,8 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import compressor_runtime
 import pytest
@@ -14,6 +14,7 @@ import torch
 from compressor_runtime import read_safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_bundles import write_native_bundle
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -21,7 +22,6 @@ from torch import nn
 
 from compressor.errors import CompressorError, UsageError
 from compressor.export.manifest import write_measurements
-from compressor.export.native import BundleParts, write_bundle
 from compressor.export.publish import check_destination, publishing
 from compressor.export.tokenizer import write_tokenizer
 from compressor.host.tensor_files import write_safetensors
@@ -126,13 +126,13 @@ def test_a_broken_safetensors_file_is_refused(tmp_path: Path, content: bytes) ->
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> BundleParts:
+def parts(tmp_path: Path) -> dict[str, Any]:
     graph = nn.ModuleDict({"lm": nn.Linear(4, 6, bias=True)})
     (tmp_path / "kernels.so").write_bytes(b"kernels")
     source = tmp_path / "model"
     source.mkdir()
     Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(source / "tokenizer.json"))
-    return BundleParts(
+    return dict(
         graph=graph,
         parameters=["lm.weight", "lm.bias"],
         library=tmp_path / "kernels.so",
@@ -151,8 +151,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundleParts) -> None:
-    bundle = write_bundle(tmp_path / "deep" / "bundle", parts)
+def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: dict[str, Any]) -> None:
+    bundle = write_native_bundle(tmp_path / "deep" / "bundle", parts)
     own = {"README.md", "compressor_runtime.py", "compressor_selfcheck.py", "manifest.json", "model.so"}
     own |= {"tokenizer.json", "vectors.safetensors", "weights.safetensors"}
     tvm = {"lib/LICENSE-apache-tvm", "lib/NOTICE-apache-tvm", "lib/libtvm_runtime.so"}
@@ -164,7 +164,9 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundlePart
     assert (manifest["weight_bytes"], manifest["dense_weight_bytes"]) == (4 * (24 + 6), 96)
     assert manifest["formats"] == ["W4A16_G128"] and manifest["kind"] == "decoder"
     assert str(tmp_path) not in (bundle / "manifest.json").read_text()  # where it was made is nobody's business
-    assert torch.equal(load_file(bundle / "weights.safetensors")["lm.weight"], parts.graph.get_parameter("lm.weight"))
+    assert torch.equal(
+        load_file(bundle / "weights.safetensors")["lm.weight"], parts["graph"].get_parameter("lm.weight")
+    )
     assert "sse2" in (bundle / "README.md").read_text()
     umask = os.umask(0)
     os.umask(umask)
@@ -172,12 +174,12 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: BundlePart
 
 
 def test_large_files_are_listed_with_their_pieces(
-    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = read_manifest(write_bundle(tmp_path / "small", parts))["files"]
+    small = read_manifest(write_native_bundle(tmp_path / "small", parts))["files"]
     assert not any("pieces" in entry for entry in small.values())
     monkeypatch.setattr(compressor_runtime, "PIECE_BYTES", 8192)
-    bundle = write_bundle(tmp_path / "b", parts)
+    bundle = write_native_bundle(tmp_path / "b", parts)
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)
     for name, entry in manifest["files"].items():
@@ -189,14 +191,14 @@ def test_large_files_are_listed_with_their_pieces(
     assert manifest["bundle_bytes"] == sum(map(len, contents(bundle).values()))
 
 
-def test_the_same_parts_give_the_same_bytes(tmp_path: Path, parts: BundleParts) -> None:
-    first = contents(write_bundle(tmp_path / "1", parts))
-    again = contents(write_bundle(tmp_path / "2", replace(parts, cpu_features=["avx2", "sse2"])))
+def test_the_same_parts_give_the_same_bytes(tmp_path: Path, parts: dict[str, Any]) -> None:
+    first = contents(write_native_bundle(tmp_path / "1", parts))
+    again = contents(write_native_bundle(tmp_path / "2", parts | dict(cpu_features=["avx2", "sse2"])))
     assert first == again
 
 
-def test_measurements_stand_outside_the_hashes(tmp_path: Path, parts: BundleParts) -> None:
-    bundle = write_bundle(tmp_path / "b", parts)
+def test_measurements_stand_outside_the_hashes(tmp_path: Path, parts: dict[str, Any]) -> None:
+    bundle = write_native_bundle(tmp_path / "b", parts)
     before = (bundle / "manifest.json").read_bytes()
     write_measurements(bundle, {"perplexity": 3.5})
     write_measurements(bundle, {"perplexity": 4.5})
@@ -206,18 +208,18 @@ def test_measurements_stand_outside_the_hashes(tmp_path: Path, parts: BundlePart
     assert not list(bundle.glob(".*"))
 
 
-def test_a_bundle_takes_the_place_of_a_bundle_and_of_an_empty_folder(tmp_path: Path, parts: BundleParts) -> None:
+def test_a_bundle_takes_the_place_of_a_bundle_and_of_an_empty_folder(tmp_path: Path, parts: dict[str, Any]) -> None:
     (tmp_path / "b").mkdir()
-    write_bundle(tmp_path / "b", parts)
-    write_bundle(tmp_path / "b", replace(parts, recipe={"seed": 1}))
+    write_native_bundle(tmp_path / "b", parts)
+    write_native_bundle(tmp_path / "b", parts | dict(recipe={"seed": 1}))
     assert read_manifest(tmp_path / "b")["recipe"] == {"seed": 1}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "kernels.so", "model"]
 
 
-def test_the_former_bundle_survives_a_failure(tmp_path: Path, parts: BundleParts) -> None:
-    before = contents(write_bundle(tmp_path / "b", parts))
+def test_the_former_bundle_survives_a_failure(tmp_path: Path, parts: dict[str, Any]) -> None:
+    before = contents(write_native_bundle(tmp_path / "b", parts))
     with pytest.raises(CompressorError, match=r"lm\.nothing"):
-        write_bundle(tmp_path / "b", replace(parts, parameters=["lm.nothing"]))
+        write_native_bundle(tmp_path / "b", parts | dict(parameters=["lm.nothing"]))
     with pytest.raises(KeyboardInterrupt), publishing(tmp_path / "b") as folder:
         (folder / "half").write_text("half")
         raise KeyboardInterrupt
@@ -226,16 +228,16 @@ def test_the_former_bundle_survives_a_failure(tmp_path: Path, parts: BundleParts
 
 
 def test_a_file_system_that_cannot_exchange_names(
-    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compressor.export.publish._EXCHANGE", 1 << 20)  # no such flag: the kernel refuses it
     for seed in (0, 1):
-        write_bundle(tmp_path / "b", replace(parts, recipe={"seed": seed}))
+        write_native_bundle(tmp_path / "b", parts | dict(recipe={"seed": seed}))
     assert read_manifest(tmp_path / "b")["recipe"] == {"seed": 1}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "kernels.so", "model"]
 
 
-def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, parts: BundleParts) -> None:
+def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, parts: dict[str, Any]) -> None:
     folder, file, link = tmp_path / "thesis", tmp_path / "file", tmp_path / "link"
     folder.mkdir()
     (folder / "manifest.json").write_text('{"name": "a browser extension"}')
@@ -243,18 +245,18 @@ def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, parts: BundleParts
     link.symlink_to(folder)
     for destination in (folder, file, link, file / "below"):
         with pytest.raises(UsageError, match=r"thesis|file|link"):
-            write_bundle(destination, parts)
+            write_native_bundle(destination, parts)
         with pytest.raises(UsageError):
             check_destination(destination)
     assert (folder / "manifest.json").read_text() == '{"name": "a browser extension"}' and file.read_text() == "text"
 
 
 def test_a_folder_that_cannot_be_written_to(
-    tmp_path: Path, parts: BundleParts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not hold for root
     with pytest.raises(UsageError, match="cannot be written"):
-        write_bundle(tmp_path / "b", parts)
+        write_native_bundle(tmp_path / "b", parts)
     monkeypatch.undo()
 
     def full(path: object) -> None:
@@ -262,20 +264,20 @@ def test_a_folder_that_cannot_be_written_to(
 
     monkeypatch.setattr("compressor.export.publish._flush", full)
     with pytest.raises(CompressorError, match="No space left"):
-        write_bundle(tmp_path / "b", parts)
+        write_native_bundle(tmp_path / "b", parts)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.so", "model"]
 
 
 # --- tokenizers
 
 
-def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path, parts: BundleParts) -> None:
-    assert parts.tokenizer is not None
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(tmp_path: Path, parts: dict[str, Any]) -> None:
+    assert parts["tokenizer"] is not None
     with pytest.raises(CompressorError, match="ids up to 5, the model knows 3"):
-        write_tokenizer(parts.tokenizer, tmp_path / "t.json", 3)
-    (parts.tokenizer / "tokenizer.json").write_text("{}")
+        write_tokenizer(parts["tokenizer"], tmp_path / "t.json", 3)
+    (parts["tokenizer"] / "tokenizer.json").write_text("{}")
     with pytest.raises(CompressorError, match="not a tokenizer"):
-        write_bundle(tmp_path / "b", parts)
+        write_native_bundle(tmp_path / "b", parts)
     assert not (tmp_path / "b").exists()
 
 

@@ -21,8 +21,10 @@ import compressor.export.web as module
 from compressor.cli.commands import main
 from compressor.cli.serve import make_server
 from compressor.errors import UsageError
+from compressor.export.bundle import write_bundle
+from compressor.export.facts import BundleFacts
 from compressor.export.publish import publishing
-from compressor.export.web import WebParts, fill_web_bundle
+from compressor.export.web import WebParts, write_web
 from compressor.runtime import load
 
 
@@ -31,17 +33,20 @@ def parts(**tensors: torch.Tensor) -> WebParts:
     for name, tensor in tensors.items():
         graph.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return WebParts(
+        name="small",
         graph=graph,
         parameters=list(tensors),
         constants={"constant_0": torch.arange(3, dtype=torch.int32)},
         program={"steps": []},
         wasm=({"steps": []}, b"\0asm"),
-        model={"kind": "decoder", "name": "small", "vocab_size": 0},
-        recipe={},
-        sites=[],
         kernels=[],
-        dense_weight_bytes=1,
     )
+
+
+def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
+    model = {"kind": "decoder", "name": "small", "vocab_size": 0}
+    facts = BundleFacts(model=model, recipe={}, sites=[], dense_weight_bytes=1)
+    return write_bundle(folder, write_web(folder, parts), facts)
 
 
 @pytest.fixture

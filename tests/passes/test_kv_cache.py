@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
         packed(broken, KvCache("BFP4_G8", permute=True))
     encoder = twin(dense)
     encoder.meta["model"] = dataclasses.replace(dense.meta["model"], kind="encoder")
-    with pytest.raises(UsageError, match="is no decoder"):
+    with pytest.raises(UsageError, match="is not a decoder"):
         KvCache("INT8").run(encoder, Context())
 
 

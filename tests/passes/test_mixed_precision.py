@@ -147,7 +147,9 @@ def test_bad_options() -> None:
     with pytest.raises(UsageError, match="exactly one budget"):
         MixedPrecision()
     module = capture(torch.nn.Sequential(torch.nn.Linear(32, 4)).eval(), (torch.zeros(2, 32),))
-    with pytest.raises(UsageError, match=r"kl_divergence 0\.1: Sequential is no decoder.*give bits, weight_bytes or"):
-        MixedPrecision(kl_divergence=0.1).plan(module, Context())
+    with pytest.raises(
+        UsageError, match=r"kl_divergence 0\.1: Sequential is not a decoder.*give bits, weight_bytes or"
+    ):
+        MixedPrecision(kl_divergence=0.1).requires(module, Context())
     with pytest.raises(UsageError, match=r"bits 1\.5: .*add a smaller scheme"):
         MixedPrecision(bits=1.5).plan(capture(MODEL, weights=False), Context())

@@ -206,7 +206,7 @@ def test_entry_points_add_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("foreign_pass")
 
     @dataclasses.dataclass(frozen=True)
-    class Foreign:
+    class Foreign(Pass):
         def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
             return graph
 

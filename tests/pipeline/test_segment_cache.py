@@ -202,7 +202,7 @@ def test_a_changed_recipe_reuses_what_did_not_change(tmp_path: Path, captured: G
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class Scale(Pass):
     """A pass of somebody else's, whose code says nothing about what it depends on."""
 
     factor: float

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.cli.commands import main
+from compressor.codegen.backend import make_backend
 from compressor.errors import ResourceError, UsageError
 from compressor.graph.costs import node_costs
 from compressor.graph.model import weight_bytes
@@ -28,12 +29,14 @@ from compressor.host.machine import Memory
 from compressor.host.resources import resource
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pipeline
+from compressor.pipeline.pipeline import Pass, Pipeline
+from compressor.plan import passes as passes_module
 from compressor.plan import plan as plan_module
 from compressor.plan import roofline as plan_roofline
 from compressor.plan.memory import StageMemory
 from compressor.plan.model import Plan
-from compressor.plan.plan import check_plan, compare_plan, make_plan, plan_graph
+from compressor.plan.passes import plan_passes
+from compressor.plan.plan import check_plan, compare_plan, make_plan
 from compressor.plan.prices import UNITS, Machine
 from compressor.plan.streaming import peak_bytes, plan_calibration
 from compressor.recipe.recipe import Recipe
@@ -60,7 +63,13 @@ MACHINE = Machine("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 <
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always the same prices, and memory enough."""
     monkeypatch.setattr(plan_module, "machine", lambda _measure=False: MACHINE)
+    monkeypatch.setattr(passes_module, "machine", lambda _measure=False: MACHINE)
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(64 * GB, "the test"))
+
+
+def plan_graph(graph: GraphModule, wanted: Recipe) -> Plan:
+    backend = make_backend(wanted.target.build())
+    return plan_module.plan_graph(graph, wanted, backend, plan_passes(graph, wanted, backend))
 
 
 def recipe(*passes: Any, **keys: Any) -> Recipe:
@@ -194,7 +203,7 @@ def test_headers_are_read_where_the_weights_are_unreadable_garbage(tmp_path: Pat
 
 
 @dataclasses.dataclass(frozen=True)
-class Mute:
+class Mute(Pass):
     """A pass of somebody else's, without a plan."""
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
@@ -346,7 +355,7 @@ def test_tuned_schedules_cost_no_time_again(
     cold = plan_graph(shape_graph, wanted).stages["compile"].value
     from compressor.plan.durations import linear_kernels
 
-    kernels = linear_kernels(plan_module._attempt(shape_graph, wanted, MACHINE)[2])
+    kernels = linear_kernels(plan_passes(shape_graph, wanted, make_backend(wanted.target.build())).final)
     assert {kernel.name for kernel in kernels} == {
         "packed_linear_256x256_W4A16_G128",
         "packed_linear_512x256_W4A16_G128",

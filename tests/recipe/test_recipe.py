@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from compressor.errors import RecipeError
 from compressor.host.resources import resource
+from compressor.pipeline.pipeline import Pass
 from compressor.recipe.gates import METRICS, Gate
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TargetSpec, TextSpec, load_recipe, load_text_spec
 from compressor.recipe.sources import shipped_names
@@ -30,7 +31,7 @@ gates: {perplexity_increase: "<= 3%"}
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Pass):
     """A pass with every kind of option."""
 
     scheme: str

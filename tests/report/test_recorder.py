@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compressor.codegen.backend import Check
 from compressor.errors import CompressorError, RecipeError, UsageError, VerificationError
 from compressor.evaluate.gates import check_gates
 from compressor.recipe.gates import Gate
@@ -23,7 +24,6 @@ from compressor.report.content import outcome_content, write_report
 from compressor.report.junit import write_junit
 from compressor.report.recorder import recording
 from compressor.run.outcome import Outcome
-from compressor.verify.check import Check
 
 GATES = check_gates(
     [

@@ -93,6 +93,49 @@ def compile_graph(
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
+    lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
+    with tvm_target, naming("generate"):
+        executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None)
+    evidence = "executed" if runs_here else "compiled"
+    kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
+    part = lowered.entry_bytes
+    return Library(executable, lowered.parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Hold a program after all phases, before code is generated.
+
+    Attributes:
+        mod: what the virtual machine runs, and the kernels in TIR.
+        parameters: names of the parameters, in the order in which the entry takes them.
+        kernels: name, family, format, ... of each.
+        entry_bytes: as of :class:`Library`.
+    """
+
+    mod: tvm.IRModule
+    parameters: list[str]
+    kernels: list[dict[str, Any]]
+    entry_bytes: int
+
+
+def lower_graph(
+    graph: GraphModule,
+    tvm_target: tvm.target.Target,
+    isa: Isa,
+    tuner: Tuner,
+    dump: Callable[[str, str], None] | None = None,
+) -> Lowered:
+    """Lower a graph through all phases, memory planned, without generating code.
+
+    Args:
+        tvm_target: that phases ask for limits.
+        tuner: that chooses the kernels' schedules.
+        dump: called with (phase, text) after each phase.
+    Raises:
+        VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
+        DriftError: the tuner's pinned schedules are those of other kernels.
+    """
     converter = Converter(isa, tuner)
     program = reexport(graph)
     fuse_convolutions(program.graph)
@@ -102,12 +145,8 @@ def compile_graph(
     mod = _add_probe(mod)
     with tvm_target:
         mod = run_phases(mod, phases(), converter.smallest_packed, activations, dump)
-        with naming("generate"):
-            executable = tvm.compile(mod, tvm_target, relax_pipeline=None)
-    evidence = "executed" if runs_here else "compiled"
-    kernels = [{**record, "evidence": evidence} for record in converter.records]
     part = 0 if kind == "decoder" else entry_bytes(program, tokens=kind == "encoder")
-    return Library(executable, parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+    return Lowered(mod, parameters, list(converter.records), part)
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:

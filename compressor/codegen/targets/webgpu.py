@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from compressor.codegen.isa import Isa
 from compressor.errors import ToolchainError
@@ -23,7 +23,7 @@ class Webgpu:
         wasm: the bundle also has the kernels in WebAssembly, for browsers without WebGPU and for Node.
     """
 
-    bundle: ClassVar[Literal["web"]] = "web"
+    backend: ClassVar[str] = "compressor.run.web:WebBackend"
 
     wasm: bool = True
 

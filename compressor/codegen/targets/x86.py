@@ -31,7 +31,7 @@ class X86:
             one bundle, which takes the best that it finds where it is loaded.
     """
 
-    bundle: ClassVar[Literal["native"]] = "native"
+    backend: ClassVar[str] = "compressor.run.native:NativeBackend"
 
     isa: Literal["native", "any", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 
@@ -60,6 +60,10 @@ class X86:
     def executes(self, isa: Isa) -> bool:
         """Whether this machine can execute code for ``isa``."""
         return host_flags().issuperset(isa.cpu_flags) and (not isa.tiles or allow_tiles())
+
+    def launcher(self, isa: Isa) -> tuple[str, ...]:
+        """Return nothing: what this machine lacks is compiled, not executed."""
+        return ()
 
     def tvm_target(self, isa: Isa) -> tvm.target.Target:
         """TVM's target; LLVM takes the features from the name of a CPU generation that has just these, or lacks few."""

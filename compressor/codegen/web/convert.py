@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from torch import fx
@@ -20,6 +20,13 @@ from compressor.codegen.web.kernel import Kernel
 from compressor.codegen.web.kernels import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.errors import UsageError
 from compressor.formats.format import Format
+
+_ABSENT = {
+    "patches.default": "convolutions",
+    "pack_cache.default": "packed caches (the pass kv_cache)",
+    "packed_attention.default": "packed caches (the pass kv_cache)",
+}
+"""Operators of ours that have no kernels in WGSL, and what they are called in messages."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,7 @@ class WebConverter:
             "slice.Tensor": slice_rows,
             "split.Tensor": _split,
             "index.Tensor": index_rows,
-            "patches.default": _refused("convolutions"),
-            "pack_cache.default": _refused("packed caches (the pass kv_cache)"),
-            "packed_attention.default": _refused("packed caches (the pass kv_cache)"),
+            **{name: _refused for name in _ABSENT},
         }
 
     def _call(self, importer: Any, name: str, dispatches: Sequence[Dispatch], operands: list[Any], out: Any) -> Any:
@@ -190,10 +195,30 @@ def _product(sizes: Sequence[Any]) -> Any:
     return prod(sizes, start=tvm.tirx.IntImm("int64", 1))
 
 
-def _refused(what: str) -> Callable[[fx.Node, Any], Any]:
-    """A converter that says what the target has no kernels for, and where it is."""
+def _refused(node: fx.Node, _importer: Any) -> Any:
+    """Raise the UsageError for an operator without kernels."""
+    raise UsageError(_refusal(node))
 
-    def refuse(node: fx.Node, _importer: Any) -> Any:
-        raise UsageError(f"node {node.name}: the target webgpu has no kernels for {what}; take the target x86 for them")
 
-    return refuse
+def _refusal(node: fx.Node) -> str:
+    what = _ABSENT[_operator(node)]
+    return f"node {node.name}: the target webgpu has no kernels for {what}; take the target x86 for them"
+
+
+def _operator(node: fx.Node) -> str:
+    """Name an operator of ours as :meth:`WebConverter.table` does; empty for any other node."""
+    return str(node.target).removeprefix("compressor.") if node.op == "call_function" else ""
+
+
+def why_unsupported(graph: fx.GraphModule) -> str:
+    """Say what of a graph has no kernels in WGSL, the first that there is; empty where all has."""
+    for node in graph.graph.nodes:
+        operator = _operator(node)
+        if operator in _ABSENT:
+            return _refusal(node)
+        if operator == "packed_linear.default":
+            try:
+                packed_linear.check_format(Format.parse(cast(str, node.args[3])))
+            except UsageError as error:
+                return str(error)
+    return ""

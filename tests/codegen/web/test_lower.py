@@ -21,7 +21,7 @@ from compressor.errors import UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.context import Context
-from compressor.run.web import WebMaker
+from compressor.run.web import WebBackend
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 1e-3
@@ -122,8 +122,8 @@ def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
 
 def test_plain_modules_are_refused() -> None:
     graph = capture(torch.nn.Linear(4, 4), (torch.zeros(2, 4),))
-    with pytest.raises(VerificationError, match="serves decoders and encoders, this is a plain module"):
-        WebMaker(Webgpu(wasm=False), None).compile(graph, "off", None, lambda _isa: None)
+    with pytest.raises(UsageError, match="serves decoders and encoders, this is a plain module"):
+        WebBackend(Webgpu(wasm=False)).check(graph)
 
 
 def test_inputs_that_wgsl_cannot_store_are_refused() -> None:

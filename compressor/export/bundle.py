@@ -1,0 +1,45 @@
+"""Finish a bundle: beside a backend's own files the tokenizer, the lock, and the manifest that lists them all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compressor.codegen.backend import Written
+from compressor.export.facts import BundleFacts
+from compressor.export.manifest import listing, with_total
+from compressor.export.publish import explaining_failed_writes
+from compressor.export.tokenizer import write_tokenizer
+from compressor.version import installed_versions
+
+
+def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str, Any]:
+    """Complete ``folder``, which holds what a backend wrote, to a bundle; returns its manifest.
+
+    Raises:
+        CompressorError: the tokenizer is missing or not the model's, or writing failed.
+    """
+    with explaining_failed_writes(folder):
+        if facts.tokenizer is not None:
+            write_tokenizer(facts.tokenizer, folder / "tokenizer.json", facts.model.get("vocab_size", 0))
+        if facts.lock is not None:
+            (folder / "compress.lock").write_text(facts.lock, encoding="utf-8")
+        model = {**facts.model, **written.model}
+        manifest = {
+            **written.fields,
+            "kind": model["kind"],
+            "model": {key: value for key, value in model.items() if key not in ("kind", "source")},
+            "recipe": facts.recipe,
+            "calibration": facts.calibration,
+            "formats": sorted({site["format"] for site in facts.sites if site.get("format")}),
+            "sites": list(facts.sites),
+            "kernels": list(written.kernels),
+            "versions": installed_versions(),
+            "dense_weight_bytes": facts.dense_weight_bytes,
+            "files": listing(folder, written.hashes),
+        }
+        text = with_total(manifest)
+        (folder / "manifest.json").write_bytes(text)
+    read: dict[str, Any] = json.loads(text)
+    return read

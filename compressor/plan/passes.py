@@ -1,0 +1,110 @@
+"""Ask passes and backend what they need, and what they will do, on a graph without weights: before any work is done.
+
+Each pass rewrites the graph as it will rewrite the real one, so what a later pass or the backend asks of it is asked of
+the graph that it will meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from compressor.errors import RecipeError, UsageError
+from compressor.formats.format import Format
+from compressor.graph.model import twin, weight_bytes
+from compressor.graph.rewrite import set_parameter
+from compressor.pipeline.context import Context
+from compressor.plan.model import PassPlan
+from compressor.plan.prices import machine
+from compressor.recipe.options import recipe_name
+from compressor.registry import PASSES
+
+if TYPE_CHECKING:
+    from compressor.codegen.backend import Backend
+    from compressor.pipeline.pipeline import Pass
+    from compressor.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlannedPasses:
+    """Hold what the passes of a recipe will do.
+
+    Attributes:
+        passes: a plan for each, in order.
+        before: the graph before each pass, without weights.
+        final: after the last.
+    """
+
+    passes: tuple[PassPlan, ...]
+    before: tuple[GraphModule, ...]
+    final: GraphModule
+
+
+def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> PlannedPasses:
+    """Plan all passes on a copy of a captured graph without weights; the graph itself stays as it is.
+
+    Raises:
+        RecipeError: a pass or the backend cannot serve this model or these formats; it names the recipe's line.
+    """
+    meta = _without_weights(graph)
+    with _at(recipe, ("target",), ""):
+        backend.check(meta)
+    context = Context(seed=recipe.seed, target=recipe.target.name, prices=_Prices())
+    passes: list[PassPlan] = []
+    before: list[GraphModule] = []
+    for index, step in enumerate(recipe.passes):
+        before.append(twin(meta))
+        with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
+            passes.append(_plan_pass(index + 1, step, meta, context, recipe))
+            backend.check(meta)
+    return PlannedPasses(tuple(passes), tuple(before), meta)
+
+
+def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, recipe: Recipe) -> PassPlan:
+    """Ask one pass, which rewrites the graph without weights."""
+    name, said = PASSES.name_of(step), len(context.notes)
+    step.requires(graph, context)
+    planned = step.plan(graph, context)
+    sites = tuple(planned or ())
+    if recipe.calibration is None and (step.runs_samples or any(site.gathering for site in sites)):
+        scales = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
+        context.calibration(name, scales and f"stored scales of {scales}")  # raises, as in the run
+    notes = tuple(context.notes[said:])
+    return PassPlan(index, name, sites, weight_bytes(graph), planned is not None, step.runs_samples, notes)
+
+
+def _without_weights(graph: GraphModule) -> GraphModule:
+    """Copy a graph, with parameters on the meta device."""
+    meta = twin(graph)
+    for name, parameter in list(meta.named_parameters()):
+        if not parameter.is_meta:
+            set_parameter(meta, name, parameter.detach().to("meta"))
+    return meta
+
+
+@contextmanager
+def _at(recipe: Recipe, path: tuple[str | int, ...], name: str) -> Iterator[None]:
+    """Say where in the recipe stands what an error is about."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except UsageError as error:
+        raise recipe.problem(path, str(error).removeprefix(f"{name}: ")) from error
+
+
+class _Prices(Mapping[str, float]):
+    """Seconds by unit of work; the machine is measured when the first of them is asked for."""
+
+    def __getitem__(self, unit: str) -> float:
+        return machine().seconds[unit]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(machine().seconds)
+
+    def __len__(self) -> int:
+        return len(machine().seconds)

@@ -1,0 +1,146 @@
+"""Get everything ready that a run needs, and refuse what cannot go well, before any pass works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.codegen.backend import Backend, make_backend
+from compressor.data.load import load_data
+from compressor.graph.model import ModelInfo, twin
+from compressor.host.cache import cache_folder
+from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
+from compressor.host.machine import cpu_name
+from compressor.host.tensor_files import Spill
+from compressor.pipeline.context import Context
+from compressor.pipeline.segment_cache import Results
+from compressor.plan.model import Plan
+from compressor.plan.passes import plan_passes
+from compressor.plan.plan import check_plan, plan_graph
+from compressor.plan.prices import machine
+from compressor.recipe.recipe import Recipe
+from compressor.run.clock import Clock
+from compressor.run.lock import Lock
+from compressor.version import installed_versions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass
+class Prepared:
+    """Hold what a run goes on with, once nothing stands against it.
+
+    Attributes:
+        recipe: with the model that was given in place of its own.
+        backend: of the target.
+        context: of the passes.
+        plan: what the run will do and cost.
+        data: what quality is measured on, as :func:`compressor.evaluate.models.bundle_quality` takes it.
+        info: about the model as captured.
+        lock: of this run, so far.
+        threads: None takes the physical cores.
+        graph, dense: the captured graph, for the passes and for comparison; None once they are given away.
+    """
+
+    recipe: Recipe
+    backend: Backend
+    context: Context
+    plan: Plan
+    data: Any
+    info: ModelInfo
+    lock: Lock
+    clock: Clock
+    threads: int | None
+    graph: GraphModule | None
+    dense: GraphModule | None
+
+    def take_graph(self) -> GraphModule:
+        """Give the captured graph away: whoever has it decides how long its weights stay in memory."""
+        graph, self.graph = self.graph, None
+        assert graph is not None
+        return graph
+
+    def dense_graph(self) -> GraphModule:
+        """Return the captured graph for comparison."""
+        assert self.dense is not None
+        return self.dense
+
+    def drop_dense_graph(self) -> None:
+        """Let the captured graph's memory go."""
+        self.dense = None
+
+
+def prepare(
+    recipe: Recipe,
+    model: str | Path | nn.Module | None,
+    example: tuple[Any, ...] | None,
+    dynamic_shapes: Any,
+    destination: Path,
+    threads: int | None,
+    locked: Mapping[str, Any] | None,
+    clock: Clock,
+) -> Prepared:
+    """Capture the model, ask passes and target what they need, read the data, and plan.
+
+    The arguments are those of :func:`compressor.run.job.run_recipe`.
+
+    Raises:
+        CompressorError: as for ``run_recipe``: whatever would stop the run later and can be known now.
+    """
+    if isinstance(model, str):
+        recipe, model = recipe.model_copy(update={"model": model}), None
+    source = recipe.model_source() if model is None else model
+    recipe.check_texts()
+    target = recipe.target.build()
+    target.check_toolchain()
+    backend = make_backend(target, threads)
+    results = Results()
+    results.prepare()
+    lock = Lock(locked)
+    lock.add_setting(recipe, target)
+    if not isinstance(source, str):
+        lock.add_model(source, recipe.trust_remote_code)
+    lock.check()
+    with clock.stage("capture"):
+        graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
+        dense = twin(graph)
+        state = _origin(graph, recipe)
+    info: ModelInfo = graph.meta["model"]
+    planned = plan_passes(graph, recipe, backend)
+    with clock.stage("text"):
+        samples, data = load_data(recipe, info)
+    here = machine()  # measured once and remembered: not part of what the plan predicts
+    with clock.stage("plan", shown=False):
+        plan = plan_graph(graph, recipe, backend, planned, destination)
+    check_plan(plan)
+    if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
+        lock.add_model(info.source, recipe.trust_remote_code)
+    lock.add_data(samples, data)
+    lock.check()
+    context = Context(
+        samples=samples,
+        seed=recipe.seed,
+        target=recipe.target.name,
+        reporter=clock.reporter,
+        results=results,
+        state=state,
+        spill=Spill(cache_folder() / "spilled") if plan.spill else None,
+        prices=here.seconds,
+    )
+    return Prepared(recipe, backend, context, plan, data, info, lock, clock, threads, graph, dense)
+
+
+def _origin(graph: GraphModule, recipe: Recipe) -> str:
+    """Digest all that decides what passes make of this model: the model itself, our code, versions, the CPU."""
+    info: ModelInfo = graph.meta["model"]
+    if info.source is not None:
+        model: Any = model_fingerprint(info.source, recipe.trust_remote_code)
+    else:
+        model = tensors_sha256([*graph.named_parameters(), *graph.named_buffers()])
+    return digest(str(graph.graph), model, code_digest(), installed_versions(), cpu_name(), recipe.seed)

@@ -1,0 +1,91 @@
+"""What cannot be served is refused before any work, with the recipe's line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from tiny_models import SIZES, build
+from torch.fx import GraphModule
+
+import compressor
+from compressor.cli.commands import main
+from compressor.errors import RecipeError, UsageError
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+
+REFUSED = {
+    "packed caches": ("webgpu", ["kv_cache: {scheme: INT8}"], "the target webgpu has no kernels for packed caches"),
+    "single weights": (
+        "webgpu",
+        ["rtn: {scheme: W4A16_G32_S1}"],
+        "the target webgpu has no kernels for single weights",
+    ),
+    "columns": ("webgpu", ["rtn: {scheme: W4A16_G32, ignore: lm_head}", "llm_int8: {scheme: W8A8}"], "(_F)"),
+    "patterns": ("webgpu", ["rtn: {scheme: W4A16_G32, targets: nothing}"], "patterns that match no linear"),
+    "group size": ("x86", ["rtn: {scheme: W4A16, group_size: 4096}"], "divides the inputs of none"),
+    "no samples": ("x86", ["rtn: {scheme: W8A8_STATIC}"], "the recipe has none; add `calibration:`"),
+    "order": ("x86", ["bias_correction", "rtn: {scheme: W4A16_G32}"], "no linear is packed"),
+    "twice": ("x86", ["kv_cache: {scheme: INT8}", "kv_cache: {scheme: INT4}"], "the caches are INT8 already"),
+}
+"""Target, passes, and why: of those the last is refused, but for the order, whose first is."""
+
+
+def refusal(folder: Path, text: str) -> str:
+    file = folder / "recipe.yaml"
+    file.write_text(text, encoding="utf-8")
+    begin = time.monotonic()
+    result = CliRunner().invoke(main, ["run", str(file), "-o", str(folder / "bundle")])
+    assert result.exit_code == 2 and time.monotonic() - begin < 10, result.output
+    assert not list(folder.glob("bundle*"))
+    return result.stderr[result.stderr.index("error: ") :]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_line(name: str, tmp_path: Path) -> None:
+    target, passes, reason = REFUSED[name]
+    text = f"model: reference\ntarget: {target}\npasses:\n" + "".join(f"  - {step}\n" for step in passes)
+    text += "" if name == "no samples" else "calibration: python_docs\n"
+    index = 0 if name == "order" else len(passes) - 1
+    error = refusal(tmp_path, text)
+    assert error.startswith(f"error: {tmp_path / 'recipe.yaml'}:{4 + index}: passes.{index}.") and reason in error
+
+
+def test_a_target_that_does_not_serve_the_model_is_named_with_its_line(tmp_path: Path) -> None:
+    graph_of: dict[str, Any] = {"model": torch.nn.Linear(40, 8).eval(), "example": (torch.zeros(2, 40),)}
+    recipe = {"target": "webgpu", "passes": [{"rtn": {"scheme": "W8A16", "targets": "Linear"}}]}
+    with pytest.raises(RecipeError, match=r"recipe: target: Linear: the target webgpu serves decoders and encoders"):
+        compressor.compress(graph_of["model"], recipe, tmp_path / "bundle", example=graph_of["example"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_caches_of_an_encoder(tmp_path: Path) -> None:
+    build(transformers.BertConfig(**SIZES), transformers.AutoModel).save_pretrained(tmp_path / "bert")
+    text = f"model: {tmp_path / 'bert'}\npasses:\n  - kv_cache: {{scheme: INT8}}\n"
+    assert "recipe.yaml:3: passes.0.kv_cache: bert is not a decoder" in refusal(tmp_path, text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(Pass):
+    """Ask for something, and do not live to run."""
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        assert all(parameter.is_meta for parameter in graph.parameters())
+        raise UsageError("picky: this model has no moon")
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        raise AssertionError("a requirement was not asked for")
+
+
+def test_a_pass_of_ones_own_is_asked_first(tmp_path: Path) -> None:
+    recipe = {"model": "reference", "passes": ["rtn", Picky()], "target": "x86"}
+    recipe["passes"] = [{"rtn": {"scheme": "W4A16_G32"}}, Picky()]
+    with pytest.raises(RecipeError, match=r"recipe: passes\.1\.picky: this model has no moon"):
+        compressor.compress(None, recipe, tmp_path / "bundle")
+    assert not list(tmp_path.iterdir())
