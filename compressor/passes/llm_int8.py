@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -91,8 +92,12 @@ class LlmInt8(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do if no input is large, on a graph without weights."""
+        """Say what :meth:`run` will do if one input of each linear is large, on a graph without weights.
+
+        How many are, the run measures; one is enough for a target to say that it has no kernels for such columns.
+        """
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
+        fmt = dataclasses.replace(fmt, float_columns=1)
         formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False)
         return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, gathering)
