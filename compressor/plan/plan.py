@@ -77,28 +77,13 @@ def plan_graph(
     place = Path(output or recipe.output or ".")
     available = available_memory()
     costs = run_costs(graph, planned, recipe, backend)
-    notes = [
-        f"{step.name}: says nothing of its cost: its time and memory are not in these figures"
-        for step in passes
-        if not step.cost_known
-    ]
-    notes += dense_convolutions(final)
     spill = dense_speed = False
     for spill, dense_speed in ((False, True), (False, False), (True, True), (True, False)):
         memory = costs.memory(here, spill=spill, dense_speed=dense_speed)
         if needed(memory).needed_bytes <= available.bytes:
             break
-    if spill:
-        notes.append(f"hidden states go to {cache_folder()}: {_size(costs.spilled_bytes)} do not fit in memory")
-    if not dense_speed and costs.times_dense:
-        notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
     disk = _disk(place, costs, spill)
     bounds = rooflines(final, here) if costs.isa is not None else []
-    if costs.isa is None:
-        notes.append(
-            f"{recipe.target.name}: what generating, checking and evaluating kernels costs is not in these figures, "
-            "and how fast they are is up to the users' devices"
-        )
     seconds = costs.seconds(here, bounds, spill=spill, dense_speed=dense_speed)
     info: ModelInfo = graph.meta["model"]
     plan = Plan(
@@ -119,9 +104,29 @@ def plan_graph(
         stages={stage: estimate(value, here) for stage, value in seconds.items()},
         seconds=estimate(sum(seconds.values()), here),
         rooflines=tuple(bounds),
-        notes=tuple(notes),
+        notes=tuple(_notes(planned, costs, recipe.target.name, spill, dense_speed)),
     )
     return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, backend, here)) if _short(plan) else plan
+
+
+def _notes(planned: PlannedPasses, costs: Costs, target: str, spill: bool, dense_speed: bool) -> list[str]:
+    """Say what is not in the figures, and what the run will do differently for want of memory."""
+    notes = [
+        f"{step.name}: says nothing of its cost: its time and memory are not in these figures"
+        for step in planned.passes
+        if not step.cost_known
+    ]
+    notes += dense_convolutions(planned.final)
+    if spill:
+        notes.append(f"hidden states go to {cache_folder()}: {_size(costs.spilled_bytes)} do not fit in memory")
+    if not dense_speed and costs.times_dense:
+        notes.append("the dense model's speed will not be measured: in float32 it does not fit in memory")
+    if costs.isa is None:
+        notes.append(
+            f"{target}: what generating, checking and evaluating kernels costs is not in these figures, "
+            "and how fast they are is up to the users' devices"
+        )
+    return notes
 
 
 def check_plan(plan: Plan) -> None:

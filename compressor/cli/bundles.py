@@ -1,0 +1,134 @@
+"""Commands on a finished bundle: generate, serve, bench, inspect, verify, sign."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from compressor.cli.invocation import (
+    BUNDLE,
+    BUNDLE_OR_MODEL,
+    emit,
+    folder_with,
+    json_option,
+    reported,
+    threads_option,
+)
+from compressor.errors import VerificationError
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--max-tokens", type=click.IntRange(0), default=64, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Sample among the k likeliest.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Nucleus sampling.")
+@click.option("--seed", type=int, help="Makes sampling repeatable.")
+@click.option("--stop", multiple=True, help="Text that ends the generation.")
+@threads_option
+@json_option
+@reported
+def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **options: Any) -> None:
+    """Continue a prompt with the kernels of BUNDLE; the text streams to stdout."""
+    from compressor.runtime import load
+
+    pieces = load(bundle, threads=threads).generate(prompt, **options)
+    if as_json:
+        click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
+        return
+    for piece in pieces:
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@json_option
+@reported
+def serve(bundle: Path, port: int, as_json: bool) -> None:
+    """Serve BUNDLE, made for browsers, on this machine alone until interrupted."""
+    from compressor.cli.serve import HOST, make_server
+
+    with make_server(bundle, port) as server:
+        url = f"http://{HOST}:{server.server_port}/"
+        emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(f"{bundle} at {url}; Ctrl-C ends it"))
+        sys.stdout.flush()
+        server.serve_forever()
+
+
+@click.command("bench")
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
+@threads_option
+@json_option
+@reported
+def bench_command(
+    bundle: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
+) -> None:
+    """Time BUNDLE (or a Hugging Face folder, in PyTorch float32) in a process of its own."""
+    from compressor.cli.show_run import show_metrics
+    from compressor.evaluate.speed import bench
+
+    metrics = bench(bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats)
+    emit(as_json, metrics, lambda: show_metrics(str(bundle), metrics))
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
+@json_option
+@reported
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in PATH: a bundle's formats, bytes and kernels, or the linears of a Hugging Face folder."""
+    from compressor.cli.contents import inspect_path
+    from compressor.cli.show_run import show_inspection
+
+    content = inspect_path(path)
+    emit(as_json, content, lambda: show_inspection(content))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option(
+    "--public-key", type=click.Path(path_type=Path), help="PEM of the ed25519 key that must have signed the bundle."
+)
+@threads_option
+@json_option
+@reported
+def verify(bundle: Path, public_key: Path | None, threads: int | None, as_json: bool) -> None:
+    """Check BUNDLE: files, schema, bytes, signature, its kernels against stored outputs, and the evidence it declares.
+
+    Exit code 4 when a check fails. Kernels run in a process of their own, and only if files and signature are right.
+    """
+    from compressor.verify.bundle import verify_bundle
+
+    result = verify_bundle(bundle, threads=threads, public_key=public_key)
+    emit(as_json, result.content(), lambda: click.echo("\n".join(map(str, result.checks))))
+    if not result.verified:
+        failed = ", ".join(check.name for check in result.checks if check.passed is False)
+        raise VerificationError(f"{bundle}: not what it should be: {failed} failed")
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option(
+    "--key", required=True, type=click.Path(path_type=Path), help="PEM of a private ed25519 key, without passphrase."
+)
+@json_option
+@reported
+def sign(bundle: Path, key: Path, as_json: bool) -> None:
+    """Sign BUNDLE with ed25519: writes manifest.json.sig, which `compress verify --public-key` checks."""
+    from compressor.export.signing import sign_bundle
+
+    file = sign_bundle(bundle, key)
+    emit(as_json, {"signature": str(file)}, lambda: click.echo(f"signed: {file}"))
+
+
+COMMANDS = (generate, serve, bench_command, inspect, verify, sign)
