@@ -300,7 +300,7 @@ class Environment:
                 large = re.match(LARGE_DOWNLOAD, line)
                 if large is not None:
                     say(f"  downloading {large.group(1)}, {large.group(2)}")
-                if line.startswith("Installing collected packages:"):
+                if line.startswith("Installing collected packages:") and "," in line:
                     say(f"  unpacking {line.count(',') + 1} packages")
         if child.wait():
             for line in said[-8:]:
