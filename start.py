@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -71,7 +72,7 @@ REMEDIES = {
         "file and try again."
     ),
     r"NameResolution|NewConnection|Timeout|ProxyError|ConnectionReset|ProtocolError|Temporary fail|Could not resolve": (
-        "Check the network, HTTPS_PROXY and PIP_INDEX_URL, and try again: what was downloaded is kept."
+        "Check the network, HTTPS_PROXY and PIP_INDEX_URL, and try again."
     ),
     r"No matching distribution|Could not find a version": (
         "The package index has no release for Python {python}: call start.py with Python 3.11, or set PIP_INDEX_URL."
@@ -90,9 +91,6 @@ def say(text: str) -> None:
 
 
 BEGAN = time.monotonic()
-
-
-# ---------------------------------------------------------------------------------------------------------- decisions
 
 
 def declared(pattern: str) -> str:
@@ -201,9 +199,6 @@ def require_space(folder: Path, gigabytes: float) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ network
-
-
 def fetch(url: str, cert: str = "", timeout: float = 30) -> bytes:
     """Return what is at ``url``; a name and password in it are sent as pip sends them."""
     parts = urllib.parse.urlsplit(url)
@@ -259,9 +254,6 @@ def torch_source(finds_links: bool, reachable: bool, gpu: bool) -> tuple[str, li
     return f"the package index's, on PyPI with gigabytes of CUDA libraries ({TORCH_CPU_INDEX} is out of reach)", []
 
 
-# ------------------------------------------------------------------------------------------------------- installation
-
-
 class Environment:
     """A virtual environment that this script makes, completes and knows by its stamp."""
 
@@ -280,10 +272,10 @@ class Environment:
     def call(self, what: str, command: list[str]) -> None:
         """Run an installer: all it says goes to the log, large downloads to the terminal."""
         said: list[str] = []
+        environment = {**self.variables(), "DEBIAN_FRONTEND": "noninteractive"}
         with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"$ {' '.join(command)}\n")
-            log.flush()
-            child = subprocess.Popen(
+            print("$", shlex.join(command), file=log, flush=True)
+            with subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -291,21 +283,19 @@ class Environment:
                 text=True,
                 errors="replace",
                 cwd=ROOT,
-                env={**self.variables(), "DEBIAN_FRONTEND": "noninteractive"},
-            )
-            assert child.stdout is not None
-            for line in child.stdout:
-                log.write(line)
-                said.append(line.rstrip())
-                large = re.match(LARGE_DOWNLOAD, line)
-                if large is not None:
-                    say(f"  downloading {large.group(1)}, {large.group(2)}")
-                if line.startswith("Installing collected packages:") and "," in line:
-                    say(f"  unpacking {line.count(',') + 1} packages")
-        if child.wait():
-            for line in said[-8:]:
-                print(f"    {line}", file=sys.stderr)
-            raise Failure(f"{what} could not be installed. {explain(chr(10).join(said))} All that was said: {self.log}")
+                env=environment,
+            ) as child:
+                for line in child.stdout or ():
+                    log.write(line)
+                    said.append(line)
+                    large = re.match(LARGE_DOWNLOAD, line)
+                    if large is not None:
+                        say(f"  downloading {large.group(1)}, {large.group(2)}")
+                    if line.startswith("Installing collected packages:") and "," in line:
+                        say(f"  unpacking {line.count(',') + 1} packages")
+        if child.returncode:
+            print("".join(f"    {line}" for line in said[-8:]), end="", file=sys.stderr)
+            raise Failure(f"{what} could not be installed. {explain(''.join(said))} All that was said: {self.log}")
 
     def pip(self, what: str, *arguments: str) -> None:
         """Install ``what`` with the environment's own pip."""
@@ -333,15 +323,17 @@ class Environment:
             self.call("pip", [self.python, f"{wheel}/pip", "install", "--no-index", str(wheel)])
 
     def install_torch(self) -> None:
-        """Install torch, without CUDA where there is no GPU for it."""
+        """Install torch, without CUDA where there is no GPU for it, unless a fitting one is there."""
         wanted = declared(r'"(torch[<>=][^"]*)"')
-        probe = [self.python, "-m", "pip", "install", "--dry-run", "--quiet", "--no-index", "--no-deps", wanted]
-        finds_links = subprocess.run(probe, capture_output=True, env=self.variables(), check=False).returncode == 0
+        probe = [self.python, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", wanted]
+        found = subprocess.run(probe, capture_output=True, text=True, env=self.variables(), check=False)
+        if "already satisfied" in found.stdout:
+            return
         try:
             reachable = bool(fetch(f"{TORCH_CPU_INDEX}/torch/", pip_settings()["cert"], timeout=10))
         except OSError:
             reachable = False
-        words, options = torch_source(finds_links, reachable, nvidia_gpu())
+        words, options = torch_source(found.returncode == 0, reachable, nvidia_gpu())
         say(f"torch: {words}")
         require_space(self.folder, CPU_GB if options else CUDA_GB)
         self.pip("torch", *options, wanted)
@@ -388,9 +380,9 @@ class Environment:
             if stamp is not None:
                 say(f"{self.folder} is half made, or of another Python or place: made anew")
             self.make()
-            self.install_torch()
         elif stamp:
             wanted["extras"] = " ".join(sorted({*wanted["extras"].split(), *stamp["extras"].split()}))
+        self.install_torch()
         target = f".[{wanted['extras'].replace(' ', ',')}]" if wanted["extras"] else "."
         say(f"Compressor and what it needs: pip install '{target}'")
         self.pip("Compressor", target)
@@ -412,7 +404,7 @@ class Environment:
             ["compress", "run", "recipes/quickstart.yaml", "-o", str(output)],
             ["compress", "generate", str(output), "--prompt", "Return the"],
         ):
-            say(" ".join(command))
+            say(shlex.join(command))
             command[0] = str(self.folder / "bin" / "compress")
             code = subprocess.run(command, cwd=ROOT, env=self.variables(), check=False).returncode
             if code:
