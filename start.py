@@ -47,7 +47,10 @@ PIP_WHEEL = "pip-26.3-py3-none-any.whl"
 PIP_SHA256 = "f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
 PYPI = "https://pypi.org/simple"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CPU_GB, CUDA_GB = 4, 12  # free space that an installation takes at its height, downloads included
+CPU_GB, CUDA_GB = (
+    4,
+    12,
+)  # disk space at an installation's height: 2.2 and 5.5 stay, the rest are downloads and pip's cache
 
 COMPILERS = ("c++", "g++", "clang++")  # one of them links the kernels, else the extra `zig`
 SYSTEM_PACKAGES = {  # what tests need beside Python's packages: Debian's name, and commands, one of which must be there
@@ -65,7 +68,7 @@ VULKAN_DRIVERS = "/usr/share/vulkan/icd.d"
 # What installers say when they fail, and what a person can do about it; the first that is found counts.
 REMEDIES = {
     r"No space left on device|Errno 28|enough free space": (
-        "The disk is full (downloads go to {temporary}; TMPDIR names another folder). Free some space and try again."
+        "A disk is full (downloads go to {temporary}; TMPDIR names another folder). Free some space and try again."
     ),
     r"CERTIFICATE_VERIFY_FAILED|SSLError": (
         "The index's certificate is not trusted here. Where a proxy has a certificate of its own, set PIP_CERT to its "
@@ -73,6 +76,9 @@ REMEDIES = {
     ),
     r"NameResolution|NewConnection|Timeout|ProxyError|ConnectionReset|ProtocolError|Temporary fail|Could not resolve": (
         "Check the network, HTTPS_PROXY and PIP_INDEX_URL, and try again."
+    ),
+    r"not enough bytes were received": (  # so says pip of a full disk as well
+        "The connection broke, or the disk of {temporary} is full (TMPDIR names another folder): mend that first."
     ),
     r"No matching distribution|Could not find a version": (
         "The package index has no release for Python {python}: call start.py with Python 3.11, or set PIP_INDEX_URL."
@@ -190,13 +196,15 @@ def explain(output: str) -> str:
 
 
 def require_space(folder: Path, gigabytes: float) -> None:
-    """Raise Failure unless the disk of ``folder`` has so much space left."""
-    free = shutil.disk_usage(folder).free / 1e9
-    if free < gigabytes:
-        raise Failure(
-            f"{folder}: {free:.1f} GB are free on this disk, and the installation takes up to {gigabytes:g} GB with "
-            "its downloads. Free some space, or name a folder on another disk: --environment FOLDER."
-        )
+    """Raise Failure unless there is so much space for ``folder``, and a quarter of it for pip's downloads."""
+    temporary = Path(tempfile.gettempdir())
+    for place, needed, setting in ((folder, gigabytes, "--environment"), (temporary, gigabytes / 4, "TMPDIR")):
+        free = shutil.disk_usage(place).free / 1e9
+        if free < needed:
+            raise Failure(
+                f"{place}: {free:.1f} GB are free on this disk, and the installation takes up to {needed:g} GB there. "
+                f"Free some space, or name a folder on another disk with {setting}."
+            )
 
 
 def fetch(url: str, cert: str = "", timeout: float = 30) -> bytes:

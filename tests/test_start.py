@@ -175,6 +175,7 @@ def test_what_the_script_reads_of_the_project_is_there(start: ModuleType) -> Non
             "Retrying ... 'NewConnectionError('Connection refused')'\nERROR: No matching distribution found",
             "PIP_INDEX_URL",
         ),
+        ("Download failed after 6 attempts because not enough bytes were received (8.9 MB/100.5 MB)", "TMPDIR"),
         ("ERROR: No matching distribution found for apache-tvm", "Python 3.11"),
         ("E: Could not get lock /var/lib/dpkg/lock-frontend", "apt"),
         ("Segmentation fault", "above"),
@@ -184,10 +185,15 @@ def test_a_failed_installer_is_explained(start: ModuleType, output: str, remedy:
     assert remedy in start.explain(output)
 
 
-def test_a_full_disk_is_told_before_anything_is_downloaded(start: ModuleType, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_before_anything_is_downloaded(
+    start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start.require_space(tmp_path, 0)
-    with pytest.raises(start.Failure, match=r"GB are free on this disk.*1e\+09 GB.*--environment"):
+    with pytest.raises(start.Failure, match=rf"{tmp_path}: .* GB are free on this disk.*1e\+09 GB.*--environment"):
         start.require_space(tmp_path, 1e9)
+    monkeypatch.setattr(start.tempfile, "gettempdir", lambda: "/proc")  # a file system without space
+    with pytest.raises(start.Failure, match=r"/proc: 0.0 GB are free.* 0.25 GB.*TMPDIR"):
+        start.require_space(tmp_path, 1)
 
 
 def test_an_old_python_gets_as_far_as_the_message() -> None:
