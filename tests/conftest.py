@@ -32,7 +32,7 @@ def require_adapter() -> None:
         device()
     except ToolchainError as error:
         if os.environ.get("CI"):
-            pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
+            pytest.fail(f"{error}; CI runs every test: install it in start.py", pytrace=False)
         pytest.skip(str(error))
 
 
@@ -65,7 +65,7 @@ def require_tool() -> Callable[[str], Path]:
         if found is None:
             reason = f"{name} is not on PATH"
             if os.environ.get("CI"):
-                pytest.fail(f"{reason}; CI runs every test: install it in .ci/run", pytrace=False)
+                pytest.fail(f"{reason}; CI runs every test: install it in start.py", pytrace=False)
             pytest.skip(reason)
         return Path(found)
 
@@ -87,7 +87,7 @@ def require_model() -> Callable[[Any], Path]:
             if not recipe.model.startswith("package:"):
                 raise
             if os.environ.get("CI"):
-                pytest.fail(f"{error}; CI runs every test: install it in .ci/run", pytrace=False)
+                pytest.fail(f"{error}; CI runs every test: install it in start.py", pytrace=False)
             pytest.skip(str(error))
 
     return require
