@@ -57,3 +57,9 @@ class ResourceError(CompressorError):
     """This machine has too little memory or disk for the run; the message names the setting that would help."""
 
     exit_code: ClassVar[int] = 5
+
+
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """Return the first line of an error's message that is not blank; ``otherwise``, or the class's name, if all are."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__ if otherwise is None else otherwise)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import drop_dead_parameters, set_parameter
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
@@ -49,8 +50,7 @@ def dense_convolutions(graph: GraphModule) -> list[str]:
     found = []
     for node in graph.graph.nodes:
         if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS:
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            name = stack[-1][0] if stack and stack[-1][0] else node.name
+            name = module_path(node) or node.name
             found.append(f"{name}: stays dense: {_obstacle(node) or 'its weight is shared or computed'}")
     return found
 
@@ -209,8 +209,7 @@ def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | 
 def _affine(graph: GraphModule, node: Node, x: Node, scale: Tensor, offset: Tensor) -> Node:
     """The map as two operators over the last dimension."""
     dims = x.meta["val"].dim()
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    name = stack[-1][0] if stack and stack[-1][0] else node.name
+    name = module_path(node) or node.name
     y = _permuted(graph, node, x, [0, *range(2, dims), 1])
     for target, leaf, value in ((_ATEN.mul.Tensor, "scale", scale), (_ATEN.add.Tensor, "shift", offset)):
         held = _parameter(graph, node, f"{name}.{leaf}", value.float(), x.meta["val"])

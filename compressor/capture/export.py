@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from compressor.capture.attention import ATTENTION_NAME
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, first_line
 from compressor.host.resources import PACKAGE
 
 _OWN = PACKAGE
@@ -104,20 +104,27 @@ def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
 @contextmanager
 def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
     """Turn what goes wrong inside into a CaptureError that names the module, file and line."""
-    # torch logs a traceback of its own where shapes do not fit; the error below says it better.
+    try:
+        with quiet_fake_tensors():
+            yield
+    except CaptureError as error:
+        raise CaptureError(f"{name}: {error}") from error
+    except Exception as error:
+        where = _where(error, root) or (type(root).__name__ if root is not None else name)
+        reason = first_line(error, "no reason given")
+        raise CaptureError(
+            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error)}"
+        ) from error
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Silence the traceback that torch logs where an operator cannot run on fake tensors; our errors say it better."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
-    except CaptureError as error:
-        raise CaptureError(f"{name}: {error}") from error
-    except Exception as error:
-        where = _where(error, root) or (type(root).__name__ if root is not None else name)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-        raise CaptureError(
-            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error)}"
-        ) from error
     finally:
         log.setLevel(level)
 

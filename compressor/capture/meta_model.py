@@ -25,7 +25,7 @@ from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, re
 from compressor.capture.export import explaining
 from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source, module_source
-from compressor.errors import CaptureError, UsageError
+from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def folder_shadow(model: str | Path, trust_remote_code: bool, weights: bool = Tr
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         hint = "" if trust_remote_code else "; if the model brings its own code, ask for it with trust_remote_code"
-        raise CaptureError(f"{config_file}: cannot be used ({_first_line(error)}){hint}") from error
+        raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
     shadow = _build(
@@ -231,14 +231,10 @@ def _locate(model: str | Path) -> tuple[Path, str]:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES)), model
     except Exception as error:
         raise UsageError(
-            f"{model}: no such folder here, and the Hugging Face hub does not give it ({_first_line(error)}); check "
+            f"{model}: no such folder here, and the Hugging Face hub does not give it ({first_line(error)}); check "
             "the name and the network, log in if the model is gated, or download it and give the folder"
         ) from error
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

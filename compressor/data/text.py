@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, UsageError, first_line
 
 if TYPE_CHECKING:
     from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec
@@ -182,7 +182,7 @@ def _tokenizer(folder: Path | None, longest: int | None = None) -> tuple[Callabl
         except Exception as error:
             raise UsageError(
                 f"{folder}: no tokenizer: there is no tokenizer.json, nor anything that transformers can read "
-                f"({_reason(error)}); put the model's tokenizer files beside its weights"
+                f"({first_line(error)}); put the model's tokenizer files beside its weights"
             ) from error
         known = _SEPARATOR in slow.get_vocab()
         cut = {"truncation": longest is not None, "max_length": longest}
@@ -192,17 +192,13 @@ def _tokenizer(folder: Path | None, longest: int | None = None) -> tuple[Callabl
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:
-        raise UsageError(f"{file}: not a tokenizer: {_reason(error)}; get the file again") from error
+        raise UsageError(f"{file}: not a tokenizer: {first_line(error)}; get the file again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if longest is not None:
         tokenizer.enable_truncation(longest)
     known = tokenizer.token_to_id(_SEPARATOR) is not None
     return lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids), known
-
-
-def _reason(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _texts(spec: DataSource) -> Iterator[str]:
@@ -229,7 +225,7 @@ def _texts(spec: DataSource) -> Iterator[str]:
     except CompressorError:
         raise
     except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:
-        raise UsageError(f"{_label(spec)}: cannot be read as {kind}: {_reason(error)}") from error
+        raise UsageError(f"{_label(spec)}: cannot be read as {kind}: {first_line(error)}") from error
 
 
 def _paragraphs(texts: Iterable[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
 from compressor.graph.model import ModelInfo
+from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import set_parameter
 
 _CACHED = torch.ops.compressor.cached_attention.default
@@ -61,8 +62,7 @@ def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=_CACHED):
         index = caches.index(node.args[3])
-        stack = list(node.meta.get("nn_module_stack", {}).values())
-        name = stack[-1][0] if stack and stack[-1][0] else f"attention.{index}"
+        name = module_path(node) or f"attention.{index}"
         queries, keys, values = cast(tuple[Node, ...], node.args[:3])
         found.append(AttentionLayer(index, name, node, queries, keys, values))
     return found

@@ -5,7 +5,20 @@ from __future__ import annotations
 from torch.fx import Node
 
 
-def describe(node: Node) -> str:
-    """A node's name, and the module that it belongs to."""
+def owner(node: Node) -> tuple[str, str]:
+    """Return the dotted path and the class name of the innermost module that a node belongs to, empty if unknown."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    return f"{node.name} ({stack[-1][0]})" if stack and stack[-1][0] else node.name
+    path, module_class = stack[-1] if stack else ("", "")
+    name = module_class if isinstance(module_class, str) else module_class.__name__
+    return path, name.rpartition(".")[2]
+
+
+def module_path(node: Node) -> str:
+    """Return the dotted path of the innermost module that a node belongs to, empty if unknown."""
+    return owner(node)[0]
+
+
+def describe(node: Node) -> str:
+    """Return a node's name, and in brackets the module that it belongs to."""
+    path = module_path(node)
+    return f"{node.name} ({path})" if path else node.name

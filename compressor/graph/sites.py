@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.graph.provenance import owner
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
@@ -85,9 +86,7 @@ def _is_attribute(node: Any) -> bool:
 
 def _owner(node: Node, weight_name: str) -> tuple[str, str]:
     """Name and class of the module that is this linear; for a functional call, named after its weight."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    path, class_path = stack[-1] if stack else ("", "")
-    module_class = (class_path if isinstance(class_path, str) else class_path.__name__).rpartition(".")[2]
+    path, module_class = owner(node)
     leaf = module_class.endswith(("Linear", "Conv1D"))
     if path and (leaf or weight_name == f"{path}.weight"):
         return path, module_class

@@ -94,7 +94,7 @@ class Kernel:
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
     """The linears' kernels that schedules are chosen for, equal ones once; of several weights, the first one's."""
-    from compressor.codegen.lowering.fusion import groups
+    from compressor.codegen.lowering.fused_linear import groups
     from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
     found: dict[str, Kernel] = {}

@@ -1,7 +1,10 @@
-"""Convolutions in one piece: patches, the packed linear over them and what follows it become one operator of the graph.
+"""Fuse convolutions: patches, the packed linear over them and what follows become one operator of the graph.
 
-A convolution whose input's scale is calibrated rounds all of it with that scale.  Where nothing else reads the input,
-the convolution in front rounds it as it writes it, and it is stored in bytes.
+    patches -> packed_linear               becomes   fused_convolution(x)
+    fused_convolution -> + y -> relu       becomes   fused_convolution(x, residual=y, is_relu)
+    fused_convolution -> fused_convolution becomes   the first stores int8 codes with the scale of the second
+
+The last is for convolutions whose input has a calibrated scale, where nothing else reads that input.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from torch import Tensor, fx
 
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import takes_convolution
-from compressor.codegen.lowering.fusion import addition_behind
+from compressor.codegen.lowering.fused_linear import move_to
+from compressor.codegen.lowering.fusion import addition_after, residual_of, why_no_residual
 from compressor.formats.format import Format
 from compressor.formats.rounded_activations import SMALLEST
+from compressor.graph.rules import Outcome, apply, why_not
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 
@@ -32,7 +37,7 @@ def fused_convolution(
     is_relu: bool,
     next_format: str | None,
 ) -> Tensor:
-    """What the operator means.
+    """Compute a convolution and what follows it: the definition that the kernel is held to.
 
     Args:
         x: float32 [N, H, W, C], or int8, as another one returned it.
@@ -58,57 +63,127 @@ def fused_convolution(
     return (codes + 128).to(torch.uint8).view(torch.int8)
 
 
-def fuse_convolutions(graph: fx.Graph) -> None:
-    """Put :func:`fused_convolution` where it has a kernel, in place."""
-    fused = [node for linear in list(graph.nodes) if (node := _fuse(graph, linear)) is not None]
+def fuse_convolutions(graph: fx.Graph) -> list[Outcome]:
+    """Put :func:`fused_convolution` where it has a kernel, in place, and return what each rule did."""
+    outcomes = apply([PatchesIntoLinear(), AddToOutputs(), ReluToOutputs()], graph)
     graph.eliminate_dead_code()
-    for node in fused:
-        _round_early(node)
+    outcomes += apply([RoundForNext()], graph)
     graph.lint()
+    return outcomes
 
 
 def geometry_of(x: fx.Node, pairs: Any) -> Geometry | None:
-    """The geometry of a convolution of images x [N, H, W, C]; None where their size is not fixed."""
+    """Return the geometry of a convolution of images x [N, H, W, C], or None where their size is not fixed."""
     _, high, wide, channels = x.meta["val"].shape
     kernel, stride, padding, dilation = (tuple(pair) for pair in pairs)
     is_fixed = all(isinstance(n, int) for n in (high, wide, channels))
     return Geometry((high, wide), channels, kernel, stride, padding, dilation) if is_fixed else None
 
 
-def _fuse(graph: fx.Graph, linear: fx.Node) -> fx.Node | None:
-    """Replace a packed linear over patches, and the sum and relu behind it."""
-    given: Any = linear.args
-    if linear.target is not _OPS.packed_linear.default or given[0].target is not _OPS.patches.default:
-        return None
-    (x, *geometry), (_, parts, bias, name, _, rows) = given[0].args, given
-    sizes = geometry_of(x, geometry)
-    if sizes is None or not takes_convolution(Format.parse(name), sizes):
-        return None
-    addition, residual = addition_behind(linear)
-    last = addition or linear
-    user = _only_user(last)
-    is_relu = user is not None and user.target is _ATEN.relu.default
-    last = user if is_relu and user is not None else last
-    with graph.inserting_before(last):
-        args = (x, parts, bias, residual, None, name, rows, [list(pair) for pair in geometry], is_relu, None)
-        node = graph.call_function(fused_convolution, args)
-    node.meta = dict(last.meta)
-    last.replace_all_uses_with(node)
-    return node
+class PatchesIntoLinear:
+    """A packed linear reads images themselves, not rows of patches that are stored first."""
+
+    name = "convolution in one kernel"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match a packed linear over patches."""
+        x: Any = node.args[0] if node.target is _OPS.packed_linear.default else None
+        return node if x is not None and x.target is _OPS.patches.default else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for images of fixed size, and for a format that the kernel has."""
+        given: Any = match.args
+        x, *pairs = given[0].args
+        sizes = geometry_of(x, pairs)
+        return why_not(
+            (sizes is None, "the size of the images is not fixed"),
+            (
+                sizes is not None and not takes_convolution(Format.parse(given[3]), sizes),
+                f"the kernel of convolutions has no {given[3]} for {given[4]} inputs an output",
+            ),
+        )
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Put the operator in the linear's place."""
+        (patches, parts, bias, name, _, rows), no = match.args, None
+        assert isinstance(patches, fx.Node)
+        x, *pairs = patches.args
+        args: Any = (x, parts, bias, no, no, name, rows, [list(pair) for pair in pairs], False, no)  # type: ignore[arg-type]
+        with graph.inserting_before(match):
+            node = graph.call_function(fused_convolution, args)
+        move_to(graph, node, match)
+        return node
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+class AddToOutputs:
+    """An addition takes place where the convolution in front of it writes its outputs."""
+
+    name = "addition to a convolution's outputs"
+
+    def pattern(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Match a fused convolution and an addition that reads it."""
+        addition = addition_after(node) if node.target is fused_convolution else None
+        return None if addition is None else (node, addition)
+
+    def check(self, match: tuple[fx.Node, fx.Node]) -> str:
+        """Ask for an addition of a tensor of the outputs' shape that is their only reader."""
+        return why_no_residual(*match)
+
+    def rewrite(self, graph: fx.Graph, match: tuple[fx.Node, fx.Node]) -> fx.Node:
+        """Move the operator to the addition's place, and give it the other term."""
+        node, addition = match
+        node.args = (*node.args[:3], residual_of(node, addition), *node.args[4:])
+        move_to(graph, node, addition)
+        return node
 
 
-def _round_early(node: fx.Node) -> None:
-    """Let the convolution in front round what this one, and nothing else, reads."""
-    source: Any = node.args[0]
-    fed = Format.parse(str(node.args[5])).activations
-    if source.target is not fused_convolution or _only_user(source) is not node or node.args[3] is source:
-        return
-    if fed is None or not fed.calibrated:
-        return
-    parts: Any = node.args[1]
-    source.args = (*source.args[:4], parts[-1], *source.args[5:9], node.args[5])
-    source.meta = {**source.meta, "val": source.meta["val"].to(torch.int8)}
+class ReluToOutputs:
+    """A relu takes place where the convolution in front of it writes its outputs."""
+
+    name = "relu to a convolution's outputs"
+
+    def pattern(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Match a fused convolution and a relu that reads it."""
+        relus = [user for user in node.users if user.target is _ATEN.relu.default]
+        return (node, relus[0]) if node.target is fused_convolution and relus else None
+
+    def check(self, match: tuple[fx.Node, fx.Node]) -> str:
+        """Ask for a relu that is the outputs' only reader."""
+        return why_not((len(match[0].users) > 1, "the relu is not the only reader of the outputs"))
+
+    def rewrite(self, graph: fx.Graph, match: tuple[fx.Node, fx.Node]) -> fx.Node:
+        """Move the operator to the relu's place."""
+        node, relu = match
+        node.args = (*node.args[:8], True, node.args[9])
+        move_to(graph, node, relu)
+        return node
+
+
+class RoundForNext:
+    """A convolution rounds its outputs with the calibrated scale of the convolution that reads them."""
+
+    name = "rounding in the convolution in front"
+
+    def pattern(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Match a fused convolution that reads another one."""
+        source = node.args[0] if node.target is fused_convolution else None
+        reads = isinstance(source, fx.Node) and source.target is fused_convolution
+        return (source, node) if reads else None  # type: ignore[return-value]
+
+    def check(self, match: tuple[fx.Node, fx.Node]) -> str:
+        """Ask for a calibrated scale, and for outputs that nothing else reads."""
+        source, node = match
+        act = Format.parse(str(node.args[5])).activations
+        return why_not(
+            (len(source.users) > 1, f"{source.name} is also read by others, in float32"),
+            (node.args[3] is source, f"{source.name} is also added to the outputs, in float32"),
+            (act is None or not act.calibrated, f"{node.args[5]} has no calibrated scale of activations"),
+        )
+
+    def rewrite(self, graph: fx.Graph, match: tuple[fx.Node, fx.Node]) -> fx.Node:
+        """Give the first convolution the scale and the format of the second."""
+        source, node = match
+        parts: Any = node.args[1]
+        source.args = (*source.args[:4], parts[-1], *source.args[5:9], node.args[5])
+        source.meta = {**source.meta, "val": source.meta["val"].to(torch.int8)}
+        return node

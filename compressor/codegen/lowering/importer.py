@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from compressor.errors import CompressorError, VerificationError
+from compressor.errors import CompressorError, VerificationError, first_line
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def naming(phase: str) -> Iterator[None]:
     except CompressorError:
         raise
     except Exception as error:  # TVM's importer and its passes raise whatever they stumble over
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise VerificationError(
             f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
         ) from error

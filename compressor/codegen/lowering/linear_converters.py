@@ -89,7 +89,7 @@ class LinearConverter:
         return self._linears(importer, [x], [], [(parts, bias, rows)], None, None, format_name, columns)
 
     def fused_linear(self, node: fx.Node, importer: Any) -> Any:
-        """See :func:`compressor.codegen.lowering.fusion.fused_linear`."""
+        """See :func:`compressor.codegen.lowering.fused_linear.fused_linear`."""
         return self._linears(importer, *importer.retrieve_args(node))
 
     def _linears(
@@ -103,7 +103,7 @@ class LinearConverter:
         format_name: str,
         columns: int,
     ) -> Any:
-        """One call of a kernel, see :func:`compressor.codegen.lowering.fusion.fused_linear`; of several weights, a
+        """One call of a kernel, see :func:`compressor.codegen.lowering.fused_linear.fused_linear`; of several weights, a
         tuple.
         """
         fmt, rows = Format.parse(format_name), [n for _, _, n in weights]

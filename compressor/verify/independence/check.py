@@ -8,10 +8,8 @@ batch entry cannot influence another" and docs/batch_independence.md, which says
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -26,8 +24,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from compressor.errors import CompressorError
+from compressor.capture.export import quiet_fake_tensors
+from compressor.errors import CompressorError, first_line
 from compressor.graph.model import ModelInfo
+from compressor.graph.provenance import module_path
 from compressor.verify.independence.flow import Flow, Sizes
 from compressor.verify.independence.labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
 
@@ -110,7 +110,7 @@ def _run(graph: GraphModule, flow: Flow, mode: FakeTensorMode, env: dict[Node, A
     interpreter = fx.Interpreter(graph, garbage_collect_values=False)
     interpreter.env = env
     stored: dict[str, Any] = {}
-    with torch.no_grad(), mode, enable_python_dispatcher(), _quiet():
+    with torch.no_grad(), mode, enable_python_dispatcher(), quiet_fake_tensors():
         for node in graph.graph.nodes:
             flow.node = node
             if node.op == "output":
@@ -124,7 +124,7 @@ def _run(graph: GraphModule, flow: Flow, mode: FakeTensorMode, env: dict[Node, A
                     with flow:
                         env[node] = interpreter.run_node(node)
                 except Exception as error:  # whatever PyTorch raises where it cannot go on without data
-                    line = next(iter(str(error).strip().splitlines()), "")
+                    line = first_line(error, "")
                     flow.escape(f"it cannot be followed without data ({type(error).__name__}: {line})")
                     return flow.escaped
             if flow.sizes.replacements:
@@ -132,18 +132,6 @@ def _run(graph: GraphModule, flow: Flow, mode: FakeTensorMode, env: dict[Node, A
                 flow.escape(f"it holds only for sizes with {merged}")
                 return flow.escaped
     raise CompressorError("the graph has no output")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs a traceback of its own where an operator cannot run on fake tensors; the leak says it better."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _outputs(node: Node, flow: Flow, env: dict[Node, Any]) -> set[str]:
@@ -240,8 +228,7 @@ def _named(value: Any, spec: Any) -> Iterator[int | None]:
 
 
 def _leak(node: Node, reason: str) -> Leak:
-    stack = list(node.meta.get("nn_module_stack", {}).values())
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(PurePath(file), line) for file, line in frames if "torch" not in PurePath(file).parts]
     line = f"{own[-1][0].name}:{own[-1][1]}" if own else ""
-    return Leak(node.name, str(node.target), reason, stack[-1][0] if stack else "", line)
+    return Leak(node.name, str(node.target), reason, module_path(node), line)

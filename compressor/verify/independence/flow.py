@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from compressor.errors import first_line
 from compressor.verify.independence.call import Call, pointwise
 from compressor.verify.independence.labels import (
     SHARED,
@@ -224,7 +225,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 out = definition(*args, **kwargs)
         except Exception as error:
-            line = next(iter(str(error).strip().splitlines()), "")
+            line = first_line(error, "")
             raise CannotProve(f"its definition cannot be followed ({type(error).__name__}: {line})") from error
         finally:
             self._code, self._outside = state

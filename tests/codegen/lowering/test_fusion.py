@@ -16,7 +16,8 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.packed import Schedule, common_schedule
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.codegen.lowering.fusion import fuse, fused_linear
+from compressor.codegen.lowering.fused_linear import fused_linear
+from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.targets import x86
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
