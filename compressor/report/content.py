@@ -61,7 +61,7 @@ def write_report(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that a run leaves, and the folders that it lies in; whole or not at all.
+    """Write one of a run's files atomically, and create its folders.
 
     Raises:
         CompressorError: the file cannot be written.

@@ -334,7 +334,7 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
         ("target=arm", "no target is called 'arm'; there are: webgpu, x86"),
         ("target={x86: {isa: avx3}}", "'avx3' does not fit"),
         ("gates={perplexty: <= 3}", "unknown metric; nearest: perplexity"),
-        ("gates={perplexity: about 3}", "is no condition; write <=, >=, < or >, a number and a unit"),
+        ("gates={perplexity: about 3}", "is not a condition; write <=, >=, < or >, a number and a unit"),
         ("gates={weight_bytes: <= 3%}", "unit '%' does not fit weight_bytes"),
         ("tune=fast", "'fast' does not fit"),
         ("model", "=.*missing|KEY=VALUE|dotted"),
