@@ -1,4 +1,4 @@
-"""Checks between passes."""
+"""Observers that check or write the graph between passes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
 
 @dataclass(frozen=True)
 class Dump:
-    """Observer that writes each stage's printed code as ``<folder>/<index>_<name>.py``."""
+    """Observer that writes each stage's printed code to ``<folder>/<index>_<name>.py``."""
 
     folder: Path
 
     def __call__(self, index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-        """Write one file."""
+        """Write one stage's file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{index:02d}_{name}.py"
         path.write_text(graph.print_readable(print_output=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Run passes over an FX graph in order, with observers that look at it before the first and after each.
+"""Run passes over an FX graph in order, with observers before the first pass and after each.
 
 A pass is a frozen dataclass whose fields are its keys in a recipe (:mod:`compressor.registry`).
 """
@@ -69,22 +69,22 @@ Observer: TypeAlias = "Callable[[int, str, GraphModule, Context], None]"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order, and the observers that look at the graph before the first and after each of them.
+    """Passes in order, and the observers that see the graph before the first pass and after each.
 
-    Every stage is timed and its weights counted, in ``Context.stages``.
+    Every stage's time and weight bytes are recorded in ``Context.stages``.
     """
 
     passes: Sequence[Pass]
     observers: Sequence[Observer] = ()
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Run all passes; errors of a pass are raised as they are."""
+        """Run all passes and return the graph; errors of a pass are raised unchanged."""
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
             begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
             self._remember(index, graph, ctx)
             graph = step.run(graph, ctx)
-            graph.recompile()  # for passes that leave it to us
+            graph.recompile()  # passes need not recompile
             seconds = time.perf_counter() - begin
             self._finish(index, PASSES.name_of(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
@@ -93,7 +93,7 @@ class Pipeline:
         return graph
 
     def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:
-        """Keep the graph as long as it is dense and this pass or a later one will compare with it."""
+        """Keep the dense graph for as long as this pass or a later one needs it."""
         from compressor.graph.model import twin
 
         if not any(step.needs_dense for step in self.passes[index - 1 :]):
@@ -112,7 +112,7 @@ class Pipeline:
 
 
 def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:
-    """The digest after a pass: of what it was asked to do on which samples, or, if it is not ours, of what it left."""
+    """Return the digest after a pass: of its options and samples, or of the resulting graph if the pass is not ours."""
     from compressor.host.digests import digest, tensors_sha256
 
     if PASSES.owns(step):
