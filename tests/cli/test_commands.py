@@ -323,7 +323,7 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
         ("passes.rtn.targets=Linea", "patterns that match no linear of the model: 'Linea': nearest Linear"),
         ("passes.rtn.ignore=[lm_hed]", "patterns that match no linear of the model: 'lm_hed': nearest lm_head"),
         ("passes.rtn.targets=lm_head", "every linear that `targets` matches is ignored as well"),
-        ("passes.rtn.targets='re:('", r"rtn: re:\( is no regular expression"),
+        ("passes.rtn.targets='re:('", r"rtn: re:\( is not a valid regular expression"),
         ("calibration.text=empty.txt", r"empty\.txt: the text is empty; give one with more to read"),
         ("calibration.text=blank.txt", r"blank\.txt: the text is empty"),
         ("calibration.text=nowhere.txt", r"'nowhere\.txt' is missing; looked at .*/nowhere\.txt"),
