@@ -27,7 +27,7 @@ def _number(value: float) -> Any:
 
 
 def sine(x: Any, ahead: int) -> Any:
-    """Return the sine of x + ``ahead`` * pi / 2, for \|x\| up to 2^15."""
+    """Return the sine of x + ``ahead`` * pi / 2, for abs(x) up to 2^15."""
     turns = tirx.floor(x * _number(_TWO_OVER_PI) + _number(0.5))
     rest = x
     for part in _HALF_PI:

@@ -22,13 +22,13 @@ rounded up): a size in a manifest, which a run-time evaluates.
 
 _BEGIN, _END, _NUMBER = re.compile(r"\s*//# for (\w+) (\w+)"), "//# end", re.compile(r"\$(\w+)\$")
 MOST_THREADS, MOST_SHARED_BYTES = 256, 16384
-"""Of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
+"""Limits of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
 LANES_AT_ONCE = 4096
 """Threads that a mid-range device runs concurrently; the order of variants assumes it."""
 PROMPT_TOKENS = 64
 """Number of tokens that the order of variants assumes for kernels of many tokens."""
 SINGLE, HALF_PRECISION = "alias Real = f32;", "alias Real = f16;"
-"""What products of floats are computed in; a kernel that has some says so with the first of these lines."""
+"""Type of the products of floats: a kernel that has some contains the first of these lines."""
 LARGEST_GRID = 65535
 """Largest number of workgroups along one dimension on every device (maxComputeWorkgroupsPerDimension)."""
 

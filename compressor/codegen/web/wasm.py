@@ -94,7 +94,7 @@ class WasmModule:
         with tempfile.TemporaryDirectory() as folder:
             code, output = Path(folder) / "kernels.o", Path(folder) / "kernels.wasm"
             built.write_to_file(str(code), "o")
-            # Exporting __wasm_call_ctors keeps the linker from calling it: it would register functions with TVM's runtime.
+            # Exporting __wasm_call_ctors keeps the linker from calling it: it would register functions with TVM.
             exports = [f"--export={name}" for name in (*self._functions, "__heap_base", "__wasm_call_ctors")]
             options = [
                 "--no-entry",
