@@ -29,8 +29,8 @@ class Registry:
         kind: name of the kind in messages.
         package: the package whose files hold the shipped classes.
         group: the group of entry points.
-        base: ``module:Class`` that they extend, or empty; imported when the first of them is.
-        method: without a base, a frozen dataclass with this method is one of them.
+        base: ``module:Class`` that the classes extend, or empty; imported with the first of them.
+        method: without a base, every frozen dataclass with this method is one of the classes.
     """
 
     kind: str

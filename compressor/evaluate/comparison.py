@@ -69,7 +69,7 @@ def measure_speed(
     :data:`LOOKS` or for two minutes.
 
     Args:
-        launcher: what stands before the command of the bundle's process; the dense model runs without it.
+        launcher: words put before the command of the bundle's process; the dense model runs without them.
     Raises:
         CompressorError: the bundle does not run.
     """

@@ -19,7 +19,7 @@ class Worker(Child):
         threads: number of threads; None takes the physical cores.
         prompt_tokens: length of a decoder's prompt, or of an encoder's text.
         new_tokens: single steps of a decoder after the prompt.
-        launcher: what stands before the command of the process, such as an emulator.
+        launcher: words put before the process's command, such as an emulator.
     Raises:
         CompressorError: the child failed, now or later; its message and exit code are passed on.
     """

@@ -92,7 +92,7 @@ class RoundedInputs(Hessian):
 
 @dataclass(frozen=True)
 class Abq(Pass):
-    """Balance channels between weights and activations, cut ranges, and quantise with errors made up for.
+    """Balance channels between weights and activations, clip ranges, and quantise by GPTQ.
 
     The scale is folded into the operator in front of the linears: a norm, a linear, a factor of a product, the values
     of attention.  Where it cannot be folded, weights are quantised unscaled and the run's report says why.

@@ -108,7 +108,7 @@ def adaptive_round(
 
 @dataclass(frozen=True)
 class AdaptiveRounding(Pass):
-    """Learn the rounding of the matched linears, one group of shared inputs after another, on calibration samples.
+    """Learn the rounding of the matched linears on calibration samples, one group of shared inputs after another.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.

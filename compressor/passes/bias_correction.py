@@ -80,7 +80,7 @@ def corrected_bias(
 
 @dataclass(frozen=True)
 class BiasCorrection(Pass):
-    """Take the mean error of the outputs of packed linears off their biases, one group of shared inputs after another.
+    """Subtract the mean output error of packed linears from their biases, one group of shared inputs after another.
 
     Put it after the passes that quantise.  The error is measured against the model before the first of them, over the
     calibration samples; each linear sees those before it corrected.

@@ -67,7 +67,7 @@ def finequant_quantize(weight: Tensor, smallest: Format, threshold: float = 1.0)
 
 @dataclass(frozen=True)
 class Finequant(Pass):
-    """Round the weights of the matched linears to nearest, each with groups of the size that suits it.
+    """Round the weights of the matched linears to nearest, each with the group size that suits it.
 
     Attributes:
         scheme: format name with groups, such as ``W4A16_G32``; its group size is the smallest.

@@ -51,7 +51,7 @@ def llm_int8_quantize(weight: Tensor, columns: Tensor, fmt: Format) -> PackedWei
 
 @dataclass(frozen=True)
 class LlmInt8(Pass):
-    """Round weights and activations to int8, but for the input columns whose activations are large.
+    """Round weights and activations to int8, except for the input columns whose activations are large.
 
     The columns are found on calibration samples, for each group of linears that share an input, and are part of the
     bundle; the paper finds them again for every token.
@@ -95,9 +95,9 @@ class LlmInt8(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Say what :meth:`run` will do if one input of each linear is large, on a graph without weights.
+        """Plan each linear as if one of its inputs were large, on a graph without weights.
 
-        How many are, the run measures; one is enough for a target to say that it has no kernels for such columns.
+        Their real number is measured in the run; one suffices for a target without kernels for such columns to refuse.
         """
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)

@@ -37,7 +37,7 @@ _TOKENS = 2048  # tokens that sensitivities are measured on
 
 @dataclass(frozen=True)
 class MixedPrecision(Pass):
-    """Measure once how much each linear's rounding changes the model's predictions, choose formats, quantise by GPTQ.
+    """Measure how much rounding each linear changes the model's predictions, choose formats, and quantise by GPTQ.
 
     Every linear is rounded alone to the smallest scheme, and the divergence of the model's predictions is measured.
     Its divergence in the other schemes is extrapolated in proportion to the squared error of its own outputs.  The sum

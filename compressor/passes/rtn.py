@@ -20,7 +20,7 @@ from compressor.pipeline.sites import by_segment, choose_format, choose_sites, r
 
 @dataclass(frozen=True)
 class Rtn(Pass):
-    """Round the weights of the matched linears to the nearest point of their grids.
+    """Round the weights of the matched linears to the nearest points of their grids.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.

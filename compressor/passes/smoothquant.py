@@ -42,7 +42,7 @@ def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Ten
 
 @dataclass(frozen=True)
 class Smoothquant(Pass):
-    """Divide input channels of linears by a scale and multiply their weights' columns; a later pass quantises.
+    """Divide input channels of linears by a scale and multiply their weights' columns by it; a later pass quantises.
 
     The scale is folded into the operator in front of the linears: a norm, a linear, a factor of a product, the values
     of attention.  Where it cannot be folded, the linears stay as they are and the run's report says why.

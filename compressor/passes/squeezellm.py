@@ -54,7 +54,7 @@ def squeezellm_quantize(weight: Tensor, sensitivity: Tensor, fmt: Format) -> Pac
 
 @dataclass(frozen=True)
 class Squeezellm(Pass):
-    """Non-uniform values for each row, chosen by how sensitive the loss is to each weight, and outliers in float16.
+    """Store non-uniform values per row, weighted by the loss's sensitivity to each weight, and outliers in float16.
 
     Sensitivities are squared gradients of the next-token loss over the calibration samples, one by one, so the model
     must be a decoder.  They are computed once, on the dense model.

@@ -24,8 +24,8 @@ class SiteRecord:
     Attributes:
         site: module name of the linear.
         pass_name: recipe name of the pass.
-        format: name of the format it is stored in now; empty where the weight is dense still (masked, pruned,
-            re-shaped) or is not there any more (merged into another).
+        format: name of the format that it is stored in now; empty if the weight is still dense (masked, pruned,
+            re-shaped) or gone (merged into another).
         bytes_before, bytes_after: bytes of its weight, counted on the tensors (without the bias).
         error: relative squared error, of the site's outputs over the calibration samples if ``error_of`` is "output",
             of the weight if it is "weight".

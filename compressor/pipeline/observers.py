@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-    """Check that the graph is well formed, what passes made is finite, and the bytes are those of the records.
+    """Check that the graph is well formed, that tensors which passes made are finite, and that recorded bytes are
+    right.
 
-    An observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own
-    weight, and one that was merged away takes nothing.
+    Observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own weight,
+    and a weight that was merged away counts as 0 bytes.
 
     Raises:
         VerificationError: names the pass and the parameter.

@@ -34,7 +34,7 @@ class TargetSpec:
 
 
 def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
-    """The passes of a recipe, in order; what is wrong with them is added to ``problems``."""
+    """Return the passes of a recipe, in order; append messages about errors to ``problems``."""
     from compressor.registry import PASSES
 
     steps = source.data["passes"]
@@ -105,10 +105,10 @@ def _instance(
     options: Any,
     find_schemes: Callable[[Any], Any] = lambda _kind: Format,
 ) -> Any:
-    """Make the dataclass called ``path[-1]``, with the options as its fields.
+    """Return the dataclass called ``path[-1]``, with the options as its fields.
 
     Args:
-        find_schemes: gives what parses the names under an option ``scheme`` of the class.
+        find_schemes: returns the class that parses the names under an option ``scheme``.
     """
     name = str(path[-1])
     if not isinstance(options, dict):

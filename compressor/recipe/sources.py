@@ -51,7 +51,7 @@ def package_folder(source: Source, name: str) -> Path | None:
         spec = None
     roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     if not roots:
-        why = f"no Python package {package!r} is installed; install what brings it, with pip"
+        why = f"no Python package {package!r} is installed; install the one that brings it, with pip"
         raise source.error(("model",), f"{name!r}: {why}")
     folder = next((root / inner for root in roots if is_dir(root / inner)), None)
     if folder is None:

@@ -26,7 +26,7 @@ _ABSENT = {
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
-"""Operators of ours that have no kernels in WGSL, and what they are called in messages."""
+"""Our operators without kernels in WGSL, with their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,12 @@ def _refusal(node: fx.Node) -> str:
 
 
 def _operator(node: fx.Node) -> str:
-    """Name an operator of ours as :meth:`WebConverter.table` does; empty for any other node."""
+    """Return the name of one of our operators as in :meth:`WebConverter.table`, or an empty text for any other node."""
     return str(node.target).removeprefix("compressor.") if node.op == "call_function" else ""
 
 
 def why_unsupported(graph: fx.GraphModule) -> str:
-    """Say what of a graph has no kernels in WGSL, the first that there is; empty where all has."""
+    """Return the message about the first node without kernels in WGSL, or an empty text if all have some."""
     for node in graph.graph.nodes:
         operator = _operator(node)
         if operator in _ABSENT:
