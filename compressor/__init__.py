@@ -1,8 +1,9 @@
 """Compressor: compression recipes as compiler pipelines.
 
-A model becomes a graph, passes rewrite it, kernels read the compressed storage, and a bundle comes out that
-runs without PyTorch and without the compiler.  The public names are below; each is imported when it is first
-used, so that ``import compressor`` costs nothing.  ``compressor.capture.capture.capture`` turns a model into a graph.
+A model becomes a graph, passes rewrite it, kernels read the compressed storage, and the resulting bundle runs without
+PyTorch and without the compiler.  The public names are below; each is imported when it is first used, so that ``import
+compressor`` is fast.
+``compressor.capture.capture.capture`` turns a model into a graph.
 """
 
 from __future__ import annotations

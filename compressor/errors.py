@@ -1,4 +1,4 @@
-"""Errors that are meant for the user; the class decides the exit code of the ``compress`` command."""
+"""Errors that are meant for the user; the class sets the exit code of the ``compress`` command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 
 class CompressorError(Exception):
-    """Something went wrong that the message explains: where, what, why, and what to do about it."""
+    """Error whose message says where, what, why, and what to do about it."""
 
     exit_code: ClassVar[int] = 1
 
@@ -22,14 +22,14 @@ class RecipeError(UsageError):
 
 
 class DriftError(UsageError):
-    """A run that was to repeat a locked one would not: the message says what is no longer what it was."""
+    """A run that would not repeat a locked one; the message names what has changed since."""
 
 
 class GateError(CompressorError):
-    """A gate of the recipe failed: the result is not as good as was asked for.
+    """A failed gate of the recipe: the result is not as good as was asked for.
 
     Attributes:
-        outcome: what the run gave nevertheless, a :class:`compressor.run.outcome.Outcome`.
+        outcome: the run's result nevertheless, a :class:`compressor.run.outcome.Outcome`.
     """
 
     exit_code: ClassVar[int] = 3
@@ -40,21 +40,21 @@ class GateError(CompressorError):
 
 
 class VerificationError(CompressorError):
-    """What was built does not do what it claims: the graph, the kernels or the bundle failed a check."""
+    """A failed check of the graph, the kernels or the bundle."""
 
     exit_code: ClassVar[int] = 4
 
 
 class CaptureError(CompressorError):
-    """The model could not be turned into a graph."""
+    """A model that could not be turned into a graph."""
 
 
 class ToolchainError(CompressorError):
-    """A tool outside Python (a C++ compiler, a linker) is missing or failed."""
+    """A tool outside Python (a C++ compiler, a linker) that is missing or failed."""
 
 
 class ResourceError(CompressorError):
-    """This machine has too little memory or disk for the run; the message names the setting that would help."""
+    """Too little memory or disk on this machine for the run; the message names the setting that would help."""
 
     exit_code: ClassVar[int] = 5
 

@@ -1,4 +1,4 @@
-"""Report progress: the command line draws it, the library only reports."""
+"""Report progress: the library reports, the command line draws."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ class Task(Protocol):
     """One line of progress."""
 
     def advance(self, amount: int = 1) -> None:
-        """``amount`` more units are done."""
+        """Report that ``amount`` more units are done."""
 
 
 class Reporter(Protocol):
-    """Where progress goes; the command line draws it, the library only reports."""
+    """Receiver of progress and notes."""
 
     def task(self, name: str, total: int) -> AbstractContextManager[Task]:
-        """A task of ``total`` units, which ends with the ``with`` block."""
+        """Begin a task of ``total`` units, which ends with the ``with`` block."""
 
     def note(self, text: str) -> None:
-        """One line for the user that is not an error."""
+        """Show one line to the user that is not an error."""
 
 
 class Silent:
-    """The reporter that says nothing."""
+    """Reporter that discards everything."""
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Task]:
-        """A task that nobody sees."""
+        """Begin a task that is not shown."""
         yield self
 
     def advance(self, amount: int = 1) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,7 +1,7 @@
 """Find passes and targets by the names that recipes use: files of this package, and entry points of others.
 
-A name is a file's name in the registry's folder, or that of an entry point in its group.  Nothing is imported before
-it is asked for, so that listing names is quick.  Sub-folders are not looked into.
+A name is a file's name in the registry's folder, or an entry point's in its group.  Nothing is imported before it is
+asked for, so that listing names is quick.  Sub-folders are not searched.
 
 Invariant: there is no list to edit.
 """
@@ -26,11 +26,11 @@ class Registry:
     """Classes of one kind, by name.
 
     Attributes:
-        kind: what they are called in messages.
-        package: the package whose files are the shipped ones.
+        kind: name of the kind in messages.
+        package: the package whose files hold the shipped classes.
         group: the group of entry points.
-        base: ``module:Class`` that they extend, or empty; imported when the first of them is.
-        method: without a base, a frozen dataclass with this method is one of them.
+        base: ``module:Class`` that the classes extend, or empty; imported with the first of them.
+        method: without a base, every frozen dataclass with this method is one of the classes.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Registry:
     method: str = ""
 
     def names(self) -> dict[str, str]:
-        """Return all names, each with the module (or ``module:Class``) that it stands for; import none of them."""
+        """Return all names, each with its module (or ``module:Class``); import none of them."""
         spec = importlib.util.find_spec(self.package)
         folders = spec.submodule_search_locations if spec is not None else None
         modules = [module for module in pkgutil.iter_modules(folders or []) if not module.ispkg]
@@ -49,11 +49,11 @@ class Registry:
         return dict(sorted({**others, **shipped}.items()))
 
     def find(self, name: str) -> type[Any]:
-        """Import the class of that name.
+        """Import and return the class of that name.
 
         Raises:
             UsageError: nothing has that name (the nearest is named), or two packages claim it.
-            CompressorError: its module cannot be imported, or holds none or several classes that it could be.
+            CompressorError: its module cannot be imported, or holds no such class, or several.
         """
         known = self.names()
         if name not in known:
@@ -79,7 +79,7 @@ class Registry:
         return found[0]
 
     def owns(self, instance: object) -> bool:
-        """Tell whether an instance's class is one of this package's files."""
+        """Return whether an instance's class lies in one of this package's files."""
         return type(instance).__module__.rpartition(".")[0] == self.package
 
     def name_of(self, instance: object) -> str:

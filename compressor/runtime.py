@@ -1,4 +1,4 @@
-"""Loads and runs bundles from Python: the module that is also shipped inside each of them."""
+"""Load and run bundles from Python: re-export the module that is also shipped inside each bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State the version of this package, and the versions that decide what a bundle is like."""
+"""State the version of this package, and the versions of packages that determine a bundle's content."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "numpy", "tokenizers", "torch", "tr
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python, the machine's architecture, and the packages that decide what a bundle is like."""
+    """Return the versions of Python, the machine's architecture, and the packages that determine a bundle's content."""
     own = {"compressor": __version__, "machine": platform.machine(), "python": platform.python_version()}
     return own | {name: importlib.metadata.version(name) for name in _PACKAGES}

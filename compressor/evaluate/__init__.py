@@ -1,4 +1,4 @@
 """Measure quality and speed of models and bundles, and hold gates against them.
 
-Invariant: figures are those of a bundle's own kernels.
+Invariant: a bundle's figures are measured on its own kernels.
 """

@@ -1,4 +1,6 @@
-"""The bundle against the dense model: both timed in turns until the gates are decided, and what is worse, in words."""
+"""Compare the bundle with the dense model: time both in turns until the gates are decided, and say where the bundle is
+worse.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,20 @@ from compressor.graph.model import ModelInfo
 from compressor.recipe.gates import Gate
 
 LOOKS = (7, 14, 28)
-"""Repeats after which one looks whether the gates are decided.  Seven are the fewest that give an interval."""
+"""Numbers of repeats after which to check whether the gates are decided.  Seven is the smallest that gives an
+interval.
+"""
 
-_LEAST = 3  # repeats, however long one takes
-_PATIENCE_S = 120.0  # no further repeat is begun after that
-_PAUSE_S = 0.25  # TVM's worker threads look for more to do for 0.16 s after a call, which would slow the other down
+_LEAST = 3  # repeats, regardless of their duration
+_PATIENCE_S = 120.0  # no repeat begins after that
+_PAUSE_S = 0.25  # TVM's worker threads spin for 0.16 s after a call, which would slow the other process down
 _UNSTEADY = 0.3  # (max - min) / median
-_SLOWER = (  # what is compared, its unit, and whether more of it is better
+_SLOWER = (  # name, metric, unit, whether more is better
     ("prefill", "prefill_tokens_per_s", "tokens/s", True),
     ("decode", "decode_tokens_per_s", "tokens/s", True),
     ("a forward call", "latency_ms", "ms", False),
 )
-_LARGER = (  # what is compared, its figure, the dense model's
+_LARGER = (  # text, the bundle's metric, the dense model's metric and text
     ("the bundle's weights take", "weight_bytes", "dense_weight_bytes", "the dense model's"),
     ("all files of the bundle take", "bundle_bytes", "dense_weight_bytes", "the dense model's weights"),
     ("running the bundle takes", "peak_rss_bytes", "dense_peak_rss_bytes", "the dense model in PyTorch"),
@@ -37,12 +41,12 @@ _LARGER = (  # what is compared, its figure, the dense model's
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a bundle and its dense model are, and how much memory that takes.
+    """Speed and memory of a bundle and of its dense model.
 
     Attributes:
         metrics: figures by their JSON names; the dense model's begin with ``dense_``; ``timings`` has the repeats.
-        timings: the repeats behind the figures that differ from one to the next; both models' come in pairs.
-        notes: what could not be measured, and why.
+        timings: the repeats behind each figure that varies between repeats; both models' come in pairs.
+        notes: figures that could not be measured, and why.
     """
 
     metrics: Mapping[str, Any]
@@ -58,14 +62,14 @@ def measure_speed(
     dense: bool = True,
     launcher: Sequence[str] = (),
 ) -> Speed:
-    """Time a bundle, and with ``dense`` the dense model in PyTorch eager float32 where it comes from a folder.
+    """Time a bundle, and with ``dense`` also the dense model in PyTorch eager float32 if it comes from a folder.
 
-    The two take turns, and each is first every other time: what disturbs the machine for longer than a repeat meets
-    both, and cancels out of their ratios.  Repeats go on, up to the last of :data:`LOOKS` or for two minutes, until
-    every gate on a timing is decided.
+    The two take turns, and each is first every other time: a disturbance of the machine that outlasts a repeat slows
+    both, and cancels out of their ratios.  Repeats go on until every gate on a timing is decided, up to the last of
+    :data:`LOOKS` or for two minutes.
 
     Args:
-        launcher: what stands before the command of the bundle's process; the dense model runs without it.
+        launcher: words put before the command of the bundle's process; the dense model runs without them.
     Raises:
         CompressorError: the bundle does not run.
     """
@@ -82,7 +86,7 @@ def measure_speed(
         return _measure(worker, bundle, None, gates)
     try:
         return _measure(worker, bundle, info.source, gates)
-    except CompressorError as error:  # out of memory, say: no reason to lose the bundle, if that runs alone
+    except CompressorError as error:  # such as out of memory: the bundle may still run alone
         return replace(
             _measure(worker, bundle, None, gates), notes=[f"the dense model's speed was not measured: {error}"]
         )
@@ -107,13 +111,13 @@ def _measure(worker: Callable[[Path], Worker], bundle: Path, dense: Path | None,
             }
 
         for each in workers:
-            each.repeat()  # the first does not count
+            each.repeat()  # a warm-up, which does not count
         found = _until_decided(take, timings, gates)
         metrics: dict[str, Any] = {}
         for prefix, each, taken in zip(("", "dense_"), workers, repeats, strict=False):
             figures = summary(collect(taken), {**each.loaded, **each.finish()})
             metrics.update({f"{prefix}{name}": figure for name, figure in figures.items()})
-    metrics.pop("dense_threads", None)  # the same
+    metrics.pop("dense_threads", None)  # equals the bundle's
     if any(gate.metric == "load_s" for gate in gates):
         found |= _repeat_loading(lambda: worker(bundle), metrics["load_s"], gates)
         metrics["load_s"] = found["load_s"].median
@@ -121,7 +125,7 @@ def _measure(worker: Callable[[Path], Worker], bundle: Path, dense: Path | None,
 
 
 def _repeat_loading(worker: Callable[[], Worker], first: float, gates: Sequence[Gate]) -> dict[str, Timing]:
-    """Each in a new process, as users load a bundle."""
+    """Time loading in a new process for each repeat, as users load a bundle."""
     seconds: list[float] = []
 
     def take() -> None:
@@ -137,7 +141,9 @@ def _repeat_loading(worker: Callable[[], Worker], first: float, gates: Sequence[
 def _until_decided(
     take: Callable[[], None], timings: Callable[[], dict[str, Timing]], gates: Sequence[Gate]
 ) -> dict[str, Timing]:
-    """Take repeats up to the first of the looks at which all gates on these timings are decided."""
+    """Take repeats up to the first of the looks at which all gates on these timings are decided, and return the
+    timings.
+    """
     begin, taken = time.monotonic(), 0
     for look in LOOKS:
         while taken < look and (taken < _LEAST or time.monotonic() - begin < _PATIENCE_S):
@@ -153,7 +159,9 @@ def _until_decided(
 
 
 def comparisons(metrics: Mapping[str, Any], timings: Mapping[str, Timing]) -> list[str]:
-    """What is larger or slower than dense, in words, with both figures; and whether the timings can be relied on."""
+    """Name each figure in which the bundle is larger or slower than the dense model, with both figures, and say if the
+    timings are unreliable.
+    """
     notes = []
     for what, key, dense_key, dense_name in _LARGER:
         ours, dense = metrics.get(key), metrics.get(dense_key)
@@ -164,7 +172,7 @@ def comparisons(metrics: Mapping[str, Any], timings: Mapping[str, Timing]) -> li
         notes.append(f"timings varied by {spread:.0%} between repeats: the machine is busy, and speeds are uncertain")
     for what, key, unit, more_is_better in _SLOWER:
         if key == "latency_ms" and "decode_tokens_per_s" in metrics:
-            continue  # a decoder's is that of decoding
+            continue  # a decoder's latency is that of its decode steps, compared as tokens/s
         ours, dense = metrics.get(key), metrics.get(f"dense_{key}")
         if ours is not None and dense is not None and (ours < dense if more_is_better else ours > dense):
             notes.append(

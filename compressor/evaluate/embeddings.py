@@ -1,4 +1,4 @@
-"""Encoders on text: a text's embedding, as its users compute it, and how close two models' embeddings are."""
+"""Compute encoders' text embeddings, and compare those of two models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compressor.progress import Reporter, Silent
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Embeddings of texts, but for their length, float64 [B, H].
+    """Pool hidden states into embeddings, not normalised, float64 [B, H].
 
     Args:
         hidden: last hidden states [B, S, H].
@@ -31,7 +31,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 @torch.no_grad()
 def measure_embeddings(hidden: Hidden, dense: Hidden, texts: Texts, reporter: Reporter | None = None) -> EvalResult:
-    """Cosines between the embeddings that two encoders give each text: their mean, and the least of them."""
+    """Measure the mean and the smallest cosine similarity between the embeddings that two encoders give each text."""
 
     def embedded(model: Callable[..., Tensor | NDArray[np.float32]], *batch: NDArray[np.generic]) -> Tensor:
         return pool(torch.as_tensor(model(*batch)), torch.as_tensor(batch[1]), texts.pooling)

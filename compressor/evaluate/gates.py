@@ -13,15 +13,16 @@ from compressor.recipe.gates import _IS, _OPERATORS, Gate
 
 @dataclass(frozen=True)
 class GateResult:
-    """A gate held against what was measured.
+    """A gate and its measured figure.
 
     Attributes:
         gate: the gate.
-        passed: whether it holds; never where nothing was measured.
-        measured: the bundle's figure in the metric's own unit, of a timing the median; None: it was not measured.
-        dense: the dense model's figure, where the gate is relative to it.
-        timing: the repeats behind the figure that the gate is held against (ratios, where it is relative to dense);
-            None for what needs no repeats.
+        passed: whether it holds; False if nothing was measured.
+        measured: the bundle's figure in the metric's own unit, the median if it is a timing; None if it was not
+            measured.
+        dense: the dense model's figure, if the gate is relative to it.
+        timing: the repeats behind the compared figure (ratios, if it is relative to dense); None for figures that need
+            no repeats.
     """
 
     gate: Gate
@@ -32,7 +33,7 @@ class GateResult:
 
     @property
     def figure(self) -> float | None:
-        """What the gate is held against: the measured figure, or its ratio to the dense model's."""
+        """The figure that the gate compares: the measured one, or its ratio to the dense model's."""
         if self.timing is not None:
             return self.timing.median
         if self.measured is None or not self.gate.relative:
@@ -41,7 +42,7 @@ class GateResult:
 
     @property
     def decided(self) -> bool:
-        """False for a timing whose confidence interval holds the limit: its median decided."""
+        """False for a timing whose confidence interval contains the limit: its median decided."""
         return self.timing is None or decided(self.gate, self.timing)
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class GateResult:
 
     @property
     def found(self) -> str:
-        """What was measured, in the unit as written, and how certain it is."""
+        """The measured figure in the unit as written, and its confidence."""
         figure = self.figure
         if figure is None:
             return "not measured"
@@ -71,7 +72,7 @@ class GateResult:
         return f"undecided at {CONFIDENCE:.0%} after {repeats}, {between}: median"
 
     def _digits(self, figure: float) -> str:
-        """A figure in the unit as written; as many digits as it takes to see on which side of the limit it is."""
+        """Format a figure in the unit as written, with enough digits to show on which side of the limit it is."""
         compare, value, text = _OPERATORS[self.gate.op], figure / self.gate.factor, ""
         for digits in (4, 6, 9, 17):
             text = f"{value:.{digits}g}"
@@ -82,7 +83,7 @@ class GateResult:
         return text
 
     def content(self) -> dict[str, Any]:
-        """The JSON form; figures in the metric's own unit, the interval that of ``figure``."""
+        """Return the JSON form: figures in the metric's own unit, the interval of ``figure``."""
         content: dict[str, Any] = {
             "metric": self.gate.metric,
             "expected": str(self.gate),
@@ -100,17 +101,17 @@ class GateResult:
 def check_gates(
     gates: Sequence[Gate], metrics: Mapping[str, Any], timings: Mapping[str, Timing] | None = None
 ) -> list[GateResult]:
-    """Hold every gate against what was measured.
+    """Compare every gate with the measured figures.
 
     Args:
         metrics: figures by their JSON names; ``x dense`` compares with ``dense_<metric>``.
-        timings: the repeats behind the figures that differ from one to the next, by the same names.
+        timings: the repeats behind each figure that varies between repeats, by the same names.
     """
     return [_check(gate, metrics, timings or {}) for gate in gates]
 
 
 def timing_of(gate: Gate, timings: Mapping[str, Timing]) -> Timing | None:
-    """The repeats that a gate is held against: the metric's, or the pairs' ratios where it is relative to dense."""
+    """Return the repeats that decide a gate: the metric's, or the pairs' ratios if the gate is relative to dense."""
     ours, dense = timings.get(gate.metric), timings.get(f"dense_{gate.metric}")
     if not gate.relative:
         return ours
@@ -128,6 +129,6 @@ def _check(gate: Gate, metrics: Mapping[str, Any], timings: Mapping[str, Timing]
 
 
 def decided(gate: Gate, timing: Timing) -> bool:
-    """Whether the whole confidence interval lies on one side of the limit."""
+    """Return whether the whole confidence interval lies on one side of the limit."""
     ends = timing.interval
     return ends is not None and gate.holds(ends[0]) == gate.holds(ends[1])

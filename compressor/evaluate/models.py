@@ -1,4 +1,4 @@
-"""Quality of a bundle by its own kernels, in a process of its own, and of models in PyTorch."""
+"""Measure the quality of a bundle by its own kernels, in its own process, and of models in PyTorch."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from compressor.recipe.recipe import EvaluationSpec, Recipe
 from compressor.runtime import check_files, read_manifest
 
 SIZES = ("weight_bytes", "dense_weight_bytes", "bundle_bytes")
-"""Figures of a manifest."""
-_IMAGES = 64  # that run at once
+"""Sizes in bytes that a manifest states."""
+_IMAGES = 64  # images per batch
 
 
 class BundleProcess(Child):
     """A bundle's own kernels, in a process without torch.
 
     Args:
-        threads: None takes the physical cores.
-        launcher: what stands before the command of the process, such as an emulator.
+        threads: number of threads; None takes the physical cores.
+        launcher: words put before the process's command, such as an emulator.
     Raises:
         CompressorError: the bundle does not run, now or later.
     """
@@ -54,15 +54,15 @@ class BundleProcess(Child):
         super().__init__(f"{bundle}: evaluation", "compressor.evaluate.quality_worker", arguments, launcher)
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """A decoder's logits [B, S, V] for ids [B, S], from an empty cache."""
+        """Return a decoder's logits float32 [B, S, V] for ids [B, S], from an empty cache."""
         return self._outputs(ids, None)
 
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
-        """An encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
+        """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return self._outputs(ids, mask)
 
     def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A plain module's output for its one input."""
+        """Return a plain module's output for its one input."""
         return self._received(self.ask(json.dumps(x.shape), x.astype(np.float32).tobytes()))
 
     def _outputs(self, ids: NDArray[np.int64], mask: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -80,11 +80,11 @@ def bundle_quality(
     recipe: Recipe,
     reporter: Reporter,
 ) -> EvalResult:
-    """A finished bundle against the dense model: decoders on text, encoders on texts, modules on images.
+    """Measure a finished bundle against the dense model: decoders on text, encoders on texts, modules on images.
 
     Args:
-        start: gives the bundle as :class:`BundleProcess` does, to be left like a file.
-        data: int64 [tokens], texts to embed, or images; None where there are none, and then nothing is measured.
+        start: returns a context manager that gives the bundle as :class:`BundleProcess` does.
+        data: int64 [tokens], texts to embed, or images; None if there is no data, and then nothing is measured.
     """
     info: ModelInfo = dense.graph.meta["model"]
     if data is None:
@@ -107,14 +107,15 @@ def evaluate_path(
     threads: int | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """Quality by a bundle's own kernels, or by a Hugging Face folder's captured graph: a decoder's perplexity, and how
-    close an encoder's embeddings are to another's.
+    """Measure the quality of a bundle, by its own kernels, or of a Hugging Face folder's captured graph.
+
+    Decoders are measured by perplexity, encoders by how close their embeddings are to another encoder's.
 
     Args:
-        dense: folder or id of a model to measure fidelity against: ``dense_perplexity``, ``kl_divergence``,
-            ``top1_agreement``; of encoders ``embedding_cosine`` and ``embedding_cosine_min``, which need it.
+        dense: folder or id of a reference model, for ``dense_perplexity``, ``kl_divergence`` and ``top1_agreement``;
+            encoders need it for ``embedding_cosine`` and ``embedding_cosine_min``.
     Raises:
-        CompressorError: the path is neither, or the text does not suit it.
+        CompressorError: the path is neither a bundle nor a model, or the text does not suit it.
     """
     reporter = reporter or Silent()
     if not (path / "manifest.json").is_file():
@@ -153,10 +154,10 @@ def _evaluate(
     if kind == "encoder":
         if graph is None:
             raise UsageError(
-                f"{path}: is an encoder, and perplexity is of decoders; name the model that its embeddings are to be "
-                "compared with: --dense"
+                f"{path}: is an encoder, which has no perplexity; name the model to compare its embeddings with: "
+                "--dense"
             )
-        folder = graph.meta["model"].source  # which says how embeddings are made
+        folder = graph.meta["model"].source  # its files state the pooling
         texts = load_embedding_texts(spec, None, folder, vocab_size, positions)
         return measure_embeddings(hidden, graph_hidden(graph), texts, reporter).metrics()
     tokens, _ = load_evaluation(spec, None, path, vocab_size)
@@ -166,7 +167,7 @@ def _evaluate(
 
 
 def evaluation_window(spec: EvaluationSpec, positions: int, reporter: Reporter) -> tuple[int, int]:
-    """The window and stride to evaluate with: the specification's, or the model's positions if those are fewer."""
+    """Return the window and stride to evaluate with, limited to the model's positions."""
     if not positions or spec.window <= positions:
         return spec.window, spec.stride
     reporter.note(f"evaluation: windows of {positions} tokens, the model's positions, with stride {positions // 2}")

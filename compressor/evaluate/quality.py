@@ -1,6 +1,6 @@
-"""Quality, by one definition for the Hugging Face model, the graph and the bundle.
+"""Measure quality by one definition for the Hugging Face model, the graph and the bundle.
 
-A model is whatever maps ids int64 [B, S] to logits [B, S, V].
+A model is any callable that maps ids int64 [B, S] to logits float32 [B, S, V].
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
 """ids [B, S] -> float32 [B, S, V]; row i predicts token i + 1."""
 Hidden: TypeAlias = Callable[[Ids, NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
-"""An encoder: ids [B, S], mask [B, S] -> last hidden state [B, S, H]."""
+"""An encoder: ids [B, S] and mask [B, S] -> last hidden state [B, S, H]."""
 Classes: TypeAlias = Callable[[NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
 """A plain module: images [B, channels, height, width] -> float32 [B, classes]."""
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The quality that was measured; None is what was not.  The names are those of the JSON output.
+    """Measured quality, by the names of the JSON output; None is a figure that was not measured.
 
     Attributes:
         perplexity, dense_perplexity: exp of the mean negative log-likelihood of a token.
         kl_divergence: mean over tokens, or images, of KL(dense || compressed), in nats.
         top1_agreement: fraction of tokens, or images, whose likeliest prediction is the dense model's.
         accuracy, dense_accuracy: fraction of labelled images whose likeliest class is the label.
-        embedding_cosine, embedding_cosine_min: encoders: mean and least cosine, over texts, of the embedding with the
-            dense model's.
-        tokens, texts, images: number of those scored.
-        window, stride: of the sliding window, in tokens.
+        embedding_cosine, embedding_cosine_min: encoders' mean and smallest cosine similarity, over texts, to the dense
+            model's embedding.
+        tokens, texts, images: number of scored tokens, texts or images.
+        window, stride: size and stride of the sliding window, in tokens.
     """
 
     perplexity: float | None = None
@@ -65,30 +65,30 @@ class EvalResult:
 
     @property
     def perplexity_increase(self) -> float | None:
-        """Relative to dense: 0.03 is 3% more."""
+        """Increase of the perplexity relative to dense: 0.03 is 3% more."""
         if self.perplexity is None or self.dense_perplexity is None:
             return None
         return self.perplexity / self.dense_perplexity - 1
 
     @property
     def accuracy_drop(self) -> float | None:
-        """How much of the accuracy is lost: 0.003 is 0.3 points."""
+        """Accuracy lost relative to the dense model, as a difference of fractions: 0.003 is 0.3 points."""
         if self.accuracy is None or self.dense_accuracy is None:
             return None
         return self.dense_accuracy - self.accuracy
 
     def metrics(self) -> dict[str, float | int]:
-        """Everything that was measured, by JSON name."""
+        """Return everything that was measured, by JSON name."""
         values = dataclasses.asdict(self)
         values |= {"perplexity_increase": self.perplexity_increase, "accuracy_drop": self.accuracy_drop}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, scored): tokens [first, last) are fed and the last ``scored`` predictions count.
+    """Yield (first, last, scored): run tokens [first, last) and count the last ``scored`` predictions.
 
-    Every token but the first is scored once; beyond the first window each sees more than ``window - stride``
-    tokens before it.
+    Every token but the first is scored once; beyond the first window each has more than ``window - stride`` tokens of
+    context.
     """
     if not 1 <= stride <= window:
         raise UsageError(f"evaluation: stride {stride} is not between 1 and the window, {window}")
@@ -108,9 +108,9 @@ def measure_quality(
     dense: Logits | None = None,
     reporter: Reporter | None = None,
 ) -> EvalResult:
-    """Perplexity, and fidelity to the dense model where that is given, in one sweep, window by window.
+    """Measure perplexity, and fidelity to the dense model if that is given, window by window.
 
-    The log-likelihoods are float64, of float32 logits.
+    Log-likelihoods are computed in float64 from float32 logits.
 
     Args:
         logits: the model.
@@ -154,14 +154,14 @@ def measure_quality(
 
 
 def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
-    """Logits of one window after another; a graph in PyTorch takes all windows through one segment after another."""
+    """Yield the logits of each window; a graph in PyTorch takes all windows through one segment after another."""
     if isinstance(model, GraphLogits):
         return model.windows(fed, reporter)
     return (torch.as_tensor(model(ids)) for ids in fed)
 
 
 def _log_probabilities(logits: Tensor, scored: int) -> Tensor:
-    """Float64 [scored, V] of the last rows of float32 [1, S, V]."""
+    """Return log-probabilities, float64 [scored, V], of the last rows of logits float32 [1, S, V]."""
     return torch.log_softmax(logits[0, -scored:].detach().double(), dim=-1)
 
 
@@ -173,15 +173,15 @@ def _exp(x: float) -> float:
 def measure_accuracy(
     classify: Classes, images: Images, *, batch: int, dense: Classes | None = None, reporter: Reporter | None = None
 ) -> EvalResult:
-    """Accuracy, and fidelity to the dense model where that is given, over all images, batch by batch.
+    """Measure accuracy, and fidelity to the dense model if that is given, over all images, batch by batch.
 
-    The last batch is filled up with its first image, which does not count again.
+    The last batch is padded with copies of its first image, which are not counted.
 
     Args:
         classify: the model.
         images: with labels.
     Raises:
-        UsageError: the model's outputs are no row of classes for each image.
+        UsageError: the model's outputs are not a row of classes for each image.
     """
     assert images.labels is not None
     count = len(images.labels)
@@ -208,7 +208,7 @@ def measure_accuracy(
 
 
 def _classes(outputs: Tensor | NDArray[np.float32], batch: int) -> Tensor:
-    """Log-probabilities, float64 [batch, classes]."""
+    """Return log-probabilities, float64 [batch, classes]."""
     logits = torch.as_tensor(outputs)
     if logits.dim() != 2 or len(logits) != batch:
         raise UsageError(
@@ -218,7 +218,7 @@ def _classes(outputs: Tensor | NDArray[np.float32], batch: int) -> Tensor:
 
 
 def graph_classes(graph: GraphModule) -> Classes:
-    """A captured module of one output, run in PyTorch."""
+    """Return a function that runs a captured module of one output in PyTorch."""
 
     @torch.no_grad()
     def classify(x: NDArray[np.float32]) -> Tensor:
@@ -229,7 +229,7 @@ def graph_classes(graph: GraphModule) -> Classes:
 
 
 def image_batch(graph: GraphModule, most: int) -> int:
-    """The batch that a captured module was fixed to; ``most`` where it takes any."""
+    """Return the batch size that a captured module was fixed to, or ``most`` if it takes any."""
     fixed = graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
     return fixed if isinstance(fixed, int) else most
 
@@ -239,7 +239,7 @@ class GraphLogits:
 
     Args:
         run: an interpreter of the graph; the graph itself if left out.
-        spill: where the hidden states of many batches lie; None keeps them in memory.
+        spill: store for the hidden states of many batches; None keeps them in memory.
     """
 
     def __init__(self, graph: GraphModule, run: Callable[..., Any] | None = None, spill: Spill | None = None) -> None:
@@ -247,7 +247,7 @@ class GraphLogits:
 
     @torch.no_grad()
     def __call__(self, ids: Ids) -> Tensor:
-        """Logits of one batch."""
+        """Return the logits of one batch."""
         info: ModelInfo = self.graph.meta["model"]
         position = torch.arange(ids.shape[1])
         caches = empty_caches(info, len(ids))
@@ -256,12 +256,12 @@ class GraphLogits:
         return result
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
-        """Logits of many batches, with one segment's weights in memory at a time."""
+        """Yield the logits of many batches, with one segment's weights in memory at a time."""
         return stream_outputs(Stream(self.graph, [torch.as_tensor(ids) for ids in fed], self.spill), reporter)
 
 
 def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> Hidden:
-    """A captured encoder, run in PyTorch; ``run`` may be an interpreter of the graph."""
+    """Return a function that runs a captured encoder in PyTorch; ``run`` may be an interpreter of the graph."""
 
     @torch.no_grad()
     def hidden(ids: Ids, mask: NDArray[np.float32]) -> Tensor:

@@ -1,10 +1,9 @@
-"""The process that runs a bundle's kernels for an evaluation: ``python -m compressor.evaluate.quality_worker BUNDLE
-THREADS``.
+"""Run a bundle's kernels for an evaluation: ``python -m compressor.evaluate.quality_worker BUNDLE THREADS``.
 
-It knows neither torch nor the compiler, and what it maps and computes takes no memory of the run's own process.  A
-request is a line of JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S]; of a
-plain module the shape of its input and this, float32.  The answer is a line of JSON with the shape of the outputs, and
-these, float32.
+This process imports neither torch nor the compiler, and its memory is not counted as the run's.  A request is a line of
+JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S].
+For a plain module it is the shape of its input, then the input, float32.  The answer is a line of JSON with the shape
+of the outputs, then the outputs, float32.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from compressor.host.child import serve
 
 
 def main() -> int:
-    """Serve the requests; the process's exit code."""
+    """Serve the requests and return the process's exit code."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
     path, threads = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -1,4 +1,4 @@
-"""Speed and memory, each measured in a process of its own: see ``bench_child.py`` for what is measured."""
+"""Measure speed and memory, each model in its own process (:mod:`compressor.evaluate.speed_worker`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Worker(Child):
 
     Args:
         path: a bundle, or a Hugging Face folder, which runs in PyTorch eager float32.
-        threads: None takes the physical cores.
-        prompt_tokens: length of the prompt of a decoder, of the text of an encoder.
+        threads: number of threads; None takes the physical cores.
+        prompt_tokens: length of a decoder's prompt, or of an encoder's text.
         new_tokens: single steps of a decoder after the prompt.
-        launcher: what stands before the command of the process, such as an emulator.
+        launcher: words put before the process's command, such as an emulator.
     Raises:
         CompressorError: the child failed, now or later; its message and exit code are passed on.
     """
@@ -33,11 +33,13 @@ class Worker(Child):
         super().__init__("bench", "compressor.evaluate.speed_worker", [str(path.absolute()), *numbers], launcher)
 
     def repeat(self) -> dict[str, float]:
-        """The figures of one repeat, by their JSON names."""
+        """Measure once and return the figures by their JSON names."""
         return self.ask("repeat")  # type: ignore[no-any-return]
 
     def finish(self) -> dict[str, Any]:
-        """What is known when all repeats are done: peak memory, and the bytes that a bundle's decoder reads."""
+        """Return the figures known after all repeats: peak memory, and for a bundle's decoder the bytes read per token
+        and the memory bandwidth.
+        """
         return self.ask("finish")  # type: ignore[no-any-return]
 
 
@@ -47,10 +49,10 @@ def bench(
     """Measure a bundle, or a Hugging Face folder in PyTorch eager float32, one sequence at a time.
 
     Returns:
-        Medians over the repeats, after one that does not count: ``latency_ms`` (one decode step, or one call of an
-        encoder); of decoders also ``prefill_tokens_per_s``, ``decode_tokens_per_s`` and ``first_token_ms``;
+        Medians over the repeats, after a warm-up: ``latency_ms`` (one decode step, or one call of an
+        encoder); for decoders also ``prefill_tokens_per_s``, ``decode_tokens_per_s`` and ``first_token_ms``;
         ``*_spread`` is (max - min) / median.  ``timings``: the samples, and confidence intervals of the medians.
-        ``peak_rss_bytes``, ``load_s``, ``threads``; of a bundle's decoder also ``bytes_per_token`` (weights, keys and
+        ``peak_rss_bytes``, ``load_s``, ``threads``; for a bundle's decoder also ``bytes_per_token`` (weights, keys and
         values that one decode step reads), ``read_bandwidth_bytes_per_s`` and ``bandwidth_fraction``.
     Raises:
         CompressorError: the child failed; its message and exit code are passed on.
@@ -64,7 +66,7 @@ def bench(
 
 
 def summary(timings: Mapping[str, Timing], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians, spreads and facts by their JSON names."""
+    """Return medians, spreads and facts by their JSON names."""
     result: dict[str, Any] = {name: timing.median for name, timing in timings.items()}
     for name, timing in timings.items():
         result[f"{name.removesuffix('_tokens_per_s').removesuffix('_ms')}_spread"] = timing.spread

@@ -1,9 +1,8 @@
-"""The process that measures one model: ``python -m compressor.evaluate.speed_worker PATH PROMPT_TOKENS NEW_TOKENS
-THREADS``.
+"""Measure one model: ``python -m compressor.evaluate.speed_worker PATH PROMPT_TOKENS NEW_TOKENS THREADS``.
 
-It loads the model, says so on stdout, and then answers requests that come on stdin, so that two such processes can take
-turns: ``repeat`` measures once, ``finish`` tells what is known when all is done.  Answers are JSON, a line each.  It
-ends when stdin does.
+This process loads the model, reports that on stdout, and then answers requests from stdin, so that two such processes
+can take turns: ``repeat`` measures once, ``finish`` returns the figures known at the end.
+Answers are JSON, one per line.  The process ends when stdin does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model: what is known of it, how to measure it once, and what is known when that is done."""
+    """A loaded model: facts known at loading, a function that measures once, and one that returns the final figures."""
 
     loaded: dict[str, Any]
     repeat: Callable[[], dict[str, float]]
@@ -40,13 +39,13 @@ class Subject:
 
 
 def decoder_repeat(start: Callable[[int], Step], ids: NDArray[np.int64], new_tokens: int) -> dict[str, float]:
-    """One prompt, then greedy single tokens.
+    """Time one prompt, then greedy decoding of single tokens.
 
     Args:
-        start: opens a sequence with room for so many tokens.
+        start: opens a sequence with capacity for the given number of tokens.
         ids: the prompt, int64 [1, P].
     """
-    start(1)(ids[:, :1])  # untimed: another process may just have had the caches to itself
+    start(1)(ids[:, :1])  # untimed: another process may have evicted this one's caches
     begin = _clock()
     step = start(ids.shape[1] + new_tokens)
     opened = _clock()
@@ -64,15 +63,15 @@ def decoder_repeat(start: Callable[[int], Step], ids: NDArray[np.int64], new_tok
 
 
 def encoder_repeat(encode: Callable[[Any], Any], ids: NDArray[np.int64]) -> dict[str, float]:
-    """One forward call on ids int64 [1, S]."""
-    encode(ids[:, :1])  # untimed, as above
+    """Time one forward call on ids int64 [1, S]."""
+    encode(ids[:, :1])  # untimed: another process may have evicted this one's caches
     begin = _clock()
     encode(ids)
     return {"latency_ms": 1e3 * (_clock() - begin)}
 
 
 def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
-    """A bundle, without torch."""
+    """Load a bundle, without torch."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
     from compressor_runtime import load
 
@@ -104,7 +103,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
 
 
 def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
-    """A Hugging Face folder, in PyTorch eager float32."""
+    """Load a Hugging Face folder in PyTorch eager float32."""
     import torch
     from compressor_runtime import available_cores
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -151,7 +150,7 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
 def _random_ids(
     path: Path, vocab_size: int, positions: int, prompt_tokens: int, new_tokens: int, kind: str
 ) -> NDArray[np.int64]:
-    """Int64 [1, P], the same in every process; ``positions`` is 0 where the model states no limit."""
+    """Return ids int64 [1, P], equal in every process; ``positions`` is 0 if the model states no limit."""
     tokens = prompt_tokens + (new_tokens if kind == "decoder" else 0)
     if positions and tokens > positions:
         raise UsageError(f"{path}: {tokens} tokens are more than the model's {positions} positions; ask for fewer")
@@ -159,7 +158,7 @@ def _random_ids(
 
 
 def main() -> int:
-    """Serve the requests; the process's exit code."""
+    """Serve the requests and return the process's exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
     parser.add_argument("numbers", type=int, nargs=3, help="prompt tokens, new tokens, threads (0: all)")

@@ -1,4 +1,4 @@
-"""Repeated measurements: their median, and what is certain about it whatever their distribution is."""
+"""Repeated measurements: their median, and distribution-free confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 CONFIDENCE = 0.95
-"""That an interval holds the true median; where one looks several times at growing samples, that all of them do."""
+"""Probability that an interval contains the true median; with several looks at a growing sample, that all of them
+do.
+"""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What repeats of one measurement gave.
+    """Samples of one repeated measurement.
 
     Attributes:
-        samples: one figure a repeat, in the order in which they were taken.
-        looks: how often the samples are looked at to decide whether they suffice.  Looking again until the answer
-            pleases would make a false one likelier; the chance of error is shared out among the looks (Bonferroni).
+        samples: one figure per repeat, in the order in which they were taken.
+        looks: how often the samples are checked to decide whether they suffice.  Each look adds a chance of error, so
+            the allowed error is divided among the looks (Bonferroni).
     """
 
     samples: tuple[float, ...]
@@ -27,12 +29,12 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The middle sample; of an even number the mean of the two in the middle."""
+        """Median of the samples; for an even number the mean of the middle two."""
         return statistics.median(self.samples)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Confidence interval of the true median; None where there are too few samples for one."""
+        """Confidence interval of the true median; None if there are too few samples for one."""
         return median_interval(self.samples, (1 - CONFIDENCE) / self.looks)
 
     @property
@@ -41,12 +43,13 @@ class Timing:
         return (max(self.samples) - min(self.samples)) / self.median
 
     def over(self, other: Timing) -> Timing:
-        """The ratios of repeats that were taken in pairs: what slows down both of a pair is not in them."""
+        """Return the ratios of repeats that were taken in pairs, in which disturbances that slow both cancel."""
         return Timing(tuple(a / b for a, b in zip(self.samples, other.samples, strict=True)), self.looks)
 
 
 def median_interval(samples: Sequence[float], error: float) -> tuple[float, float] | None:
-    """The narrowest symmetric pair of order statistics that misses the true median with probability <= ``error``.
+    """Return the narrowest symmetric pair of order statistics that misses the true median with probability <=
+    ``error``.
 
     Of n independent samples of one distribution, the number below its median is binomial(n, 1/2) (or the median lies
     at a tie, which only helps).  The k-th smallest is above the median when fewer than k samples are below it, so
@@ -54,7 +57,7 @@ def median_interval(samples: Sequence[float], error: float) -> tuple[float, floa
     (David and Nagaraja, Order Statistics, section 7.1).
 
     Returns:
-        None when not even [smallest, largest] is that certain: 2^(1 - n) > error.
+        The ends of the interval, or None when not even [smallest, largest] is that certain: 2^(1 - n) > error.
     """
     n = len(samples)
     outside, k = 0, 0  # outside: subsets of the n samples with fewer than k members
@@ -67,12 +70,12 @@ def median_interval(samples: Sequence[float], error: float) -> tuple[float, floa
 
 
 def collect(repeats: Sequence[Mapping[str, float]], looks: int = 1) -> dict[str, Timing]:
-    """The figures of several repeats, by name."""
+    """Collect the figures of several repeats, by name."""
     return {name: Timing(tuple(repeat[name] for repeat in repeats), looks) for name in repeats[0]}
 
 
 def record(timings: Mapping[str, Timing]) -> dict[str, Any]:
-    """The JSON form: of each figure the samples and the interval, and of pairs with ``dense_<figure>`` their ratios."""
+    """Return the JSON form: each figure's samples and interval, and the ratios of pairs with ``dense_<figure>``."""
     ratios = {
         name: timing.over(timings[f"dense_{name}"]) for name, timing in timings.items() if f"dense_{name}" in timings
     }

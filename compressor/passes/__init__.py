@@ -1,4 +1,4 @@
-"""One file a pass; the file's name is its name in a recipe.
+"""Passes, one per file; the file's name is the pass's name in a recipe.
 
-Invariant: a pass imports another only where it is built of it.
+Invariant: a pass imports another only if it is built on it.
 """

@@ -1,13 +1,14 @@
-"""ABQ-LLM's post-training quantisation at any number of bits (Zeng et al. 2024, arXiv 2408.08554), searched.
+"""ABQ-LLM's post-training quantisation at any number of bits (Zeng et al. 2024, arXiv 2408.08554), by search.
 
-The paper learns, block by block, a balance vector (a scale for each input channel) and how far each range of the
-weights is cut, so that the outputs' distribution stays what it was (its "distribution correction").  Here both are
+The paper learns, block by block, a balance vector (a scale for each input channel) and clipping factors for the
+weights' ranges, such that the distribution of the outputs is preserved ("distribution correction").  Here both are
 searched for each group of linears that share an input, by the error of their outputs with weights and activations
-rounded; and GPTQ, in place of the paper's rounding to nearest, makes up for what the rounding of weights and of
-activations changes.  Bit balance is a format, ``BAL2A8`` (:mod:`compressor.formats.format`).
+rounded.
+GPTQ, in place of the paper's rounding to nearest, compensates the errors of rounding weights and activations.  Bit
+balance is a format, ``BAL2A8`` (:mod:`compressor.formats.format`).
 
-Left out: the compensation vectors of the first and last blocks' down_proj, since GPTQ corrects every linear and within
-the stored codes; and the loss on attention maps, since nothing is learned through the attention.
+Left out are the compensation vectors of the first and last blocks' down_proj, since GPTQ corrects every linear within
+the stored codes, and the loss on attention maps, since nothing is learned through the attention.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _STRENGTHS = tuple((alpha, beta) for alpha in (0.0, 0.25, 0.5, 0.75) for beta in
 
 
 def balance_scale(size: Tensor, weights: Sequence[Tensor], alpha: float, beta: float) -> Tensor:
-    """s_j = size_j^alpha / max|W_j|^beta over all linears that read X; the largest and the least have the product 1.
+    """Return s_j = size_j^alpha / max|W_j|^beta over all linears that read X, scaled so that max(s) min(s) = 1.
 
     Args:
-        size: of the inputs' channels, float [in].
+        size: size of the inputs' channels, float [in].
         weights: float [out, in] each.
     Returns:
         float64 [in]; channels without inputs or weights get the mean of the others.
@@ -60,9 +61,9 @@ def balance_scale(size: Tensor, weights: Sequence[Tensor], alpha: float, beta: f
 
 
 def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
-    """The scale, float64 [in], under which outputs change least with ranges cut and activations rounded.
+    """Return the scale, float64 [in], with the least error of the outputs, with ranges clipped and activations rounded.
 
-    Among the tries are scales of one: the result is never worse than those on the kept rows.
+    The candidates include scales of one, so the result is never worse than those on the kept rows.
     """
 
     def cut(weight: Tensor, scale: Tensor, fmt: Format) -> PackedWeight:
@@ -74,9 +75,10 @@ def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absor
 
 
 class RoundedInputs(Hessian):
-    """The Hessian of inputs as the packed linear reads them: rounded, so that GPTQ makes up for that, too.
+    """Hessian of the inputs as the packed linear reads them: rounded, so that GPTQ compensates that error, too.
 
-    With a stored scale they come as they are: it is chosen for one site, and this statistic is not told which.
+    For a format with a stored scale the inputs are not rounded: that scale is chosen per site, and this statistic
+    serves a group of sites.
     """
 
     def __init__(self, in_features: int, fed: Activations | None) -> None:
@@ -84,22 +86,22 @@ class RoundedInputs(Hessian):
         self._fed = None if fed is None or fed.calibrated else fed
 
     def add(self, x: Tensor, dense: Tensor) -> None:
-        """Take in rows, float32 [tokens, in_features]."""
+        """Add rows, float32 [tokens, in_features], and the dense graph's rows."""
         super().add(round_activations(x, self._fed), dense)
 
 
 @dataclass(frozen=True)
 class Abq(Pass):
-    """Balance channels between weights and activations, cut ranges, and quantise with errors made up for.
+    """Balance channels between weights and activations, clip ranges, and quantise by GPTQ.
 
-    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
-    attention.  Where nothing can take it, weights are quantised unscaled and the run's report says why.
+    The scale is folded into the operator in front of the linears: a norm, a linear, a factor of a product, the values
+    of attention.  Where it cannot be folded, weights are quantised unscaled and the run's report says why.
 
     Attributes:
         scheme: format name, such as ``BIP2A8_G64``.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        group_size: columns a scale; 0 keeps the scheme's.
+        group_size: columns per scale; 0 keeps the scheme's.
     """
 
     scheme: str
@@ -111,7 +113,7 @@ class Abq(Pass):
         choose_format(self.scheme, self.group_size)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Scale all groups of linears, which leaves the function as it is, and then replace every matched linear."""
+        """Scale all groups of linears, which preserves the graph's function, then replace every matched linear."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "abq", fmt, self.targets, self.ignore)
         samples = ctx.calibration("abq")
@@ -128,7 +130,7 @@ class Abq(Pass):
         return Gptq(self.scheme, self.targets, self.ignore, self.group_size)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         formats = {site.name: fmt for site in choose_sites(graph, "abq", fmt, self.targets, self.ignore)}
         gathering = Gathering(true_sequential=True, with_dense=True)

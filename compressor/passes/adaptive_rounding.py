@@ -34,18 +34,18 @@ from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
-_DAMPENING = 0.1  # of the mean of H's diagonal, added to it; 0.01 fits noise of 16,000 tokens
+_DAMPENING = 0.1  # times the mean of H's diagonal, added to it; 0.01 overfits the noise of 16,000 tokens
 
 
 @dataclass(frozen=True)
 class RoundingInfo:
-    """What happened while one weight was quantised.
+    """Result of quantising one weight.
 
     Attributes:
         error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs.
-        rtn_error: the same for round to nearest on min-max grids.
-        method: ``adaptive_rounding``, or ``rtn`` where that had the smaller error and was kept.
-        dead_columns: inputs that were zero in all samples; their weights are rounded to nearest.
+        rtn_error: the relative squared error of round to nearest on min-max grids.
+        method: ``adaptive_rounding``, or ``rtn`` if that had the smaller error and was kept.
+        dead_columns: number of inputs that were zero in all samples; their weights are rounded to nearest.
     """
 
     error: float
@@ -57,17 +57,18 @@ class RoundingInfo:
 def adaptive_round(
     weight: Tensor, hessian: Tensor, fmt: Format, *, steps: int = 500, observer: Observer = "mse"
 ) -> tuple[PackedWeight, RoundingInfo]:
-    """Round each weight up or down so that the linear's outputs change least.
+    """Round each weight up or down such that the linear's outputs change least.
 
-    The rounding is learned on the paper's relaxation (:func:`compressor.numerics.learned_rounding.learn_rounding`);
-    then single weights move to any code as long as that helps (:func:`compressor.numerics.learned_rounding.descend`).
-    Grids stay as they were chosen. The result is never worse under ``hessian`` than round to nearest: where it would
-    be, that is returned and the info says so.
+    The rounding is learned on the paper's relaxation (:func:`compressor.numerics.learned_rounding.learn_rounding`).
+    Then coordinate descent moves single weights to any code as long as the loss falls
+    (:func:`compressor.numerics.learned_rounding.descend`).
+    Grids stay as they were chosen. The result is never worse under ``hessian`` than round to nearest: if it would be,
+    round to nearest is returned and the info says so.
 
     Args:
         weight: float [out, in].
         hessian: float32 [in, in], a positive multiple of X^T X.
-        steps: of the optimiser.
+        steps: steps of the optimiser.
         observer: how a group's grid is chosen: ``minmax``, ``mse`` or ``output`` (see
             :mod:`compressor.numerics.range_search`).
     Raises:
@@ -107,22 +108,22 @@ def adaptive_round(
 
 @dataclass(frozen=True)
 class AdaptiveRounding(Pass):
-    """Learn the rounding of the matched linears, one group of shared inputs after another, on calibration samples.
+    """Learn the rounding of the matched linears on calibration samples, one group of shared inputs after another.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        group_size: columns a scale; 0 keeps the scheme's.
-        steps: of the optimiser; time is in proportion.
+        group_size: columns per scale; 0 keeps the scheme's.
+        steps: steps of the optimiser; time is proportional to them.
         observer: ``mse`` shrinks each grid's range as long as the squared error falls, ``output`` changes it as long as
-            the error of the outputs does, of the activations' stored scale as well; ``minmax`` leaves it.
-        match_dense: aim at the dense model's outputs, so that each linear makes up for the errors of those before
-            it; otherwise at the outputs of the dense weight on the inputs as they now are.  Doubles the time and
-            the hidden states of calibration.
+            the error of the outputs falls, and likewise the activations' stored scale; ``minmax`` keeps the range.
+        match_dense: aim at the dense model's outputs (GPTAQ's asymmetric calibration), so that each linear compensates
+            the errors of those before it; otherwise at the outputs of the dense weight on the present inputs.  Doubles
+            calibration's time and hidden states.
         task_guided: weight the samples' rows, by half, by how far the model's confident predictions move when the
-            linear's outputs there do (:mod:`compressor.calibration.guided_rows`).  Decoders, and modules that predict
-            classes.
+            linear's outputs there do (:mod:`compressor.calibration.guided_rows`).  For decoders, and modules that
+            predict classes.
     """
 
     costly_options: ClassVar[tuple[str, ...]] = ("match_dense",)
@@ -138,7 +139,9 @@ class AdaptiveRounding(Pass):
     def __post_init__(self) -> None:
         fmt = choose_format(self.scheme, self.group_size)
         if fmt.codebook or fmt.outlier_percent:
-            raise UsageError(f"adaptive_rounding: scheme {self.scheme}: grids only; gptq serves codebooks and outliers")
+            raise UsageError(
+                f"adaptive_rounding: scheme {self.scheme}: needs grids; use gptq for codebooks and outliers"
+            )
         if self.steps < 1:
             raise UsageError(f"adaptive_rounding: steps {self.steps}: give at least 1; 500 do well")
 
@@ -165,7 +168,7 @@ class AdaptiveRounding(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "adaptive_rounding", fmt, self.targets, self.ignore)
         matched = self.match_dense
@@ -189,10 +192,10 @@ class AdaptiveRounding(Pass):
 def adaptive_rounding_work(
     rows: int, columns: int, fmt: Format, *, steps: int, observer: Observer, match_dense: bool
 ) -> Work:
-    """Work of :func:`compressor.passes.adaptive_rounding.adaptive_round`.
+    """Return the work of :func:`compressor.passes.adaptive_rounding.adaptive_round`, by unit.
 
-    A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight; a sweep of
-    the descent is two products, and per column what GPTQ does.
+    A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight.  A sweep
+    of the descent is two products, and per column the operations of a GPTQ column.
     """
     size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
     work = _observer_work(rows, columns, fmt, observer)
@@ -211,6 +214,9 @@ def adaptive_rounding_work(
 
 
 def adaptive_rounding_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of the descent in float64: the weight, its transpose, values and slopes, a few of which twice; and of the
-    Hessian, twice, and a half in float32.  The statistics themselves are not in it."""
+    """Return the memory of the descent, without the calibration statistics.
+
+    It holds the weight, its transpose, values and gradients in float64, a few of them twice, and the Hessian twice in
+    float64 and a half in float32.
+    """
     return (4 + 8 * 7 + 4) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + (8 * 2 + 4) * columns**2

@@ -1,4 +1,6 @@
-"""AWQ: channels with large inputs get finer steps, by scaling them up before rounding (Lin et al. 2023, 2306.00978)."""
+"""AWQ: scale up channels with large inputs before rounding, which gives them finer steps (Lin et al. 2023,
+2306.00978).
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ _STRENGTHS = tuple(0.05 * step for step in range(20))
 
 
 def awq_scale(mean_abs: Tensor, strength: float) -> Tensor:
-    """s = mean|X| ^ strength (eq. 5), so that the largest and the least have the product 1.
+    """Return s = mean|X| ^ strength (eq. 5), scaled so that max(s) min(s) = 1.
 
     Args:
-        mean_abs: of the inputs, float [in]; channels without input get the mean of the others.
+        mean_abs: mean size of the inputs, float [in]; channels without input get the mean of the others.
     Returns:
         float64 [in].
     """
@@ -45,14 +47,14 @@ def awq_scale(mean_abs: Tensor, strength: float) -> Tensor:
 class Awq(Pass):
     """Scale input channels by the size of their inputs, then round the weights on clipped grids.
 
-    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
-    attention.  Where nothing can take it, weights are rounded unscaled and the run's report says why.
+    The scale is folded into the operator in front of the linears: a norm, a linear, a factor of a product, the values
+    of attention.  Where it cannot be folded, weights are rounded unscaled and the run's report says why.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        group_size: columns a scale; 0 keeps the scheme's.
+        group_size: columns per scale; 0 keeps the scheme's.
     """
 
     scheme: str
@@ -64,7 +66,7 @@ class Awq(Pass):
         choose_format(self.scheme, self.group_size)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Scale all groups of linears, which leaves the function as it is, and then replace every matched linear."""
+        """Scale all groups of linears, which preserves the graph's function, then replace every matched linear."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "awq", fmt, self.targets, self.ignore)
         with ctx.reporter.task("awq", 2 * len(sites)) as task:
@@ -77,7 +79,7 @@ class Awq(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "awq", fmt, self.targets, self.ignore)
         return plan_sites(

@@ -1,4 +1,4 @@
-"""Bias correction: the mean error that quantisation leaves in each output is taken off it (Nagel et al. 2019)."""
+"""Bias correction: subtract the mean error that quantisation leaves in each output (Nagel et al. 2019)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from compressor.pipeline.sites import choose_sites
 
 
 class Means:
-    """Means of each channel over all tokens, float64 [in]: of the inputs now, as linears take them, and when dense.
+    """Mean of each input channel over all tokens, float64 [in]: of the present inputs as linears round them, and of the
+    dense graph's.
 
     Args:
-        kinds: what the formats that read them round them to.
+        kinds: activation formats of the linears that read the inputs.
     """
 
     def __init__(self, in_features: int, kinds: Collection[Activations | None]) -> None:
@@ -40,33 +41,32 @@ class Means:
         self._dense = torch.zeros(in_features, dtype=torch.float64)
 
     def add(self, x: Tensor, dense: Tensor) -> None:
-        """Take in rows, float32 [tokens, in_features]."""
+        """Add rows, float32 [tokens, in_features], and the dense graph's rows."""
         for kind, sums in self._sums.items():
             sums += column_sums(round_activations(x, kind))
         self._dense += column_sums(dense)
         self.tokens += len(x)
 
     def now(self, kind: Activations | None) -> Tensor:
-        """Of the inputs, rounded as the format does it."""
+        """Return the mean of the present inputs, rounded as ``kind`` says."""
         return self._sums[kind] / max(1, self.tokens)
 
     @property
     def dense(self) -> Tensor:
-        """Of the inputs in the dense graph."""
+        """Mean of the inputs in the dense graph."""
         return self._dense / max(1, self.tokens)
 
 
 def corrected_bias(
     weight: Tensor, bias: Tensor | None, packed: PackedWeight, dense_mean: Tensor, mean: Tensor
 ) -> Tensor:
-    """The bias with which Q x + b has the mean of W x_dense + bias: b = bias - (Q E[x] - W E[x_dense]).
+    """Return the bias b with which Q x + b has the mean of W x_dense + bias: b = bias - (Q E[x] - W E[x_dense]).
 
-    That is section 4.2 of Data-Free Quantization (Nagel et al. 2019, arXiv 1906.04721), with E[x] from samples.
-
+    See Data-Free Quantization, section 4.2 (Nagel et al. 2019, arXiv 1906.04721); E[x] is measured on samples here.
 
     Args:
-        weight: float [out, in], and ``bias``, float32 [out]: of the dense linear.
-        packed: what the weight is stored as, [out, in].
+        weight, bias: of the dense linear, float [out, in] and float32 [out].
+        packed: the stored weight, [out, in].
         dense_mean, mean: of the inputs, float64 [in].
     Returns:
         float32 [out].
@@ -80,13 +80,13 @@ def corrected_bias(
 
 @dataclass(frozen=True)
 class BiasCorrection(Pass):
-    """Take the mean error of the outputs of packed linears off their biases, one group of shared inputs after another.
+    """Subtract the mean output error of packed linears from their biases, one group of shared inputs after another.
 
-    Comes after the passes that quantise.  The error is that against the model as it was before the first of them, over
-    the calibration samples; each linear sees the ones before it corrected.
+    Put it after the passes that quantise.  The error is measured against the model before the first of them, over the
+    calibration samples; each linear sees those before it corrected.
 
     Attributes:
-        add: also give a bias to linears that have none: 4 bytes an output, and an addition in the kernel.
+        add: also give a bias to linears without one: 4 bytes per output, and an addition in the kernel.
         targets: class names, module names or ``re:`` patterns of the packed linears to correct.
         ignore: patterns of linears to leave as they are.
     """
@@ -101,12 +101,12 @@ class BiasCorrection(Pass):
         self._choose(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Replace biases, and add them where that is asked for; weights stay as they are."""
+        """Replace biases, and with ``add`` also add them; weights stay as they are."""
         samples = ctx.calibration("bias_correction")
         chosen, left = self._choose(graph)
         dense = _comparable(graph, ctx)
         by_name = {site.name: site for site in linear_sites(dense)}
-        chosen = [site for site in chosen if site.name in by_name]  # a rotation's matrix never was dense
+        chosen = [site for site in chosen if site.name in by_name]  # a rotation's matrix has no dense counterpart
         kinds = {packed_weight(graph, site).format.activations for site in chosen}
         added = sum(4 * site.out_features for site in chosen if site.bias_name is None)
         means = partial(Means, kinds=kinds)
@@ -130,7 +130,7 @@ class BiasCorrection(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         chosen, _ = self._choose(graph)
         names, plans = {site.name for site in chosen}, []
         for site in packed_sites(graph):
@@ -146,7 +146,9 @@ class BiasCorrection(Pass):
         return plans
 
     def _choose(self, graph: GraphModule) -> tuple[list[Site], list[Site]]:
-        """The linears to correct, and those that would be if they had a bias of their own."""
+        """Return the linears to correct, and the matched ones that cannot be: no own bias, or activations with a stored
+        scale.
+        """
         if not packed_sites(graph):
             raise UsageError("bias_correction: no linear is packed; put it after the passes that quantise")
         matched = choose_sites(graph, "bias_correction", None, self.targets, self.ignore, packed_sites)
@@ -165,10 +167,10 @@ class BiasCorrection(Pass):
 
 
 def _comparable(graph: GraphModule, ctx: Context) -> GraphModule:
-    """The dense graph, whose tensors mean what those of this one do.
+    """Return the dense graph, after checking that its tensors still correspond to this graph's.
 
     Raises:
-        CompressorError: there is none, or a parameter was changed since.
+        CompressorError: there is no dense graph, or a parameter was changed since.
     """
     if ctx.dense is None:
         raise CompressorError("bias_correction: runs in a pipeline, which keeps the dense graph for it")

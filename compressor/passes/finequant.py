@@ -1,4 +1,7 @@
-"""FineQuant: each weight gets groups as small as pays for their scales, without data (Kim et al. 2023, 2308.09723)."""
+"""FineQuant: choose each weight's group size: smaller groups as long as the error saved is worth the extra scales.
+
+It needs no data (Kim et al. 2023, arXiv 2308.09723).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan, plan_sites
 from compressor.pipeline.sites import by_segment, choose_format, choose_sites, round_sites, summarise_formats
 
-_ROWS = 64  # of the weight that a plan takes in place of the real one
+_ROWS = 64  # rows of the random weight that planning uses
 
 
 def granularities(smallest: Format, columns: int) -> list[Format]:
-    """One scale a row, then groups of the powers of two below ``columns``, each half of the one before.
+    """Return formats with one scale per row, then with groups of the powers of two below ``columns``, in falling order.
 
     Args:
         smallest: the format whose group size ends the list.
@@ -36,17 +39,17 @@ def granularities(smallest: Format, columns: int) -> list[Format]:
 
 
 def finequant_quantize(weight: Tensor, smallest: Format, threshold: float = 1.0) -> PackedWeight:
-    """Round to nearest with one scale a row, and halve the groups of the whole weight as long as that pays.
+    """Round to nearest with one scale per row, then halve the weight's group size as long as that pays.
 
-    Halving pays if the bits by which it sharpens the weight, half the binary logarithm of the ratio of the squared
-    errors, are at least ``threshold`` times the bits a weight that it stores more.  (One more bit a code halves the
-    error, too, so a threshold of 1 stops where a wider code would have been the better use of the bytes.)
+    Halving pays if the bits of precision gained, log2(error before / error after) / 2 of the squared errors, are at
+    least ``threshold`` times the extra bits stored per weight.  (One more bit per code halves the error, too, so a
+    threshold of 1 stops where a wider code would make better use of the bytes.)
 
     Args:
         weight: float [out, in].
         smallest: the format at which halving ends.
     Raises:
-        CompressorError: the weight holds NaN or inf, or a range that no scale reaches.
+        CompressorError: the weight holds NaN or inf, or a range that no scale can represent.
     """
     coarse, *finer = granularities(smallest, weight.shape[1])
     packed = rtn_quantize(weight, coarse)
@@ -64,13 +67,13 @@ def finequant_quantize(weight: Tensor, smallest: Format, threshold: float = 1.0)
 
 @dataclass(frozen=True)
 class Finequant(Pass):
-    """Round the weights of the matched linears to nearest, each with groups of the size that suits it.
+    """Round the weights of the matched linears to nearest, each with the group size that suits it.
 
     Attributes:
         scheme: format name with groups, such as ``W4A16_G32``; its group size is the smallest.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        threshold: bits of sharpness that a halving must win for each bit that it stores; more means larger groups.
+        threshold: bits of precision that halving the groups must gain per extra bit stored; more means larger groups.
     """
 
     scheme: str
@@ -95,7 +98,7 @@ class Finequant(Pass):
         return tuple(fmt.name for fmt in granularities(choose_format(self.scheme), LARGEST_GROUP))
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Replace every matched linear; the record has its format, a note tells how many linears got which."""
+        """Replace every matched linear; records have its format, a note counts the linears per format."""
         smallest, limit = choose_format(self.scheme), self.threshold
         sites = choose_sites(graph, "finequant", self._coarse, self.targets, self.ignore)
         with ctx.reporter.task("finequant", len(sites)) as task:
@@ -112,7 +115,7 @@ class Finequant(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do if the weights are normally distributed, on a graph without weights."""
+        """Plan each linear as for normally distributed weights, on a graph without weights."""
         smallest = choose_format(self.scheme)
         sites = choose_sites(graph, "finequant", self._coarse, self.targets, self.ignore)
         formats = {site.name: self._expected(site.in_features) for site in sites}

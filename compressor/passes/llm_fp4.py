@@ -1,4 +1,4 @@
-"""LLM-FP4: floats of few bits whose exponent bits and ranges are searched (Liu et al. 2023, arXiv 2310.16836)."""
+"""LLM-FP4: search exponent bits and ranges of floats of few bits (Liu et al. 2023, arXiv 2310.16836)."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ from compressor.progress import Task
 
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 2
-_CUTS = 12  # of a quarter of a power of two
+_CUTS = 12  # candidate ranges, a factor of 2^(1/4) apart
 
 
 def layouts(bits: int, least_mantissa: int) -> list[Element]:
-    """Floats of so many bits, by their exponent bits: those of 4 bits are E1M2, E2M1 and E3M0."""
+    """Return the float types of ``bits`` bits with at least ``least_mantissa`` mantissa bits, by rising exponent bits.
+
+    Those of 4 bits are E1M2, E2M1 and E3M0.
+    """
     splits = [(e, bits - 1 - e) for e in range(1, 6)]
     return [Element(f"E{e}M{m}", e, m) for e, m in splits if m >= least_mantissa]
 
 
 def exponent_shifts(absmax: Tensor, strength: float) -> Tensor:
-    """Powers of two that bring channels' ranges together: the exponent biases b of section 4.2, by ``strength``.
+    """Return powers of two that equalise the channels' ranges: the exponent biases b of section 4.2, to the power
+    ``strength``.
 
     Args:
-        absmax: of the inputs, float [in].
-        strength: 0 leaves the channels as they are; 1 brings them to within a factor of two, which is the paper's.
+        absmax: largest absolute inputs, float [in].
+        strength: 0 leaves the channels as they are; 1, the paper's choice, equalises them to within a factor of two.
     Returns:
         float64 [in]; 1 for channels without input.
     """
@@ -63,19 +67,19 @@ def exponent_shifts(absmax: Tensor, strength: float) -> Tensor:
 def llm_fp4_quantize(
     weight: Tensor, x: Tensor, mean_square: Tensor, absmax: float, fmt: Format
 ) -> tuple[PackedWeight, float, float]:
-    """The exponent bits and ranges of weight and activations with the least error of the outputs, by turns.
+    """Search exponent bits and ranges of weight and activations, in turns, for the least error of the outputs.
 
-    The weight's ranges are those of each group that lose least under the inputs' mean squares
-    (:func:`compressor.numerics.range_search.search_grid`), once for each layout.
+    For each layout, each group of the weight gets the range with the least loss under the inputs' mean squares
+    (:func:`compressor.numerics.range_search.search_grid`).
 
     Args:
         weight: float32 [out, in].
         x: rows that the linear reads, float32 [n, in].
         mean_square, absmax: of the inputs; float [in], and the largest of all.
-        fmt: bits and granularity; its own exponent bits are where the search begins.
+        fmt: bits and granularity; the search begins at its exponent bits.
     Returns:
-        The packed weight, ||X W^T - X' W'^T||^2 / ||X W^T||^2, and the same for round to nearest without any search:
-        the former is never larger.
+        The packed weight, its error ||X W^T - X' W'^T||^2 / ||X W^T||^2, and the error of round to nearest without any
+        search; the former is never larger.
     Raises:
         CompressorError: weight or inputs hold NaN or inf.
     """
@@ -111,16 +115,16 @@ def llm_fp4_quantize(
 class LlmFp4(Pass):
     """Search exponent bits and ranges of small floats, for weights and activations, by the outputs of each linear.
 
-    With activations, channels are first brought closer together by powers of two, which are exact: they go into
-    whatever is in front of the linears, and into the weights' columns, as the paper's pre-shifted exponent biases do.
-    Where nothing can take them the linears stay as they are, and the run's report says why.
+    With activations, channels are first equalised by powers of two, which are exact.  They are folded into the operator
+    in front of the linears and into the weights' columns, like the paper's pre-shifted exponent biases.  Where they
+    cannot be folded, channels stay as they are, and the run's report says why.
 
     Attributes:
         scheme: format name, such as ``FP4_E2M1_G128_AFP4_E2M1_STATIC``, or ``FP4_E2M1_G128`` for weights only; the
-            exponent bits it names are where the search begins.
+            search begins at its exponent bits.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        group_size: columns a scale; 0 keeps the scheme's.
+        group_size: columns per scale; 0 keeps the scheme's.
     """
 
     scheme: str
@@ -142,14 +146,14 @@ class LlmFp4(Pass):
 
     @property
     def schemes(self) -> list[str]:
-        """The formats that a linear may get."""
+        """Names of the formats that a linear may get."""
         fmt = choose_format(self.scheme, self.group_size)
         fed = fmt.activations
         sides = [None] if fed is None else [replace(fed, element=element) for element in layouts(fed.bits, 1)]
         return [replace(fmt, element=e, activations=side).name for e in layouts(fmt.bits, 0) for side in sides]
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Shift channels, which leaves the function as it is, and then replace every matched linear."""
+        """Shift channels, which preserves the graph's function, then replace every matched linear."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "llm_fp4", fmt, self.targets, self.ignore)
         samples = ctx.calibration("llm_fp4")
@@ -169,7 +173,7 @@ class LlmFp4(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do if every linear keeps the scheme's exponent bits, on a graph without weights."""
+        """Plan each linear with the scheme's exponent bits, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         formats = {site.name: fmt for site in choose_sites(graph, "llm_fp4", fmt, self.targets, self.ignore)}
         gathering = Gathering(true_sequential=True, with_dense=False, squares=False)
@@ -177,9 +181,9 @@ class LlmFp4(Pass):
 
 
 def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt: Format, task: Task) -> None:
-    """Bring the ranges of the channels that linears read together, by the strength that loses least in ``fmt``.
+    """Equalise the ranges of the channels that linears read, with the strength that loses least in ``fmt``.
 
-    Powers of two: the graph computes the same bits as before.
+    Scales are powers of two, so the graph computes the same bits as before.
     """
 
     def choose(inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
@@ -201,6 +205,8 @@ def _work(rows: int, columns: int, fmt: Format) -> Work:
 
 
 def _working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """The weight and its tries in float32, their packed forms, and the codes of one."""
+    """Return the bytes of the weight and its candidates in float32, of their packed forms, and of one candidate's
+    codes.
+    """
     count = 1 + len(layouts(fmt.bits, 0))
     return (4 * (1 + count) + 9) * rows * columns + count * fmt.packed_bytes(rows, columns)

@@ -1,4 +1,6 @@
-"""LLM.int8(): input columns with large values stay float16, others are int8 (Dettmers et al. 2022, 2208.07339)."""
+"""LLM.int8(): keep input columns with large activations in float16, the others in int8 (Dettmers et al. 2022,
+2208.07339).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,15 @@ from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
-_STEP = 8  # columns are taken in so many, so that layers share kernels
+_STEP = 8  # their number is a multiple of this, so that layers share kernels
 
 
 def large_columns(absmax: Tensor, threshold: float) -> Tensor:
-    """Columns whose largest input reaches the threshold, and the next largest up to a multiple of 8; int64, rising.
+    """Return the columns whose largest input reaches the threshold, and the next largest up to a multiple of 8; int64,
+    rising.
 
     Args:
-        absmax: of the inputs, [in].
+        absmax: largest absolute inputs, [in].
     """
     count = int((absmax >= threshold).sum())
     count = min(-(-count // _STEP) * _STEP, len(absmax))
@@ -37,25 +40,25 @@ def large_columns(absmax: Tensor, threshold: float) -> Tensor:
 
 
 def llm_int8_quantize(weight: Tensor, columns: Tensor, fmt: Format) -> PackedWeight:
-    """Round all columns to nearest but some, which are stored as floats (eq. 8).
+    """Round the weight to nearest, except for some columns that are stored as float16 (eq. 8).
 
     Args:
         weight: float32 [out, in].
-        columns: int64, rising.
+        columns: columns to store as float16, int64, rising.
     """
     return add_columns(rtn_quantize(weight.index_fill(1, columns, 0.0), fmt), weight, columns)
 
 
 @dataclass(frozen=True)
 class LlmInt8(Pass):
-    """Round weights and activations to int8, but for the input columns whose activations are large.
+    """Round weights and activations to int8, except for the input columns whose activations are large.
 
     The columns are found on calibration samples, for each group of linears that share an input, and are part of the
-    bundle; the paper finds them anew for every token.
+    bundle; the paper finds them again for every token.
 
     Attributes:
-        threshold: the least size of an activation that keeps its column in float16.
-        scheme: of the other columns; integers with activations that are rounded while running.
+        threshold: smallest absolute activation that keeps its column in float16.
+        scheme: format of the other columns: integers, with activations rounded at run time.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
     """
@@ -92,9 +95,9 @@ class LlmInt8(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Say what :meth:`run` will do if one input of each linear is large, on a graph without weights.
+        """Plan each linear as if one of its inputs were large, on a graph without weights.
 
-        How many are, the run measures; one is enough for a target to say that it has no kernels for such columns.
+        Their real number is measured in the run; one suffices for a target without kernels for such columns to refuse.
         """
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)

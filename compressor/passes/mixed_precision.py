@@ -1,4 +1,4 @@
-"""Mixed precision: each linear gets the format that a budget buys the least loss with, then GPTQ."""
+"""Mixed precision: give each linear the format with which a budget costs the least loss, then quantise by GPTQ."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from compressor.pipeline.sites import choose_sites, naming, summarise_formats
 from compressor.progress import Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 
-_TOKENS = 2048  # that sensitivities are measured on
+_TOKENS = 2048  # tokens that sensitivities are measured on
 
 
 @dataclass(frozen=True)
 class MixedPrecision(Pass):
-    """Measure once how much each linear's rounding changes the model's predictions, choose formats, quantise by GPTQ.
+    """Measure how much rounding each linear changes the model's predictions, choose formats, and quantise by GPTQ.
 
-    Every linear is rounded to the smallest scheme, alone, and the divergence of the model's predictions is taken; its
-    divergence in the other schemes follows from the errors of its own outputs, whose square it grows with.  The sum
+    Every linear is rounded alone to the smallest scheme, and the divergence of the model's predictions is measured.
+    Its divergence in the other schemes is extrapolated in proportion to the squared error of its own outputs.  The sum
     over all linears is minimised under the budget, exactly, by an integer programme; under a budget of divergence, the
-    bytes are.  One budget is given.
+    bytes are minimised.  Give exactly one budget.
 
     Attributes:
-        bits: stored bits a weight, scales and padding included, on average over the matched linears.
-        weight_bytes: of all the model's parameters as this pass leaves them; a number, or text such as ``4 MB``.
-        latency_ms: of all the model's linears in a decoder's single step (an encoder's 128 tokens, one image), each as
-            long as its bytes take at the memory's bandwidth, or its operations at the peak.  Both are measured on the
-            machine that compresses, so the choice depends on it.
-        kl_divergence: sum of the measured divergences, nats a token; decoders only.
-        schemes: what there is to choose from; names of formats.
+        bits: stored bits per weight, scales and padding included, on average over the matched linears.
+        weight_bytes: bytes of all the model's parameters after this pass; a number, or text such as ``4 MB``.
+        latency_ms: time of all the model's linears in a decoder's single step (an encoder's 128 tokens, one image),
+            each the larger of its bytes at the memory's bandwidth and its operations at peak speed.  Both are measured
+            on the machine that compresses, so the choice depends on it.
+        kl_divergence: sum of the measured divergences, nats per token; decoders only.
+        schemes: names of the formats to choose from.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
     """
@@ -73,12 +73,12 @@ class MixedPrecision(Pass):
 
     @property
     def budget(self) -> Budget:
-        """The one that is given."""
+        """The one budget that is given."""
         return only_budget("mixed_precision", {kind: getattr(self, kind) for kind in BUDGETS})
 
     @property
     def formats(self) -> list[Format]:
-        """The schemes, the smallest first."""
+        """The schemes' formats, the smallest first."""
         return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
@@ -91,9 +91,9 @@ class MixedPrecision(Pass):
             )
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Replace every matched linear; a note tells the bits, and how many linears got which format.
+        """Replace every matched linear; a note states the bits per weight, and the number of linears per format.
 
-        Under a budget of divergence, another tells what was expected and what is then measured.
+        Under a budget of divergence, another note states the expected divergence and the measured one.
         """
         name, formats, budget = "mixed_precision", self.formats, self.budget
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
@@ -119,9 +119,9 @@ class MixedPrecision(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do if all linears are equally sensitive, on a graph without weights.
+        """Plan each linear as if all were equally sensitive, on a graph without weights.
 
-        Under a budget of divergence, what it will do at most.
+        Under a budget of divergence the plan is an upper bound: every linear in the largest format.
         """
         sites = choose_sites(graph, "mixed_precision", self.formats[-1], self.targets, self.ignore)
         costs = [[site.out_features * 4.0**-fmt.bits for fmt in self.formats] for site in sites]
@@ -148,7 +148,7 @@ class MixedPrecision(Pass):
 
 
 def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:
-    """How far the sum of the divergences is from that of the whole, in words."""
+    """Format the sum of the linears' divergences and the measured divergence of the whole model."""
     few = split_samples(before, ids, _TOKENS)[0]
     dense, rounded = (next(stream_outputs(Stream(graph, [few]), Silent())) for graph in (before, after))
     measured = _divergence(before, dense, rounded)
@@ -159,14 +159,15 @@ def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: flo
 def sensitivities(
     graph: GraphModule, ctx: Context, ids: Tensor, sites: Sequence[Site], formats: Sequence[Format]
 ) -> Iterator[tuple[str, list[float]]]:
-    """(site, what rounding it alone to each format costs), in dataflow order.
+    """Yield (site, cost of rounding it alone to each format), in dataflow order.
 
-    The cost is the divergence of the last outputs: of a decoder KL(dense || rounded) a token, in nats; of an encoder
-    the squared error of the hidden states relative to their size.  Measured for the first format; for the others in
-    proportion to the squared error of the linear's outputs on inputs of the measured sizes.
+    The cost is the divergence of the model's outputs: for a decoder KL(dense || rounded) per token, in nats; otherwise
+    the squared error of the outputs relative to their squared norm.  It is measured for the first format, and
+    extrapolated to the others in proportion to the squared error of the linear's outputs, for inputs of the measured
+    mean squares.
 
     Args:
-        ids: as for :func:`compressor.calibration.calibrate.stream`; the first 2,048 tokens, or pixels, serve.
+        ids: as for :func:`compressor.calibration.calibrate.stream`; the first 2,048 tokens, or pixels, are used.
         formats: the smallest first.
     """
     few = split_samples(graph, ids, _TOKENS)[0]
@@ -196,7 +197,7 @@ def sensitivities(
 
 
 def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Stream, first: int) -> Tensor:
-    """The outputs with one linear replaced, from the hidden states in front of its segment on."""
+    """Return the outputs with one linear replaced, computed from the hidden states in front of its segment on."""
     changed = twin(graph)
     replace_linear(changed, next(site for site in linear_sites(changed) if site.name == name), packed)
     changed.recompile()
@@ -214,7 +215,7 @@ def _divergence(graph: GraphModule, dense: Tensor, rounded: Tensor) -> float:
 
 
 def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -> SitePlan:
-    """The plan of a linear's GPTQ, with what measuring its sensitivity takes: on average half the model's products."""
+    """Add to a linear's GPTQ plan the work of measuring its sensitivity: on average half the model's products."""
     if not plan.format:
         return plan
     work = Counter(plan.work)

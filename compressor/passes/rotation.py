@@ -1,4 +1,4 @@
-"""Rotation: outliers spread over all channels, by orthogonal matrices inside the weights (Ashkboos et al. 2024)."""
+"""Rotation: spread outliers over all channels, by orthogonal matrices inside the weights (Ashkboos et al. 2024)."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
 def pack_rotation(
     width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
 ) -> tuple[PackedWeight, float]:
-    """The matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a packed linear's weight: two bits
-    an entry.
+    """Pack the matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a linear's weight with two
+    bits per entry.
 
     Args:
         signs: float64 [width].
-        centered: make the first channel zero: without signs, that is the mean.
+        back: make the inverse.
+        centered: make the first channel zero, which without signs is the mean.
         device: ``meta`` for the shapes alone.
     Returns:
-        The weight, [width, width], and what it multiplies by beside rotating: its float16 scale times sqrt(width).
+        The weight, [width, width], and the gain by which it multiplies beside rotating: its float16 scale times
+        sqrt(width).
     """
     scale = torch.tensor(width**-0.5).half().float()
     gain = float(scale) * width**0.5
@@ -61,9 +63,9 @@ def pack_rotation(
 class Rotation(Pass):
     """Rotate the channels of the residual stream, and the values of each attention head, inside the weights.
 
-    The function stays as it is; a later pass quantises.  Channels that no parameter can rotate stay as they are, and
-    the run's report says why.  Where only the stream's first or last parameter is fixed (an embedding that is tied or
-    in half precision, a head that is ignored), a packed matrix of two bits an entry rotates there.
+    The graph's function does not change; a later pass quantises.  Channels that no parameter can rotate stay as they
+    are, and the run's report says why.  If only the stream's first or last parameter is fixed (an embedding that is
+    tied or in half precision, a head that is ignored), a packed matrix of two bits per entry rotates there.
 
     Attributes:
         targets: class names, module names or ``re:`` patterns of the linears that may be changed.
@@ -74,7 +76,7 @@ class Rotation(Pass):
     ignore: str | tuple[str, ...] = ()
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Rotate everything that can be; signs come from ``ctx.seed``, in dataflow order."""
+        """Rotate all streams and heads that can be; signs come from ``ctx.seed``, in dataflow order."""
         chosen = {site.name for site in choose_sites(graph, "rotation", None, self.targets, self.ignore)}
         generator = torch.Generator().manual_seed(ctx.seed)
         streams = find_residuals(graph, lambda site: "" if site.name in chosen else f"{site.name} is left as it is")
@@ -99,7 +101,7 @@ class Rotation(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         before = {site.name: graph.get_parameter(site.weight_name) for site in linear_sites(graph)}
         self.run(graph, ctx)
         return plan_rotated_sites(graph, before)
@@ -107,7 +109,7 @@ class Rotation(Pass):
 
 @contextmanager
 def _leaving(left: list[tuple[str, str]], name: str) -> Iterator[None]:
-    """What cannot be rotated is left as it is and remembered, with the reason."""
+    """Record the name and the reason where something cannot be rotated, and go on."""
     try:
         yield
     except Unabsorbable as reason:
@@ -115,7 +117,7 @@ def _leaving(left: list[tuple[str, str]], name: str) -> Iterator[None]:
 
 
 def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator: torch.Generator) -> None:
-    """The stream x becomes gain * x R; norms divide by the gain once more, which their epsilon has to follow."""
+    """Replace the stream x by gain * x R; norms divide by the gain again, and their epsilon is scaled to match."""
     ends = [end for end in (found.entry, found.exit) if end is not None]
     if found.reason:
         raise Unabsorbable(found.reason)
@@ -159,7 +161,7 @@ def _turn(x: Tensor, signs: Tensor, centered: bool) -> Tensor:
 
 
 def _replace_norm(graph: GraphModule, norm: Node, gain: float) -> None:
-    """An RMS norm without weight: of a stream without mean, that is what a layer norm does."""
+    """Replace a norm by an RMS norm without weight; for a stream with mean zero that equals a layer norm."""
     weight, _ = norm_parameters(norm)
     assert weight is not None
     _change(graph, str(weight.target), torch.ones_like)
@@ -175,7 +177,7 @@ def _replace_norm(graph: GraphModule, norm: Node, gain: float) -> None:
 def _rotate_values(
     graph: GraphModule, group: Sequence[Site], chosen: Collection[str], generator: torch.Generator
 ) -> None:
-    """The values of each head are rotated by the rows that make them, and back by the columns that read them."""
+    """Rotate each head's values by the rows that produce them, and rotate back by the columns that read them."""
     absorber, readers = find_absorber(graph, group[0].input)
     assert absorber.shares is not None
     kv_heads, repeat, width = absorber.shares
@@ -207,7 +209,7 @@ def _values(graph: GraphModule, parameter: Node | str) -> Tensor:
 
 
 def _scale_epsilon(norm: Node, gain: float) -> None:
-    """What a norm adds to the mean square of an input that is multiplied by ``gain``."""
+    """Scale a norm's epsilon to match an input that is multiplied by ``gain``."""
     place = 2 if norm.target is _RMS_NORM else 4
     epsilon: Any = norm.args[place]
     norm.update_arg(place, epsilon * gain**2)
@@ -218,7 +220,7 @@ def _device(graph: GraphModule) -> torch.device:
 
 
 def _change(graph: GraphModule, name: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Put float32 in a parameter's place, made from its values: shorter floats would change the function."""
+    """Replace a parameter by a float32 function of it: a shorter type would change the graph's function."""
     stored = graph.get_parameter(name).detach()
     value = function(stored).float().contiguous()
     if not value.is_meta and not bool(torch.isfinite(value).all()):

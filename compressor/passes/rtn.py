@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the nearest point of a min-max grid, without calibration.
+"""Round to nearest: map every weight to the nearest point of a min-max grid, without calibration.
 
 Only a format with a stored scale of the activations needs calibration samples, for that scale.
 """
@@ -20,13 +20,13 @@ from compressor.pipeline.sites import by_segment, choose_format, choose_sites, r
 
 @dataclass(frozen=True)
 class Rtn(Pass):
-    """Round the weights of the matched linears to the nearest point of their grids.
+    """Round the weights of the matched linears to the nearest points of their grids.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
-        group_size: columns a scale; 0 keeps the scheme's.
+        group_size: columns per scale; 0 keeps the scheme's.
     """
 
     scheme: str
@@ -54,7 +54,7 @@ class Rtn(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
         return plan_sites(

@@ -1,4 +1,4 @@
-"""SmoothQuant: part of the activations' range moves into the weights (Xiao et al. 2023, arXiv 2211.10438)."""
+"""SmoothQuant: move part of the activations' range into the weights (Xiao et al. 2023, arXiv 2211.10438)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _STRENGTHS = tuple(0.1 * step for step in range(11))
 
 
 def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
-    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (eq. 4), over all linears that read X; 1 for channels without range.
+    """Return s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (eq. 4), over all linears that read X; 1 for channels without
+    range.
 
     Args:
-        absmax: of the inputs, float [in].
+        absmax: largest absolute inputs, float [in].
         weights: float [out, in] each.
     Returns:
         float64 [in].
@@ -41,15 +42,15 @@ def smooth_scale(absmax: Tensor, weights: Sequence[Tensor], alpha: float) -> Ten
 
 @dataclass(frozen=True)
 class Smoothquant(Pass):
-    """Divide input channels of linears by a scale and multiply their weights' columns; a later pass quantises.
+    """Divide input channels of linears by a scale and multiply their weights' columns by it; a later pass quantises.
 
-    The scale goes into whatever is in front of the linears: a norm, a linear, a factor of a product, the values of
-    attention.  Where nothing can take it, the linears stay as they are and the run's report says why.
+    The scale is folded into the operator in front of the linears: a norm, a linear, a factor of a product, the values
+    of attention.  Where it cannot be folded, the linears stay as they are and the run's report says why.
 
     Attributes:
-        alpha: how much of the range moves into the weights, 0 to 1; ``search`` takes the best of eleven for each group
-            of linears, by the error of their outputs on calibration samples.
-        scheme: what the search quantises to; give the later pass the same.
+        alpha: share of the range that moves into the weights, 0 to 1; ``search`` takes the best of eleven values for
+            each group of linears, by the error of their outputs on calibration samples.
+        scheme: format that the search quantises to; give the later pass the same.
         targets: class names, module names or ``re:`` patterns of the linears to smooth.
         ignore: patterns of linears to leave as they are.
     """
@@ -65,7 +66,7 @@ class Smoothquant(Pass):
             raise UsageError(f"smoothquant: alpha {self.alpha} is not between 0 and 1")
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Scale every group of linears that share an input; the function of the graph stays as it is."""
+        """Scale every group of linears that share an input; the graph's function does not change."""
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
         with ctx.reporter.task("smoothquant", len(sites)) as task:
@@ -73,7 +74,7 @@ class Smoothquant(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme)
         chosen = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
         tries = len(_STRENGTHS) if self.alpha == "search" else 0

@@ -1,4 +1,6 @@
-"""SqueezeLLM: sensitivity-weighted k-means of each row, outliers beside it (Kim et al. 2023, arXiv 2306.07629)."""
+"""SqueezeLLM: sensitivity-weighted k-means of each row, with outliers stored apart (Kim et al. 2023, arXiv
+2306.07629).
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
-_SENSITIVE = 0.05 / 0.45  # of the outliers, as the paper shares them out (section 4.2)
+_SENSITIVE = 0.05 / 0.45  # share of outliers chosen by sensitivity (section 4.2)
 
 
 def squeezellm_quantize(weight: Tensor, sensitivity: Tensor, fmt: Format) -> PackedWeight:
-    """Cluster the weights of each row or group by sensitivity * error ** 2 (eq. 4), but for the outliers.
+    """Cluster the weights of each row or group, except for outliers, by sensitivity * error ** 2 (eq. 4).
 
-    Outliers are the weights whose loss would be largest if they were zero, sensitivity * weight ** 2, and those that
-    are largest; they are stored as floats.
+    Outliers are the weights with the largest sensitivity * weight ** 2, the loss if they were zero, and the weights of
+    the largest size; they are stored as float16.
 
     Args:
         weight: float32 [out, in].
@@ -52,10 +54,10 @@ def squeezellm_quantize(weight: Tensor, sensitivity: Tensor, fmt: Format) -> Pac
 
 @dataclass(frozen=True)
 class Squeezellm(Pass):
-    """Non-uniform values for each row, chosen by how sensitive the loss is to each weight, and outliers in float16.
+    """Store non-uniform values per row, weighted by the loss's sensitivity to each weight, and outliers in float16.
 
-    Sensitivities are squared gradients of the next-token loss over the calibration samples, one by one: the model must
-    be a decoder.  They are taken once, of the dense model.
+    Sensitivities are squared gradients of the next-token loss over the calibration samples, one by one, so the model
+    must be a decoder.  They are computed once, on the dense model.
 
     Attributes:
         scheme: name of a format with codebooks, such as ``LUT3_S0.45``.
@@ -84,12 +86,12 @@ class Squeezellm(Pass):
                     return squeezellm_quantize(weight, squares, fmt)
 
                 round_sites(graph, ctx, "squeezellm", [site], task, quantize)
-        ctx.records[before:] = reversed(ctx.records[before:])  # gradients come from the end
+        ctx.records[before:] = reversed(ctx.records[before:])  # gradients arrive from the last linear to the first
         graph.recompile()
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
         formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False, gradients=True)
@@ -97,7 +99,7 @@ class Squeezellm(Pass):
 
 
 def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
-    """Work of :func:`compressor.passes.squeezellm.squeezellm_quantize`, once the sensitivities are there."""
+    """Return the work of :func:`compressor.passes.squeezellm.squeezellm_quantize` without the gradients, by unit."""
     work = Counter(rtn_work(rows, columns, fmt))
     work.update(_grid_work(rows, columns, fmt, 1))
     work.update({"stream_byte": 40 * rows * columns})

@@ -1,4 +1,4 @@
-"""Carry what passes share in a run: its inputs, and the records that passes leave."""
+"""State that passes share in a run: its inputs, and the records that passes leave."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What a pass did to one linear.
+    """Record of what a pass did to one linear.
 
     Attributes:
         site: module name of the linear.
         pass_name: recipe name of the pass.
-        format: name of the format it is stored in now; empty where the weight is dense still (masked, pruned,
-            re-shaped) or is not there any more (merged into another).
+        format: name of the format that it is stored in now; empty if the weight is still dense (masked, pruned,
+            re-shaped) or gone (merged into another).
         bytes_before, bytes_after: bytes of its weight, counted on the tensors (without the bias).
-        error: relative squared error: of the site's outputs over the calibration samples where ``error_of``
-            is "output", of the weight where it is "weight".
-        rtn_error: the same error for round to nearest; None where the pass does not know it.
-        note: whatever the user should know, empty when all is as asked for.
+        error: relative squared error, of the site's outputs over the calibration samples if ``error_of`` is "output",
+            of the weight if it is "weight".
+        rtn_error: the relative squared error of round to nearest; None if the pass does not measure it.
+        note: anything unusual that the user should know; usually empty.
     """
 
     site: str
@@ -46,11 +46,11 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Cost of one stage: 0 is the captured graph, then one for each pass.
+    """Cost of one stage: stage 0 is the captured graph, then one for each pass.
 
     Attributes:
-        blocks: stretches of the graph that the pass worked on.
-        reused: those of them that an earlier run had finished.
+        blocks: segments of the graph that the pass worked on.
+        reused: number of those segments that an earlier run had finished.
     """
 
     index: int
@@ -63,23 +63,23 @@ class StageRecord:
 
 @dataclass
 class Context:
-    """What passes share: inputs of the run, and the records that they leave.
+    """Inputs of a run that passes share, and the records that they leave.
 
     Attributes:
         samples: calibration samples, or None when the recipe has none.
         seed: of every random choice.
         target: name of the target that the graph will be lowered to.
-        reporter: progress and notes.
+        reporter: receiver of progress and notes.
         records: one entry for each site and pass, in order.
         stages: one entry for the captured graph and each pass, in order.
-        results: blocks that earlier runs finished, and where this one's are kept; None keeps all in memory.
-        state: digest of everything that led to the graph as it is; with ``results`` only.
-        spill: where calibration puts hidden states that memory is too short for; None keeps them in memory.
-        notes: what passes have to say beside their records, a line each.
-        prices: what work costs on this machine, seconds by unit (:data:`compressor.plan.prices.UNITS`); None where it
-            was not measured.
-        dense: the graph before the first linear was packed, for passes that say ``needs_dense``; else None.
-        blocks, reused: blocks that the passes worked on so far, and those that came from ``results``.
+        results: cache of finished segments, of earlier runs and of this one; None keeps all in memory.
+        state: digest of everything that determines the graph as it is; only with ``results``.
+        spill: store for calibration's hidden states that do not fit into memory; None keeps them in memory.
+        notes: remarks of passes beside their records, a line each.
+        prices: cost of work on this machine, in seconds by unit (:data:`compressor.plan.prices.UNITS`); None if it was
+            not measured.
+        dense: the graph before the first linear was packed, for passes with ``needs_dense``; else None.
+        blocks, reused: number of segments that the passes worked on so far, and of those that came from ``results``.
     """
 
     samples: Samples | None = None
@@ -98,10 +98,12 @@ class Context:
     reused: int = 0
 
     def calibration(self, pass_name: str, purpose: str = "") -> Samples:
-        """The calibration samples.
+        """Return the calibration samples.
 
+        Args:
+            purpose: use of the samples, for the error message.
         Raises:
-            UsageError: there are none; says what for, if that is given.
+            UsageError: the recipe has no calibration samples.
         """
         if self.samples is None:
             what = f"calibration samples{purpose and ' for the '}{purpose}"

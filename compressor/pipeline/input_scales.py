@@ -1,4 +1,4 @@
-"""Stored scales of activations: the one place where passes get them."""
+"""Calibrate stored scales of activations, for all passes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from compressor.pipeline.sites import naming
 
 
 def gathering_for(fmt: Format) -> Gathering | None:
-    """How :func:`calibrate_inputs` runs the samples; None where the format stores no such scale."""
+    """Return how :func:`calibrate_inputs` runs the samples, or None if the format stores no such scale."""
     return Gathering(true_sequential=False, with_dense=False, squares=False) if fmt.has_input_scale else None
 
 
 def calibrate_inputs(
     graph: GraphModule, ctx: Context, pass_name: str, formats: Mapping[str, Format], observer: Observer = "mse"
 ) -> Mapping[str, Tensor]:
-    """The ``input_scale``, float32 [1], of each site whose format stores one, for the inputs as the graph has them now.
+    """Return the ``input_scale``, float32 [1], of each site whose format stores one, for the graph's present inputs.
 
-    Where no format does, no samples are asked for; where an earlier run had got as far, they do not run again.
+    If no format stores one, no samples are needed; if an earlier run has cached the scales, the samples do not run
+    again.
 
     Args:
-        formats: by the names of the sites.
-        observer: ``output`` goes by the error of each linear's outputs, the others by that of its inputs.
+        formats: formats by site name.
+        observer: ``output`` minimises the error of each linear's outputs, the others that of its inputs.
     Raises:
         UsageError: there are no calibration samples.
         CompressorError: inputs hold NaN or inf; names the site.

@@ -1,4 +1,4 @@
-"""Checks between passes."""
+"""Observers that check or write the graph between passes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-    """Check that the graph is well formed, what passes made is finite, and the bytes are those of the records.
+    """Check that the graph is well formed, that tensors which passes made are finite, and that recorded bytes are
+    right.
 
-    An observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own
-    weight, and one that was merged away takes nothing.
+    Observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own weight,
+    and a weight that was merged away counts as 0 bytes.
 
     Raises:
         VerificationError: names the pass and the parameter.
@@ -51,12 +52,12 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
 
 @dataclass(frozen=True)
 class Dump:
-    """Observer that writes each stage's printed code as ``<folder>/<index>_<name>.py``."""
+    """Observer that writes each stage's printed code to ``<folder>/<index>_<name>.py``."""
 
     folder: Path
 
     def __call__(self, index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-        """Write one file."""
+        """Write one stage's file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{index:02d}_{name}.py"
         path.write_text(graph.print_readable(print_output=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Run passes over an FX graph in order, with observers that look at it before the first and after each.
+"""Run passes over an FX graph in order, with observers before the first pass and after each.
 
 A pass is a frozen dataclass whose fields are its keys in a recipe (:mod:`compressor.registry`).
 """
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 class Pass(ABC):
     """One rewriting of the graph; extend it with a frozen dataclass whose fields are its options in a recipe.
 
-    Only :meth:`run` has to be there.  Everything else that a run asks of a pass is declared here.
+    Only :meth:`run` is required.  Everything else that a run asks of a pass is declared here, with a default.
 
     Attributes:
-        scheme_format: an option called ``scheme`` is a name that this class parses.
-        choosing_options: options that only choose which linears the pass is for: they are left out of the key under
-            which a finished block is cached.
-        costly_options: switches that take memory or time, and that advice for a run that does not fit turns off.
-        needs_dense: it compares with the graph before the first linear was packed, which is in ``Context.dense``.
+        scheme_format: class that parses the names under an option ``scheme``.
+        choosing_options: options that only choose the linears; they are not part of a finished segment's cache key.
+        costly_options: switches that take memory or time, which advice for a run that does not fit turns off.
+        needs_dense: whether it compares with the graph before the first linear was packed, ``Context.dense``.
     """
 
     scheme_format: ClassVar[Any] = Format
@@ -45,21 +44,25 @@ class Pass(ABC):
         """Return the rewritten graph, which runs in PyTorch; the given one may be changed in place."""
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:  # noqa: B027 (most passes serve every graph)
-        """Raise a UsageError that says what of the graph this pass cannot work on.
+        """Raise a UsageError that names the part of the graph that this pass cannot work on.
 
-        Asked of all passes before the first of them runs, on the graph that earlier passes will leave, without weights.
+        All passes are asked before the first of them runs, on the graph that earlier passes will leave, without
+        weights.
         """
 
     def plan(self, graph: GraphModule, ctx: Context) -> Sequence[SitePlan] | None:
-        """Rewrite a graph without weights as :meth:`run` will, and say what becomes of each linear, and at what cost.
+        """Rewrite a graph without weights as :meth:`run` will, and return each linear's prediction.
 
-        None: the pass says nothing of itself, and its cost is not in the plan.
+        Returns:
+            One plan per linear; None if the pass predicts nothing, and its cost is not in the plan.
         """
         return None
 
     @property
     def runs_samples(self) -> bool:
-        """Whether :meth:`run` takes the calibration samples through the graph beside what the plan's sites say."""
+        """Whether :meth:`run` takes the calibration samples through the graph beyond the runs that the plan's sites
+        state.
+        """
         return False
 
 
@@ -69,22 +72,22 @@ Observer: TypeAlias = "Callable[[int, str, GraphModule, Context], None]"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order, and the observers that look at the graph before the first and after each of them.
+    """Passes in order, and the observers that see the graph before the first pass and after each.
 
-    Every stage is timed and its weights counted, in ``Context.stages``.
+    Every stage's time and weight bytes are recorded in ``Context.stages``.
     """
 
     passes: Sequence[Pass]
     observers: Sequence[Observer] = ()
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Run all passes; errors of a pass are raised as they are."""
+        """Run all passes and return the graph; errors of a pass are raised unchanged."""
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
             begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
             self._remember(index, graph, ctx)
             graph = step.run(graph, ctx)
-            graph.recompile()  # for passes that leave it to us
+            graph.recompile()  # passes need not recompile
             seconds = time.perf_counter() - begin
             self._finish(index, PASSES.name_of(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
@@ -93,11 +96,11 @@ class Pipeline:
         return graph
 
     def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:
-        """Keep the graph as long as it is dense and this pass or a later one will compare with it."""
+        """Keep the dense graph for as long as this pass or a later one needs it."""
         from compressor.graph.model import twin
 
         if not any(step.needs_dense for step in self.passes[index - 1 :]):
-            ctx.dense = None  # weights that passes made are in memory
+            ctx.dense = None  # frees dense weights that passes made, which are in memory
         elif not ctx.records:
             ctx.dense = twin(graph)
 
@@ -112,7 +115,7 @@ class Pipeline:
 
 
 def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:
-    """The digest after a pass: of what it was asked to do on which samples, or, if it is not ours, of what it left."""
+    """Return the digest after a pass: of its options and samples, or of the resulting graph if the pass is not ours."""
     from compressor.host.digests import digest, tensors_sha256
 
     if PASSES.owns(step):

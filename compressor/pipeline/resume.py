@@ -1,4 +1,4 @@
-"""The blocks of one pass, and what it learns before: restored where the cache has them, kept as they are finished."""
+"""Restore the segments of a pass that an earlier run has cached, and cache them as they are finished."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from compressor.progress import Task
 
 
 class Blocks:
-    """What a weight pass asks before it works on the linears between two cuts of the graph, and tells afterwards.
+    """Cache of one pass's finished segments: asked before the linears of a segment are processed, told afterwards.
 
     Without a cache in the context nothing is restored and nothing kept.
 
     Args:
-        ctx: of the run; its ``state`` stands for the graph as it was before the pass.
-        step: the pass; every option but which linears it is for decides its results.
-        task: progress of the pass, a unit a linear.
-        decides: whatever else decides them, as plain data.
-        chained: a block's result depends on the blocks before it, too.
+        ctx: context of the run; its ``state`` is the digest of the graph before the pass.
+        step: the pass; all options except ``targets`` and ``ignore`` are part of the cache key.
+        task: progress of the pass, in linears.
+        decides: further plain data that determine the results, part of the key.
+        chained: whether a segment's result depends on the segments before it, too.
     """
 
     def __init__(self, ctx: Context, name: str, step: Any, task: Task, *, decides: Any = None, chained: bool) -> None:
@@ -39,7 +39,9 @@ class Blocks:
         self._key = ""
 
     def restore(self, graph: GraphModule, sites: Sequence[Site]) -> bool:
-        """Put the packed weights of a finished block in place of the dense ones; whether there was one."""
+        """Replace the dense weights of a segment by cached packed ones, if there are any, and return whether there
+        were.
+        """
         self._key = digest(self._base, [site.name for site in sites])
         if self.chained:
             self._base = self._key
@@ -60,7 +62,7 @@ class Blocks:
         return True
 
     def keep(self, graph: GraphModule, sites: Sequence[Site]) -> None:
-        """The block of the last :meth:`restore` is done: its packed weights move from memory into the cache."""
+        """Store the packed weights of the segment of the last :meth:`restore` in the cache, and map them from there."""
         if self.ctx.results is None:
             return
         records = {record.site: dataclasses.asdict(record) for record in self.ctx.records}
@@ -82,12 +84,13 @@ class Blocks:
 def learnt(
     graph: GraphModule, ctx: Context, name: str, decides: Any, make: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Tensors that a pass gets from samples before its first block; from the cache, where an earlier run kept them.
+    """Return tensors that a pass computes from samples before its first segment, cached if the run has a cache.
 
     Args:
-        graph: as it was when the pass began, which ``ctx.state`` stands for.
-        name: what the tensors are.
-        decides: all that they follow from beside the graph, as plain data.
+        graph: the graph as it was when the pass began, whose digest is ``ctx.state``.
+        name: name of the tensors, part of the cache key.
+        decides: plain data that determine the tensors beside the graph.
+        make: computes the tensors.
     """
     if ctx.results is None:
         return make()

@@ -1,4 +1,4 @@
-"""Scales of the input channels of linears, put into whatever is in front of them."""
+"""Scale the input channels of linears, and fold the inverse into the operators in front of them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from compressor.pipeline.sites import naming
 from compressor.progress import Task
 
 ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
-"""(what is known of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64
-[in], positive."""
+"""(statistics of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64 [in],
+positive.
+"""
 
 
 def scale_groups(
     graph: GraphModule, ctx: Context, pass_name: str, sites: Sequence[Site], task: Task, choose: ChooseScale
 ) -> dict[str, Tensor]:
-    """Scale the inputs of every group of sites that share them, on calibration samples; the function stays as it is.
+    """Scale the inputs of every group of sites that share them, on calibration samples; the graph's function does not
+    change.
 
     Args:
-        task: of the pass; advances by one for each site.
+        task: progress of the pass; advances by one for each site.
     Returns:
-        By name of the site, the mean square of its inputs as they are now, float64 [in].
+        Mean square of each site's scaled inputs, float64 [in], by site name.
     """
     ids, squares = ctx.calibration(pass_name).ids, {}
     for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
@@ -48,12 +50,13 @@ def scale_groups(
 def scale_inputs(
     graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[Absorber], Tensor]
 ) -> Tensor | None:
-    """Scale the input channels of a group of sites that read the same tensor, where something absorbs that.
+    """Scale the input channels of a group of sites that read the same tensor, if the scale can be folded in front of
+    them.
 
     Args:
         choose: the absorber -> scale float64 [in], positive.
     Returns:
-        The scale as it was applied, float32 [in]; None where nothing absorbs one, which is noted, as copies are.
+        The scale as applied, float32 [in], or None if it cannot be folded. Notes say so, and name copied norms.
     """
     names = ", ".join(site.name for site in group)
     try:

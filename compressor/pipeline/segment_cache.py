@@ -1,8 +1,8 @@
-"""Finished blocks of passes, kept in the cache under what they follow from.
+"""Content-addressed cache of finished segments.
 
-A block is what a pass makes of the linears between two cuts of the graph.  Its key is a digest of everything that
-decides it: model, code, versions, the passes before, options, samples.  A run that was killed therefore finds what
-it had done, and a changed recipe finds what did not change.
+An entry holds what a pass made of the linears between two cuts of the graph.  Its key is a digest of everything that
+determines it: model, code, versions, earlier passes, options, samples.  So a run that was killed resumes where it
+stopped, and a changed recipe reuses the segments that its change does not affect.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from compressor.host.digests import read_sha256
 from compressor.host.tensor_files import map_safetensors, write_safetensors
 
 _WEIGHTS, _ENTRY = "weights.safetensors", "entry.json"
-_NAME = "block"  # of the folders that are being filled
+_NAME = "block"  # prefix of folders that are being filled
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a pass left of one block: packed tensors, mapped from the cache, and the records of its sites."""
+    """A cached segment: packed tensors, mapped from the file, and the records of its sites."""
 
     tensors: Mapping[str, Tensor]
     records: Sequence[Mapping[str, Any]]
@@ -38,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A block in the cache, as ``compress cache list`` shows it."""
+    """Description of a cached segment, as ``compress cache list`` shows it."""
 
     key: str
     label: str  # model and pass
@@ -47,22 +47,22 @@ class Entry:
 
 
 class Results:
-    """Blocks on disk.  Several runs may share the folder: an entry appears whole, and is never changed."""
+    """Segments on disk.  Several runs may share the folder: an entry appears whole and never changes."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache_folder() / "results"
 
     def prepare(self) -> None:
-        """Find out now, rather than after the first block, whether the folder can be written to; tidy it up.
+        """Check early that the folder can be written to, and remove leftovers of killed runs.
 
         Raises:
-            CompressorError: it cannot.
+            CompressorError: the folder cannot be written to.
         """
         with self._explaining(), partial_folder(self.folder, _NAME):
             pass
 
     def load(self, key: str) -> Block | None:
-        """The block of that key; None if there is none, or its files are damaged (they are removed)."""
+        """Return the segment of that key, or None if there is none; remove it if its files are damaged."""
         folder = self.folder / key
         try:
             entry = json.loads((folder / _ENTRY).read_bytes())
@@ -73,11 +73,11 @@ class Results:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         with contextlib.suppress(OSError):
-            os.utime(folder)  # what was used last is pruned last
+            os.utime(folder)  # pruning goes by the time of the last use
         return block
 
     def save(self, key: str, label: str, tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> Block:
-        """Keep a block, and return it as :meth:`load` would: mapped, so that the given tensors can go.
+        """Store a segment, and return it mapped from the file, so that the given tensors can be freed.
 
         Raises:
             CompressorError: there is no room, or the folder cannot be written to; nothing is left behind.
@@ -93,7 +93,7 @@ class Results:
             try:
                 partial.rename(self.folder / key)
             except OSError:
-                if not self._has(key):  # else another run has made the same meanwhile
+                if not self._has(key):  # otherwise another run has stored it meanwhile
                     raise
         return Block(mapped, records)
 
@@ -111,7 +111,7 @@ class Results:
             ) from error
 
     def entries(self) -> list[Entry]:
-        """What there is, the most recently used first."""
+        """List the entries, the most recently used first."""
         found = []
         for folder in self.folder.glob("[0-9a-f]*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -121,9 +121,10 @@ class Results:
         return sorted(found, key=lambda entry: (-entry.used, entry.key))
 
     def prune(self, older_than_days: float = 0.0) -> list[Entry]:
-        """Remove the blocks that were last used longer ago than that, and what killed runs left; what was removed.
+        """Remove segments last used at least that many days ago, and leftovers of killed runs; return the removed
+        entries.
 
-        Runs that use a block at this moment have it mapped, and keep it.
+        Runs that use a segment at this moment have it mapped, and keep it.
         """
         sweep(self.folder, _NAME)
         limit = time.time() - older_than_days * 86400

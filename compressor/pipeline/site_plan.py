@@ -1,7 +1,7 @@
-"""What a weight pass will do to each linear, told from a graph without weights; and how much work that is.
+"""Predict, from a graph without weights, what a weight pass does to each linear, and how much work it takes.
 
-Planning rewrites the graph as the pass would, with packed weights on the meta device: what follows sees the shapes
-and bytes that it will see in the run.
+Planning rewrites the graph as the pass would, with packed weights on the meta device, so that later passes see the
+shapes and bytes that they will see in the run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes
 from compressor.pipeline.sites import patterns, site_notes
 
-_FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes an element of a weight
+_FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes moved per element of a weight
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a pass runs calibration samples; the arguments of :func:`compressor.calibration.calibrate.stream`.
+    """How a pass runs calibration samples.
 
     Attributes:
-        true_sequential, with_dense: see there.
-        squares: the statistic is a matrix, and not a few vectors.
-        gradients: samples also run backwards (:func:`compressor.calibration.gradients.backwards`), for that matrix's
-            rows or, where the statistic is none, in place of it.
+        true_sequential, with_dense: arguments of :func:`compressor.calibration.calibrate.stream`.
+        squares: whether the statistic is a matrix [in, in] rather than a few vectors.
+        gradients: whether samples also run backwards (:func:`compressor.calibration.gradients.backwards`), to weight
+            the rows of that matrix, or in place of it if there is none.
     """
 
     true_sequential: bool
@@ -42,16 +42,16 @@ class Gathering:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """What one pass will do to one linear.
+    """Prediction of what one pass does to one linear.
 
     Attributes:
         site: module name.
         out_features, in_features: shape of the weight.
-        format: what it will be stored in; empty where it is left alone.
-        bytes_before, bytes_after: of the weight as it is stored, without the bias.
-        note: why it is left alone, or what is out of the ordinary.
-        work: what the pass's arithmetic takes, by unit.
-        working_bytes: memory that the pass's arithmetic takes beside the stored weight.
+        format: name of the format that it will be stored in; empty if it is left alone.
+        bytes_before, bytes_after: bytes of the stored weight, without the bias.
+        note: why it is left alone, or anything unusual.
+        work: the pass's arithmetic, by unit (:data:`compressor.plan.prices.UNITS`).
+        working_bytes: memory of the pass's arithmetic beside the stored weight.
         gathering: how calibration samples are run for it; None for a pass without calibration.
     """
 
@@ -75,12 +75,13 @@ def plan_sites(
     working_bytes: Callable[[int, int, Format], int],
     gathering: Gathering | None = None,
 ) -> list[SitePlan]:
-    """One plan a dense linear, in dataflow order; those with a format are replaced by packed ones on the meta device.
+    """Return one plan per dense linear, in dataflow order, and replace those with a format by packed ones on the meta
+    device.
 
     Args:
-        formats: by the names of the linears that the pass compresses.
-        ignore: of the pass, for the notes on the others.
-        work, working_bytes: (out_features, in_features, format) -> as in :class:`SitePlan`.
+        formats: formats of the linears that the pass compresses, by name.
+        ignore: the pass's option, for the notes on the other linears.
+        work, working_bytes: functions of (out_features, in_features, format), see :class:`SitePlan`.
     """
     ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
     plans = []
@@ -103,7 +104,9 @@ def plan_sites(
 def plan_dense_sites(
     graph: GraphModule, sites: Sequence[Site], gathering: Gathering, tries: int, fmt: Format
 ) -> list[SitePlan]:
-    """One plan a linear that stays dense while its inputs are scaled; ``tries`` scales are tried by rounding to fmt."""
+    """Return one plan per linear that stays dense while its inputs are scaled; ``tries`` scales are tried by rounding
+    to ``fmt``.
+    """
     plans = []
     for site in sites:
         weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
@@ -115,7 +118,7 @@ def plan_dense_sites(
 
 
 def plan_rotated_sites(graph: GraphModule, before: Mapping[str, Tensor]) -> list[SitePlan]:
-    """One plan a linear, all still dense; those whose weight is another than ``before`` were rotated."""
+    """Return one plan per linear, all still dense; those whose weight differs from ``before`` were rotated."""
     plans = []
     for site in linear_sites(graph):
         old, new, shape = (

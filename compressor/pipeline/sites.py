@@ -1,4 +1,4 @@
-"""What every weight pass does around its arithmetic: choose the format and the linears, replace, record."""
+"""Steps that weight passes share: choose the format and the linears, replace, record."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from compressor.progress import Task
 
 
 def choose_format(scheme: str, group_size: int = 0) -> Format:
-    """The format of a scheme's name, with another group size unless that is 0.
+    """Return the format of a scheme's name, with another group size unless that is 0.
 
     Raises:
-        UsageError: no such scheme, a group size that the format cannot have, or columns stored as floats.
+        UsageError: there is no such scheme, the format cannot have the group size, or columns are stored as floats.
     """
     fmt = Format.parse(scheme)
     if fmt.float_columns:
@@ -40,7 +40,7 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
 
 
 def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
-    """One pattern or several, as a tuple."""
+    """Return one pattern or several as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -52,10 +52,10 @@ def choose_sites(
     ignore: str | Sequence[str],
     find: Callable[[GraphModule], list[Site]] = linear_sites,
 ) -> list[Site]:
-    """The linears that match ``targets`` and not ``ignore``, in dataflow order.
+    """Return the linears that match ``targets`` and not ``ignore``, in dataflow order.
 
     Args:
-        fmt: whose group size has to fit; None where nothing is quantised.
+        fmt: format whose group size has to fit; None if nothing is quantised.
         find: lists the linears to choose from.
     Raises:
         UsageError: a pattern is malformed, or matches nothing (the nearest names are given), nothing is left, or the
@@ -65,9 +65,7 @@ def choose_sites(
     try:
         matched, unmatched = match_sites(sites, patterns(targets), patterns(ignore))
     except re.error as error:
-        raise UsageError(
-            f"{pass_name}: re:{error.pattern!s} is no regular expression that can be used: {error}"
-        ) from error
+        raise UsageError(f"{pass_name}: re:{error.pattern!s} is not a valid regular expression: {error}") from error
     if unmatched:
         known = sorted({site.module_class for site in sites} | {site.name for site in sites})
         known += sorted({site.name.rpartition(".")[2] for site in sites} - set(known))
@@ -87,7 +85,7 @@ def choose_sites(
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
-    """The sites between two cuts of the graph, together (see :func:`compressor.graph.segments.segments`), in order."""
+    """Group the sites by the graph's segments (:func:`compressor.graph.segments.segments`), in order."""
     wanted = {site.name for site in sites}
     blocks = [[site for site in segment.sites if site.name in wanted] for segment in segments(graph)]
     return [block for block in blocks if block]
@@ -95,7 +93,7 @@ def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
 
 @contextmanager
 def naming(site: Site) -> Iterator[None]:
-    """Put the site's name before the message of an error raised inside."""
+    """Prefix the message of an error raised inside with the site's name."""
     try:
         yield
     except CompressorError as error:
@@ -114,7 +112,7 @@ def compress_site(
     rtn_error: float | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Put a packed weight in the place of a dense one and record it, with a note on whatever is out of the ordinary."""
+    """Replace a dense weight by a packed one and record it, with notes on anything unusual."""
     if set(packed.parts) != set(packed.format.parts(*packed.shape)):
         raise UsageError(
             f"{pass_name}: {site.name}: the pass calibrates no scale of activations, which {packed.format.name} "
@@ -166,7 +164,7 @@ def change_site(
 
 
 def summarise_formats(pass_name: str, sites: Sequence[Site], chosen: Mapping[str, Format]) -> str:
-    """One line: the bits a weight, and how many linears got which format, the smallest format first."""
+    """Format one line with the bits per weight and the number of linears in each format, the smallest format first."""
     stored = sum(chosen[site.name].packed_bytes(site.out_features, site.in_features) for site in sites)
     bits = 8 * stored / sum(site.out_features * site.in_features for site in sites)
     smallest_first = sorted(chosen.values(), key=lambda fmt: fmt.packed_bytes(4096, 4096))
@@ -175,12 +173,12 @@ def summarise_formats(pass_name: str, sites: Sequence[Site], chosen: Mapping[str
 
 
 def _short(error: float) -> float:
-    """Six digits: the last ones depend on the number of threads, and the record is part of the bundle."""
+    """Round to six digits: further ones depend on the number of threads, and the record is part of the bundle."""
     return float(f"{error:.6g}")
 
 
 def site_notes(site: Site, packed: PackedWeight, bytes_before: int) -> list[str]:
-    """What is out of the ordinary about a site's weight in this form."""
+    """Return notes on anything unusual about a site's weight in this form."""
     notes = []
     ragged = site.in_features % packed.format.group_size if packed.format.group_size else 0
     if ragged:
@@ -208,11 +206,11 @@ def round_sites(
     quantize: Callable[[Site, Tensor], PackedWeight],
     input_scales: Mapping[str, Tensor] = _NONE,
 ) -> None:
-    """Replace linears one after another, each recorded with the error of its weight.
+    """Replace linears one after another, and record the error of each weight.
 
     Args:
-        quantize: (site, weight float32 [out, in]) -> what it is stored as.
-        input_scales: of :func:`compressor.pipeline.input_scales.calibrate_inputs`.
+        quantize: (site, weight float32 [out, in]) -> packed weight.
+        input_scales: result of :func:`compressor.pipeline.input_scales.calibrate_inputs`.
     """
     for site in sites:
         stored = graph.get_parameter(site.weight_name).detach()

@@ -1,4 +1,4 @@
-"""Read recipes; every error says file and line.
+"""Read recipes; every error names file and line.
 
 Invariant: reads no tensor and runs no pass.
 """

@@ -1,4 +1,4 @@
-"""Where text or images come from, and how much of them is used: ``calibration:`` and ``evaluation:`` of a recipe."""
+"""Data sources and how much of them is used: ``calibration:`` and ``evaluation:`` of a recipe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "std": ("images",),
     **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
 }
-"""Keys that have a meaning for some sources only; None is an evaluation without one of its own."""
+"""Keys that apply to some sources only; None stands for an evaluation without its own source."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), Field(min_length=1)]
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[tuple[_Number, ...], BeforeValidator(_listed), Field(min_length=1)]
@@ -61,7 +61,7 @@ class Section(BaseModel):
 
     @classmethod
     def yaml_keys(cls) -> dict[str, str]:
-        """The keys in YAML, each with the name of its field."""
+        """Return the keys in YAML, each with the name of its field."""
         return {info.alias or name: name for name, info in cls.model_fields.items()}
 
 
@@ -69,15 +69,15 @@ class DataSource(Section):
     """Data from exactly one of: files of text, JSON (lines), parquet or images, a data set on the Hugging Face hub.
 
     Attributes:
-        name: what it is called in reports; a shipped set's own name.
-        description: for people.
+        name: name in reports; a shipped set's own name.
+        description: for readers.
         text, json_files (key ``json``), parquet: one file or several, as written; :meth:`find_files` locates them.
         hub: id of a data set.
         images: numpy ``.npz`` files with labelled images, for plain modules (:mod:`compressor.data.images`).
-        mean, std: of the images' channels, one number or one a channel: the model reads (pixels / 255 - mean) / std.
+        mean, std: of the images' channels, one number or one per channel: the model reads (pixels / 255 - mean) / std.
         config, split: of the hub's data set; the split is ``train`` unless given.
         field: the field or column that holds the text (JSON, parquet, hub).
-        held_out: kept for evaluation; calibration refuses it.
+        held_out: reserved for evaluation; calibration refuses it.
         sha256: of the files' bytes, one file after another; checked by :meth:`find_files`.
     """
 
@@ -86,7 +86,7 @@ class DataSource(Section):
     text: Names | None = None
     json_files: Names | None = Field(default=None, alias="json")
     parquet: Names | None = None
-    # An id and no path: `datasets` would read a folder of that name.
+    # Only an id, never a path: `datasets` would read a folder of that name.
     hub: Annotated[StrictStr, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$", max_length=200)] | None = None
     images: Names | None = None
     mean: Numbers = (0.0,)
@@ -122,7 +122,7 @@ class DataSource(Section):
 
     @property
     def kind(self) -> Kind | None:
-        """Which source it has; None for an evaluation on the rest of the calibration data."""
+        """The kind of its source; None for an evaluation on the rest of the calibration data."""
         kinds: tuple[Kind, ...] = (*_TEXTS, "images")
         return next((key for key in kinds if getattr(self, self.yaml_keys()[key]) is not None), None)
 
@@ -132,10 +132,11 @@ class DataSource(Section):
         return self.text or self.json_files or self.parquet or self.images or ()
 
     def find_files(self) -> tuple[Path, ...]:
-        """Absolute paths of the files, looked for beside the recipe, in the current folder and among those shipped.
+        """Return the files' absolute paths, searched beside the recipe, in the current folder and among the shipped
+        files.
 
         Raises:
-            RecipeError: a file is missing (all places are named) or the content is not what ``sha256`` says.
+            RecipeError: a file is missing (all searched places are named), or the content does not match ``sha256``.
         """
         where = self._where or f"{self.kind}"
         found = []
@@ -163,12 +164,12 @@ class DataSource(Section):
             )
 
     def resolved(self) -> dict[str, Any]:
-        """Plain data after defaults, without what does not bear on the result."""
+        """Return plain data after defaults, without keys that do not affect the result."""
         unfit = {key for key, kinds in _FITTING.items() if self.kind not in kinds}
         return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"description", *unfit})
 
     def locate(self, folder: Path, where: str) -> None:
-        """Note the folder that file names are relative to, and the ``file:line: key`` for error messages."""
+        """Record the folder that file names are relative to, and the ``file:line: key`` for error messages."""
         self._folder, self._where = folder, where
 
 
@@ -183,8 +184,8 @@ class TextSpec(DataSource):
 class EvaluationSpec(DataSource):
     """Evaluation data: images, or the first ``tokens`` tokens, scored in windows of ``window``, ``stride`` apart.
 
-    Without a source it is the part of the calibration data that was not sampled.  The first
-    ``window - stride`` tokens of a window (but the first) are context only.  A stride left out is half a window.
+    Without a source, the part of the calibration data that was not sampled is used.  The first ``window - stride``
+    tokens of every window but the first are context only.  The default stride is half a window.
     """
 
     tokens: StrictInt = Field(default=16384, ge=2, le=1_000_000_000)

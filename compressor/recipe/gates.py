@@ -1,4 +1,4 @@
-"""Gates: what a result must reach, such as ``perplexity_increase: "<= 3%"``, held against what was measured."""
+"""Gates: conditions that a result must meet, such as ``perplexity_increase: "<= 3%"``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Metric:
     """A figure that a gate may be put on.
 
     Attributes:
-        units: how a gate on it may be written: unit to its factor to the metric's own unit, which is that of the JSON
-            output.  None: the metric is a yes or no.
+        units: units in which a gate may be written, each with its factor to the metric's own unit, which is that of the
+            JSON output.  None: the metric is a yes or no.
         dense: whether a gate may also be written relative to the dense model's figure, ``x dense``.
-        text: whether measuring it takes text, or images, to evaluate on.
-        timing: whether it differs from one repeat to the next, so that a gate on it is decided with a confidence.
+        text: whether measuring it needs text, or images, to evaluate on.
+        timing: whether it varies between repeats, so that a gate on it is decided with a confidence.
     """
 
     units: Mapping[str, float] | None
@@ -80,10 +80,11 @@ _AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[KMG]i?B|B)?")
 
 
 def parse_amount(metric: str, value: object) -> float:
-    """A number, or text with one of the metric's units, in the metric's own: ``4 MB`` of ``weight_bytes`` is 4,000,000.
+    """Convert a number, or text with one of the metric's units, to the metric's own unit: ``4 MB`` of ``weight_bytes``
+    is 4,000,000.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
     if isinstance(value, int | float):
         return float(value)
@@ -113,10 +114,10 @@ class Gate:
 
     @classmethod
     def parse(cls, metric: str, text: object) -> Gate:
-        """Read ``<= 3%``, ``>= 1.2x dense``, ``<= 120MB``, or ``true`` where the metric is a yes or no.
+        """Parse ``<= 3%``, ``>= 1.2x dense``, ``<= 120MB``, or ``true`` where the metric is a yes or no.
 
         Raises:
-            RecipeError: the metric is unknown, or the text is no condition on it.
+            RecipeError: the metric is unknown, or the text is not a condition on it.
         """
         if metric not in METRICS:
             raise RecipeError(f"unknown metric; {nearest(metric, METRICS)}")
@@ -124,13 +125,13 @@ class Gate:
         if known.units is None:
             answer = {"true": True, "false": False}.get(str(text).lower() if isinstance(text, str | bool) else "")
             if answer is None:
-                raise RecipeError(f"{shown} is no condition; {metric} is a yes or no: write true or false")
+                raise RecipeError(f"{shown} is not a condition; {metric} is a yes or no: write true or false")
             return cls(metric, _IS, answer)
         units = [*known.units, *([_DENSE] if known.dense else [])]
         allowed = ", ".join(unit or "none" for unit in units)
         match = _GATE.fullmatch(text.strip()) if isinstance(text, str) and len(text) < 80 else None
         if match is None:
-            raise RecipeError(f"{shown} is no condition; write <=, >=, < or >, a number and a unit ({allowed})")
+            raise RecipeError(f"{shown} is not a condition; write <=, >=, < or >, a number and a unit ({allowed})")
         unit = _DENSE if (match[3] or "").startswith("x") else match[3] or ""
         if unit not in units:
             raise RecipeError(f"{text!r}: unit {unit or 'none'!r} does not fit {metric}; units: {allowed}")
@@ -149,7 +150,7 @@ class Gate:
 
     @property
     def factor(self) -> float:
-        """One of the unit as written, in the metric's own unit (bytes, ms, fractions); for ``x dense`` 1, a ratio."""
+        """Factor from the unit as written to the metric's own (bytes, ms, fractions); 1 for ``x dense``."""
         units = METRICS[self.metric].units
         return 1.0 if self.relative or units is None else units[self.unit]
 
@@ -159,5 +160,5 @@ class Gate:
         return self.value * self.factor
 
     def holds(self, figure: float) -> bool:
-        """Whether a figure passes: in the metric's own unit, for ``x dense`` a ratio; NaN never does."""
+        """Return whether a figure, in the metric's own unit or for ``x dense`` a ratio, passes; NaN never does."""
         return figure == self.value if self.op == _IS else _OPERATORS[self.op](figure, self.limit)

@@ -1,8 +1,8 @@
-"""YAML text -> plain data that remembers where each key was written.
+"""Parse YAML text into plain data that remembers where each key was written.
 
 Scalars follow the core schema of YAML 1.2 (``off`` and ``1:30`` are text, ``1e-3`` is a number).  Text that is too
 large, too deep or grows through aliases is refused before it is expanded, numbers must be finite and fit into 64 bits,
-text holds no control characters, and nothing but plain data is ever built.
+text holds no control characters, and only plain data is ever built.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOST_VALUES = 2_000
 _LIMITS = f"more than {_MOST_VALUES} values or {DEEPEST} levels"
 _CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them; no path holds the first
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # terminals execute them; no path can contain NUL
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2 does; only its parser is used, never its constructors.
+    """PyYAML's parser with YAML 1.2's resolution of plain scalars; its constructors are never used.
 
-    The limits hold while nodes are composed, so that the parser never works through the rest of a text beyond them.
+    The limits are checked while nodes are composed, so that text beyond them is not parsed at all.
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way)
@@ -42,13 +42,13 @@ class _Loader(yaml.SafeLoader):
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one node and what is in it."""
+        """Compose one node and its children, within the limits."""
         self._nodes += 1
         self._depth += 1
         if self._nodes > 2 * _MOST_VALUES or self._depth > DEEPEST + 1:  # keys are nodes too
             what = "nested too deeply, or too long"
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"{what}: {_LIMITS}; this is no recipe", mark)
+            raise yaml.composer.ComposerError(None, None, f"{what}: {_LIMITS}; this is not a recipe", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -65,9 +65,9 @@ for _tag, _pattern, _first in (
 
 @dataclass(frozen=True)
 class Origin:
-    """Where something was written: a file and line, or an option of the command line (line 0).
+    """Place where a key was written: a file and line, or an option of the command line (line 0).
 
-    ``folder`` is what relative paths written there refer to.
+    ``folder`` is the folder that relative paths written there refer to.
     """
 
     name: str
@@ -80,29 +80,29 @@ class Origin:
 
 @dataclass
 class Source:
-    """Plain data, and the origin of each key in it."""
+    """Plain data, and the origin of each of its keys."""
 
     data: dict[str, Any]
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of a key, or of the nearest one that encloses it."""
+        """Return the origin of a key, or of the nearest key that encloses it."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return Origin("recipe")
 
     def locate(self, path: KeyPath, what: str) -> str:
-        """The message ``file:line: key: what``."""
+        """Format the message ``file:line: key: what``."""
         dotted = ".".join(_printable(key) for key in path)
         return f"{self.origin(path)}: {dotted}: {what}" if path else f"{self.origin(path)}: {what}"
 
     def error(self, path: KeyPath, what: str) -> RecipeError:
-        """A :class:`RecipeError` with that message."""
+        """Make a :class:`RecipeError` with the message ``file:line: key: what``."""
         return RecipeError(self.locate(path, what))
 
     def graft(self, path: KeyPath, value: Any, other: Source, prefix: KeyPath = ()) -> None:
-        """Put ``value`` of ``other`` (there at ``prefix``) at ``path``, with its origins."""
+        """Put ``value``, which lies at ``prefix`` in ``other``, at ``path``, with its origins."""
         holder: Any = self.data
         for key in path[:-1]:
             holder = holder[key]
@@ -115,7 +115,9 @@ class Source:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``nearest: x; there are: x, y, z`` for a name that is none of the known ones (no nearest where none is near)."""
+    """Format ``nearest: x; there are: x, y, z`` for an unknown name, without ``nearest`` if no known name is
+    similar.
+    """
     names = sorted(known)
     lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name[:80].lower(), lower, n=1, cutoff=0.4)
@@ -127,7 +129,7 @@ def parse(text: str, origin: Origin) -> Source:
     """Parse one YAML document whose top is a mapping.
 
     Raises:
-        RecipeError: it is not; it is too large, too deep, has a key twice, or holds anything but plain data.
+        RecipeError: it is not a mapping, is too large or too deep, has a key twice, or holds anything but plain data.
     """
     value, origins = parse_value(text, origin)
     if not isinstance(value, dict):
@@ -137,9 +139,9 @@ def parse(text: str, origin: Origin) -> Source:
 
 
 def parse_value(text: str, origin: Origin) -> tuple[Any, dict[KeyPath, Origin]]:
-    """Parse one YAML value (of a file, or of ``--set``); its lines count from the origin's."""
+    """Parse one YAML value of a file or of ``--set``; its line numbers start at the origin's."""
     if len(text) > LARGEST_BYTES:
-        raise RecipeError(f"{origin}: larger than {LARGEST_BYTES // 1024} KiB; this is no recipe")
+        raise RecipeError(f"{origin}: larger than {LARGEST_BYTES // 1024} KiB; this is not a recipe")
     try:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -158,7 +160,7 @@ def parse_value(text: str, origin: Origin) -> tuple[Any, dict[KeyPath, Origin]]:
 
 
 class _Values:
-    """Turns composed nodes into plain values."""
+    """Reader that turns composed nodes into plain values."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -175,7 +177,7 @@ class _Values:
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         self._count += 1
         if self._count > _MOST_VALUES or len(path) > DEEPEST:
-            raise self._error(node, path[:3], f"{_LIMITS}, aliases expanded; this is no recipe")
+            raise self._error(node, path[:3], f"{_LIMITS}, aliases expanded; this is not a recipe")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if node.tag not in _CONTAINERS:
@@ -206,11 +208,11 @@ class _Values:
                 return {"true": True, "false": False}[text.lower()]
             if tag in ("int", "float"):
                 number = int(text) if tag == "int" else float(text)
-                if not -(2.0**63) <= number < 2.0**64:  # NaN neither
+                if not -(2.0**63) <= number < 2.0**64:  # false for NaN, too
                     raise self._error(node, path, f"{text[:40]!r} is too large a number")
                 return number
         except (KeyError, ValueError):
-            raise self._error(node, path, f"{text[:40]!r} is no {tag}") from None
+            raise self._error(node, path, f"{text[:40]!r} is not a valid {tag}") from None
         if tag != "str":
             raise self._error(node, path, f"the tag {node.tag[:40]!r} is not allowed; only plain values are")
         if _SURROGATES.search(text):

@@ -1,4 +1,4 @@
-"""Passes and targets in a recipe <-> instances of the dataclasses whose fields are their options."""
+"""Convert passes and targets of a recipe to and from the dataclasses whose fields are their options."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _MOST_PASSES = 100
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """A target's name, and those of its options that the recipe gives."""
+    """A target's name, and the options that the recipe gives."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> Any:
-        """The target itself, a :class:`compressor.codegen.targets.Target`; imports its module, and so TVM."""
+        """Return the target itself, a :class:`compressor.codegen.target.Target`; this imports its module, and so
+        TVM.
+        """
         from compressor.registry import TARGETS
 
         return TARGETS.find(self.name)(**dict(self.options))
 
 
 def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
-    """The passes of a recipe, in order; what is wrong with them is added to ``problems``."""
+    """Return the passes of a recipe, in order; append messages about errors to ``problems``."""
     from compressor.registry import PASSES
 
     steps = source.data["passes"]
@@ -71,7 +73,7 @@ def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
 
 
 def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
-    """The target of a recipe; what is wrong with it is added to ``problems``.
+    """Return the target of a recipe, or None after appending a message about the error to ``problems``.
 
     Options are checked against the target's dataclass, which is imported only where there are options.
     """
@@ -103,10 +105,10 @@ def _instance(
     options: Any,
     find_schemes: Callable[[Any], Any] = lambda _kind: Format,
 ) -> Any:
-    """Make the dataclass called ``path[-1]``, with the options as its fields.
+    """Return the dataclass called ``path[-1]``, with the options as its fields.
 
     Args:
-        find_schemes: gives what parses the names under an option ``scheme`` of the class.
+        find_schemes: returns the class that parses the names under an option ``scheme``.
     """
     name = str(path[-1])
     if not isinstance(options, dict):
@@ -130,7 +132,7 @@ def _instance(
     except RecipeError:
         raise
     except (CompressorError, ArithmeticError, ValueError, TypeError, NameError) as error:
-        # of the class, or of its annotations
+        # raised by the class, or by its annotations
         raise source.error(path, str(error)) from error
 
 
@@ -142,7 +144,7 @@ def _check_scheme(source: Source, path: KeyPath, scheme: str, schemes: Any) -> N
 
 
 def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
-    """One option, checked against its field's annotation."""
+    """Return one option, checked against its field's annotation."""
     try:
         checked = TypeAdapter(hint).validate_python(_frozen(value))
     except ValidationError as error:
@@ -156,7 +158,7 @@ def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
 
 
 def recipe_name(step: Any) -> str:
-    """The name under which a recipe finds the pass."""
+    """Return the name under which a recipe finds the pass."""
     from compressor.registry import PASSES
 
     place = f"{type(step).__module__}:{type(step).__qualname__}"
@@ -164,13 +166,13 @@ def recipe_name(step: Any) -> str:
 
 
 def options_of(instance: Any) -> dict[str, Any]:
-    """All options of a pass or a target, defaults included, as plain data."""
+    """Return all options of a pass or a target, defaults included, as plain data."""
     fields = [field.name for field in dataclasses.fields(instance) if field.init]
     return {name: _plain(getattr(instance, name)) for name in fields}
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, so that a pass stays immutable."""
+    """Turn lists into tuples, so that a pass stays immutable."""
     if isinstance(value, list):
         return tuple(_frozen(item) for item in value)
     return value

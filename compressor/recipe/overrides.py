@@ -1,4 +1,4 @@
-"""``--set KEY=VALUE``: overrides of a recipe from the command line."""
+"""Override a recipe from the command line: ``--set KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply_override(source: Source, text: str) -> None:
 
 
 def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) -> None:
-    """Put a YAML value at a key, creating the mappings on the way."""
+    """Put a YAML value at a key, and create missing mappings on the way."""
     value, origins = parse_value(value_text, origin)
     path: KeyPath = ()
     if keys[0] == "passes" and len(keys) > 1:
@@ -53,7 +53,7 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
 
 
 def _pass_path(source: Source, which: str, origin: Origin) -> KeyPath:
-    """The path of the options of one pass: by name, or by index."""
+    """Return the path of the options of one pass, found by name or by index."""
     passes = source.data.get("passes")
     if not isinstance(passes, list) or not all(_name(step) for step in passes):
         raise RecipeError(f"{origin}: the recipe's passes are not a list of `name: {{options}}`")

@@ -1,4 +1,4 @@
-"""YAML -> Recipe.  Every error says ``file:line: key: what; why; nearest valid name``."""
+"""Load recipes.  Every error reads ``file:line: key: what; why; nearest valid name``."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 class Recipe(Section):
-    """A model, and everything that is to happen to it.
+    """A model, and everything that is to be done with it.
 
     Attributes:
         model: folder (beside the recipe, or in the current folder), name of a shipped model, hub id, or
-            ``package:<package>/<folder>`` for one that an installed Python package brings.
+            ``package:<package>/<folder>`` for a model in an installed Python package.
         trust_remote_code: run code that comes with the model.
-        calibration: text that calibrated passes learn from.
-        evaluation: text that quality is measured on.
-        passes: the passes, in order: frozen dataclasses as :class:`compressor.pipeline.pipeline.Pass` says.
-        target: what to generate code for.
+        calibration: data that calibrated passes use.
+        evaluation: data that quality is measured on.
+        passes: the passes, in order: frozen dataclasses that satisfy :class:`compressor.pipeline.pipeline.Pass`.
+        target: the target to generate code for.
         tune: how long to search for fast kernels.
-        gates: what the result must reach.
+        gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         seed: of every random choice outside calibration.
     """
@@ -80,7 +80,7 @@ class Recipe(Section):
         current folder.
 
         Raises:
-            RecipeError: as :func:`load_recipe`, with ``recipe`` in the place of ``file:line``.
+            RecipeError: anything about it is wrong; the message begins with ``recipe`` in the place of ``file:line``.
         """
         source = Source({}, {(): Origin("recipe", 0, Path(folder))})
         source.data = _copied(source, (), data)
@@ -88,14 +88,14 @@ class Recipe(Section):
         return _build(source)
 
     def problem(self, path: KeyPath, what: str) -> RecipeError:
-        """An error about one of the recipe's keys that says where the key was written."""
+        """Make an error about one of the recipe's keys that names the place where the key was written."""
         return self._source.error(path, what)
 
     def model_source(self) -> Path | str:
-        """The model's folder, or its id on the Hugging Face hub.
+        """Return the model's folder, or its id on the Hugging Face hub.
 
         Raises:
-            RecipeError: there is none of either kind.
+            RecipeError: the recipe names no model, or neither a folder nor an id.
         """
         if self.model is None:
             raise self.problem((), "model: missing; add `model:`, or name one with --model")
@@ -113,7 +113,7 @@ class Recipe(Section):
         raise self.problem(("model",), f"{self.model!r} is neither a folder (looked at {looked}) nor a hub id")
 
     def check_files(self) -> None:
-        """Check that the model and all files are there, and have the hashes that the recipe states.
+        """Check that the model and all files exist and have the hashes that the recipe states.
 
         Raises:
             RecipeError: something is missing or changed.
@@ -122,15 +122,19 @@ class Recipe(Section):
         self.check_texts()
 
     def check_texts(self) -> None:
-        """Check that all text files are there, and have the hashes that the recipe states; as :meth:`check_files`."""
+        """Check that all data files exist and have the hashes that the recipe states.
+
+        Raises:
+            RecipeError: a file is missing or changed.
+        """
         for spec in (self.calibration, self.evaluation):
             if spec is not None:
                 spec.find_files()
 
     def resolved(self) -> dict[str, Any]:
-        """Plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
+        """Return plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
 
-        ``output`` is left out: where the bundle is written to says nothing about what is in it.
+        ``output`` is left out: the bundle's location does not affect its content.
         """
         others = {"calibration", "evaluation", "passes", "gates", "target", "output"}
         plain = self.model_dump(mode="json", exclude=others)
@@ -152,7 +156,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe file, or a shipped recipe by its name.
 
-    Files that the recipe names (model, texts) are not looked at: :meth:`Recipe.check_files` does that.
+    Files that the recipe names (model, texts) are not checked here but by :meth:`Recipe.check_files`.
 
     Args:
         path: a YAML file, or a name such as ``quickstart``.
@@ -187,10 +191,10 @@ def load_text_spec(text: str, *, evaluation: Literal[False] = False) -> TextSpec
 
 
 def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:
-    """Read a data specification as given on the command line: a set's name, a .yaml file, YAML, or a text file.
+    """Read a data specification from the command line: a set's name, a .yaml file, YAML, or a text file.
 
     Raises:
-        RecipeError: it is none of them.
+        RecipeError: the text is none of these.
     """
     key, origin = ("evaluation" if evaluation else "calibration"), Origin("--data")
     source = Source({}, {(): origin})
@@ -207,9 +211,9 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
 
 
 def _copied(source: Source, path: KeyPath, value: Any) -> Any:
-    """Plain data of which nothing is shared; passes, which are frozen, stay themselves."""
+    """Copy plain data deeply; passes, which are frozen, are not copied."""
     if len(path) > DEEPEST:
-        raise source.error(path[:3], f"more than {DEEPEST} levels; this is no recipe")
+        raise source.error(path[:3], f"more than {DEEPEST} levels; this is not a recipe")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -221,7 +225,11 @@ def _copied(source: Source, path: KeyPath, value: Any) -> Any:
 
 
 def _build(source: Source) -> Recipe:
-    """Validate; all problems that can be told apart are reported, one a line."""
+    """Validate the data and build the recipe.
+
+    Raises:
+        RecipeError: one line for each problem that can be told apart.
+    """
     problems: list[str] = []
     data = dict(source.data)
     if "passes" in data:
@@ -246,7 +254,7 @@ def _build(source: Source) -> Recipe:
 
 
 def _default_window(data: dict[str, Any]) -> None:
-    """Evaluate at the length that was calibrated at, unless the recipe says otherwise."""
+    """Set the evaluation's window to the calibration's sequence length, unless the recipe gives one."""
     calibration, evaluation = data.get("calibration"), data.get("evaluation")
     if isinstance(calibration, dict) and calibration.get("sequence_length") is not None:
         if evaluation is None:
@@ -271,7 +279,7 @@ def _build_gates(source: Source, problems: list[str]) -> tuple[Gate, ...]:
 
 
 def _explain(source: Source, problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems in our words."""
+    """Rewrite one of pydantic's problems as a located message."""
     path, message = tuple(problem["loc"]), str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         sections: dict[object, type[Section]] = {"calibration": TextSpec, "evaluation": EvaluationSpec}

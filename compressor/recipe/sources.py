@@ -1,4 +1,4 @@
-"""Recipe files as data: what a recipe extends is merged below it, data sets that it names are put in their place."""
+"""Read recipe files as data: merge a recipe over the one that it extends, and insert the data sets that it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("s
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a regular file; False also for names that no file can have."""
+    """Return whether a path is a regular file; False also for names that no file can have."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -28,12 +28,12 @@ def is_file(path: Path) -> bool:
 
 
 def find_shipped(kind: Kind, name: str) -> Path | None:
-    """The shipped YAML file of that name, if there is one."""
+    """Return the shipped YAML file of that name, or None."""
     return {path.stem: path for path in resource(kind).glob("*.yaml")}.get(name)
 
 
 def package_folder(source: Source, name: str) -> Path | None:
-    """The folder that a ``model`` of ``package:<package>/<folder>`` is in; None for other names.
+    """Return the folder that ``package:<package>/<folder>`` of a ``model`` names, or None for other names.
 
     The installed Python package is located, not imported: none of its code runs.
 
@@ -51,7 +51,7 @@ def package_folder(source: Source, name: str) -> Path | None:
         spec = None
     roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     if not roots:
-        why = f"no Python package {package!r} is installed; install what brings it, with pip"
+        why = f"no Python package {package!r} is installed; install the one that brings it, with pip"
         raise source.error(("model",), f"{name!r}: {why}")
     folder = next((root / inner for root in roots if is_dir(root / inner)), None)
     if folder is None:
@@ -61,7 +61,7 @@ def package_folder(source: Source, name: str) -> Path | None:
 
 
 def is_dir(path: Path) -> bool:
-    """Whether it is a folder; False also for names that nothing can have."""
+    """Return whether a path is a folder; False also for names that no folder can have."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -69,12 +69,12 @@ def is_dir(path: Path) -> bool:
 
 
 def shipped_names(kind: Kind) -> list[str]:
-    """Names of the shipped recipes or calibration sets."""
+    """Return the names of the shipped recipes or calibration sets."""
     return sorted(path.stem for path in resource(kind).glob("*.yaml"))
 
 
 def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
-    """Read a recipe file, what it extends, and the data sets that it names.
+    """Read a recipe file, the recipes that it extends, and the data sets that it names.
 
     Raises:
         RecipeError: a file is missing or is not a recipe's YAML; recipes extend one another in a circle or in a long
@@ -104,7 +104,9 @@ def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
 
 
 def _check_output(source: Source) -> None:
-    """A recipe file, perhaps somebody else's, writes below the current folder only; the command line may say more."""
+    """Refuse an ``output`` outside the current folder: recipe files may be other people's; the command line is not
+    limited.
+    """
     output = source.data.get("output")
     if isinstance(output, str) and (Path(output).is_absolute() or ".." in Path(output).parts):
         why = "leads out of the current folder, which a recipe file may not write to"
@@ -129,7 +131,7 @@ def expand_data(source: Source) -> None:
             raise source.error((key,), f"{why}; files are given as `{key}: {{text: FILE}}`")
         data_set = _read(path)
         data_set.data.setdefault("name", path.stem)
-        for unused in _UNUSED_KEYS[key]:  # a set may say how to use it for either purpose
+        for unused in _UNUSED_KEYS[key]:  # a set may have options for both purposes
             data_set.data.pop(unused, None)
         source.graft((key,), data_set.data, data_set)
         source.origins[key,] = origin
@@ -151,7 +153,7 @@ def _read(path: Path) -> Source:
 
 
 def _merge(base: Source, child: Source) -> Source:
-    """``child`` over ``base``: mappings key by key, lists and scalars wholly."""
+    """Merge ``child`` over ``base``: mappings key by key, lists and scalars as a whole."""
     merged = Source(base.data, base.origins)
     merged.origins[()] = child.origins[()]
     _merge_into(merged, (), child)
@@ -162,7 +164,7 @@ def _merge_into(merged: Source, path: KeyPath, child: Source) -> None:
     below, above = _at(merged.data, path), _at(child.data, path)
     for key, value in above.items():
         here = (*path, key)
-        # another target, or another source of text, has nothing in common with the one it replaces
+        # options of another target or source do not apply to the one that replaces it
         renamed = path == () and (
             key == "target" or (key in DATA_KEYS and isinstance(value, dict) and any(k in value for k in SOURCE_KEYS))
         )

@@ -1,4 +1,4 @@
-"""Write what a run leaves for people and programs: JSON, JUnit.
+"""Write a run's results for people and programs: JSON, JUnit.
 
-Invariant: only looks down: it reads outcomes and changes none.
+Invariant: reads outcomes and changes none.
 """

@@ -1,4 +1,4 @@
-"""Write what a run found as JSON."""
+"""Write a run's results as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def outcome_content(outcome: Outcome) -> dict[str, Any]:
-    """What ``compress run --json`` prints, ``--report`` writes: every figure, and how each gate, pass and site went."""
+    """Return what ``compress run --json`` prints and ``--report`` writes: every figure, gate, pass and site."""
     content = {
         "bundle": str(outcome.bundle),
         **outcome.metrics,
@@ -38,7 +38,7 @@ def outcome_content(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_checks(outcome: Outcome) -> list[Check]:
-    """What the run made sure of: a run that ends with an outcome has passed all of it."""
+    """Return the checks of a run, all passed or not executable: a failed check ends a run without an outcome."""
     error = outcome.kernel_error
     if error is None:
         kernels = Check("kernels against PyTorch", None, "not executed: this machine lacks the instruction set")
@@ -52,19 +52,19 @@ def outcome_checks(outcome: Outcome) -> list[Check]:
 
 
 def write_report(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, whole or not at all.
+    """Write JSON, atomically.
 
     Raises:
-        CompressorError: it cannot be written.
+        CompressorError: the file cannot be written.
     """
     write_file(path, (json.dumps(finite(content), indent=2, default=str, allow_nan=False) + "\n").encode())
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that a run leaves, and the folders that it lies in; whole or not at all.
+    """Write one of a run's files atomically, and create its folders.
 
     Raises:
-        CompressorError: it cannot be written.
+        CompressorError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

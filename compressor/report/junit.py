@@ -1,4 +1,4 @@
-"""Write what a run found as JUnit XML, for CI systems."""
+"""Write a run's results as JUnit XML, for CI systems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 cannot hold, not even as a reference: https://www.w3.org/TR/xml/#charsets"""
+"""Characters that XML 1.0 cannot hold, not even as a reference: https://www.w3.org/TR/xml/#charsets"""
 
 
 def write_junit(
@@ -28,14 +28,14 @@ def write_junit(
     error: tuple[str, str] | None = None,
     seconds: float = 0.0,
 ) -> None:
-    """Write JUnit XML with one test suite: a test case for each check and each gate; whole or not at all.
+    """Write JUnit XML, atomically, with one test suite and a test case for each check and each gate.
 
     Args:
         suite: the suite's name.
-        error: class and message of what ended the run before its gates could be judged: one more test case.
-        seconds: how long the run took.
+        error: class and message of the error that ended the run before its gates could be judged: one more test case.
+        seconds: duration of the run.
     Raises:
-        CompressorError: it cannot be written.
+        CompressorError: the file cannot be written.
     """
     root = ET.Element("testsuite", {"name": _legal(suite)})
     for check in checks:
@@ -63,7 +63,7 @@ def write_junit(
 
 
 def _case(root: ET.Element, group: str, name: str) -> ET.Element:
-    # A run has one clock; a case has none of its own, but readers want the attribute.
+    # Only the run is timed, but readers of JUnit expect the attribute on each case.
     return ET.SubElement(root, "testcase", {"classname": f"compressor.{group}", "name": _legal(name), "time": "0"})
 
 
@@ -73,5 +73,5 @@ def _tell(case: ET.Element, kind: str, type_name: str, text: str) -> None:
 
 
 def _legal(text: str) -> str:
-    """The text with what XML forbids written as an escape: ``\\x1b``."""
+    """Escape the characters that XML forbids, such as ``\\x1b``."""
     return _FORBIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""What a run leaves for other programs: JSON, and JUnit XML for CI systems.  Either is whole, whatever happens."""
+"""Keep a run's JSON and JUnit files complete: each is written whole, also when the run fails or is killed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Recorder:
         self._judged = False
 
     def begin(self, bundle: str | Path | None) -> None:
-        """Write files that say that the run has not ended: all there will be if the process is killed.
+        """Write files that say that the run has not ended: they remain if the process is killed.
 
         Raises:
-            UsageError: they cannot be written, or would lie inside the bundle, which is replaced as a whole.
+            UsageError: a file cannot be written, or would lie inside the bundle, which is replaced as a whole.
         """
         try:
             if bundle is not None:
@@ -48,7 +48,7 @@ class Recorder:
             raise UsageError(str(error)) from error
 
     def end(self, outcome: Outcome) -> None:
-        """Write what became of the run, whether or not its gates hold.
+        """Write the outcome of the run, whether or not its gates hold.
 
         Raises:
             CompressorError: a file cannot be written.
@@ -61,7 +61,7 @@ class Recorder:
             write_junit(self._junit, self._suite, outcome.gates, checks, seconds=time.monotonic() - self._began)
 
     def fail(self, error: BaseException) -> None:
-        """Write what ended the run, unless its gates have been judged."""
+        """Write the error that ended the run, unless its gates have been judged."""
         if self._judged:
             return
         exit_code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
@@ -84,13 +84,13 @@ class Recorder:
 def recording(
     suite: str, junit: Path | None, report: Path | None, bundle: str | Path | None = None
 ) -> Iterator[Recorder]:
-    """Make sure that a JUnit and a JSON file tell how the block ended, also when it ends with an error.
+    """Ensure that a JUnit and a JSON file tell how the block ended, also when it ends with an error.
 
     Args:
         suite: name of the JUnit test suite.
-        bundle: where the bundle will be, if that is known already; see :meth:`Recorder.begin`.
+        bundle: where the bundle will be, if that is already known; see :meth:`Recorder.begin`.
     Raises:
-        UsageError: before the block: one of them cannot be written; nothing is.
+        UsageError: raised before the block if one of the files cannot be written; then neither is.
     """
     if junit is not None and report is not None and junit.resolve() == report.resolve():
         raise UsageError(f"{junit}: is named for both the JUnit file and the report; choose two names")
@@ -109,10 +109,10 @@ def recording(
 
 def _check_file(path: Path) -> None:
     if path.is_dir() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{path}: is no file; choose another name")
+        raise UsageError(f"{path}: is not a file; choose another name")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{path}: cannot be written, {parent} is no folder that you may write to")
+        raise UsageError(f"{path}: cannot be written, {parent} is not a folder that you may write to")
 
 
 def _check_outside(paths: Sequence[Path], bundle: Path) -> None:

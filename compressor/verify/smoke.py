@@ -1,4 +1,4 @@
-"""The finished bundle in a fresh process: its own run-time, without torch, against the stored vectors."""
+"""Run the finished bundle in a fresh process, with its own run-time and without torch, against the stored vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from compressor.errors import VerificationError
 
 BLOCKED = ("torch", "transformers", "datasets", "tvm", "compressor")
-"""What a bundle must do without; importing one of these is an error in the fresh process."""
+"""Packages that a bundle must do without; importing one of these is an error in the fresh process."""
 
 _SCRIPT = "compressor_selfcheck.py"
 _TIMEOUT_S = 300.0
@@ -32,16 +32,16 @@ runpy.run_path(script, run_name="__main__")
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """What the fresh process found; the names are those of the JSON output.
+    """Measurements of the fresh process, by the names of the JSON output.
 
     Attributes:
         error: relative error of the worst output, see ``compare`` in export/python/compressor_selfcheck.py.
         tolerance: the largest error that rounding explains.
         load_s: seconds to check the files and load the bundle.
-        first_token_ms: milliseconds of the very first call: of a decoder, with a prompt of at most 16 tokens.
-        decode_ms: milliseconds a token after it, the median of at most 8; None for other models.
-        peak_rss_bytes: of the process.
-        threads: of the kernels.
+        first_token_ms: milliseconds of the very first call; a decoder's has a prompt of at most 16 tokens.
+        decode_ms: milliseconds per token after the first call, the median of at most 8 tokens; None for other models.
+        peak_rss_bytes: peak resident memory of the process.
+        threads: number of the kernels' threads.
     """
 
     error: float
@@ -59,14 +59,15 @@ _FIELDS = [field.name for field in dataclasses.fields(SmokeResult) if field.name
 def smoke_test(
     bundle: Path, threads: int | None = None, isa: str | None = None, launcher: Sequence[str] = ()
 ) -> SmokeResult:
-    """Load a bundle in a process of its own, with the run-time that is shipped in it, and compare its outputs.
+    """Load a bundle in its own process, with the run-time that is shipped in it, and compare its outputs with the
+    stored ones.
 
     The process gets five minutes, and a second more for every 10 MB of the bundle.
 
     Args:
-        threads: of the kernels; None takes the physical cores.
+        threads: number of the kernels' threads; None takes the physical cores.
         isa: instruction set of the kernels; None takes the best of the bundle's that runs here.
-        launcher: what stands before the command of the process, such as an emulator.
+        launcher: words put before the process's command, such as an emulator.
     Raises:
         VerificationError: the bundle does not load, computes something else, imports what it must not, crashes or
             hangs.
@@ -102,10 +103,10 @@ def smoke_test(
 
 
 def worst_error(errors: Mapping[str, float | None], tolerance: float) -> float:
-    """The largest of the errors by output; None and NaN are errors beyond any tolerance.
+    """Return the largest of the outputs' errors; None and NaN count as infinite.
 
     Raises:
-        VerificationError: it exceeds the tolerance.
+        VerificationError: the largest error exceeds the tolerance.
     """
     sizes = {name: math.inf if error is None or math.isnan(error) else error for name, error in errors.items()}
     name, error = max(sizes.items(), key=lambda item: item[1])
@@ -122,5 +123,5 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
         return f"the process was ended by signal {-done.returncode} ({signal.strsignal(-done.returncode)})"
     line = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
     if "None in sys.modules" in line:
-        return f"it needs what a bundle must do without ({line})"
+        return f"it imports a package that a bundle must do without ({line})"
     return f"{line.removeprefix('error: ')} (exit code {done.returncode})"

@@ -60,10 +60,14 @@ def test_relative_to_dense(metric: str) -> None:
         ("bundle_bytes", "<= 1x dense", "unit 'x dense' does not fit bundle_bytes; units: none, B, KB"),
         ("load_s", "<= 1x dense", "unit 'x dense' does not fit load_s; units: none, s, ms"),
         ("latency_ms", "<= 3%", "unit '%' does not fit latency_ms; units: none, ms, s, x dense"),
-        ("latency_ms", "12ms", "'12ms' is no condition; write <=, >=, < or >, a number and a unit"),
-        ("batch_independent", "<= 1", "'<= 1' is no condition; batch_independent is a yes or no: write true or false"),
-        ("batch_independent", 1, "1 is no condition"),
-        ("weight_bytes", True, "True is no condition"),
+        ("latency_ms", "12ms", "'12ms' is not a condition; write <=, >=, < or >, a number and a unit"),
+        (
+            "batch_independent",
+            "<= 1",
+            "'<= 1' is not a condition; batch_independent is a yes or no: write true or false",
+        ),
+        ("batch_independent", 1, "1 is not a condition"),
+        ("weight_bytes", True, "True is not a condition"),
     ],
 )
 def test_what_is_no_condition(metric: str, text: object, message: str) -> None:

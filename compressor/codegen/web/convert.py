@@ -1,7 +1,7 @@
-"""Converters from operators of the FX graph to calls of WGSL kernels, as TVM's importer calls them.
+"""Convert operators of the FX graph to calls of WGSL kernels, as TVM's importer expects.
 
-A call stands in the Relax program as ``call_dps_packed`` of a name, which no pass of TVM looks into;
-:mod:`compressor.codegen.web.program` turns it into the dispatches that are kept here under that name.
+A call is a ``call_dps_packed`` of a name in the Relax program, which no TVM pass looks into;
+:mod:`compressor.codegen.web.program` replaces it by the dispatches that are recorded here under that name.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ABSENT = {
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
-"""Operators of ours that have no kernels in WGSL, and what they are called in messages."""
+"""Our operators without kernels in WGSL, with their names in messages."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One of the dispatches behind a call.
+    """One of the dispatches of a call.
 
     Attributes:
-        kernels: the first whose limits are kept computes it.
-        operands: for each of their buffers which operand of the call it is; -1 is the call's last output.
+        kernels: alternatives; the first whose limits the sizes keep is dispatched.
+        operands: index of the call's operand for each of the kernels' buffers; -1 is the call's last output.
         sizes: from the shapes of the operands to the kernels' sizes.
     """
 
@@ -45,20 +45,20 @@ class Dispatch:
 
 
 class WebConverter:
-    """Turns each of our operators into a call of WGSL kernels.
+    """Converter of our operators to calls of WGSL kernels.
 
     Attributes:
-        calls: the dispatches behind each name.
+        calls: dispatches of each call, by name.
         smallest_packed: elements of the smallest packed weight, None before the first.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
-        self._fed: dict[Any, list[Any]] = {}  # what is rounded, and how -> what came of it
+        self._fed: dict[Any, list[Any]] = {}  # (activations, rounding) -> rounded activations
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Operator name -> converter."""
+        """Return the converters, by operator name."""
         return {
             "dense_linear.default": self._dense_linear,
             "packed_linear.default": self._packed_linear,
@@ -78,7 +78,7 @@ class WebConverter:
         return importer.block_builder.emit(relax.call_dps_packed(name, relax.Tuple(operands), out))
 
     def _rowwise(self, importer: Any, kernels: tuple[Kernel, ...], x: Any, rest: list[Any], width: int) -> Any:
-        """Kernels over the last dimension of ``x``, whose only size is the number of rows."""
+        """Emit a call of kernels over the last dimension of ``x``, whose only size is the number of rows."""
         operands = [x, *(part for part in rest if part is not None)]
         dispatch = _of_rows(kernels, len(operands), 1)
         out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
@@ -102,7 +102,7 @@ class WebConverter:
         return self._rowwise(importer, kernels, fed[0], rest, rows)
 
     def _rounded(self, importer: Any, x: Any, fmt: Format, input_scale: Any) -> list[Any]:
-        """Activations as the linears of a format take them, made once for all of these."""
+        """Emit the rounding of activations as a format's linears read them, once for all linears that share it."""
         columns, leading = int(x.ty.shape[-1]), list(x.ty.shape)[:-1]
         layout = activations.Rounded.of(columns, fmt) if fmt.integer_products else None
         key = (x, input_scale, fmt.activations, layout)
@@ -173,13 +173,17 @@ class WebConverter:
 
 
 def _of_rows(kernels: tuple[Kernel, ...], operands: int, outputs: int) -> Dispatch:
-    """Kernels over the last dimension of their first operand, whose only size is the number of rows."""
+    """Make the dispatch of kernels over the last dimension of their first operand, whose only size is the number of
+    rows.
+    """
     buffers = (*range(operands), *range(-outputs, 0))
     return Dispatch(kernels, buffers, lambda shapes: [_product(shapes[0][:-1])])
 
 
 def _split(node: fx.Node, importer: Any) -> Any:
-    """Slices, which join the kernels that read them, in place of one kernel with several outputs."""
+    """Convert a split to slices, which fuse into the kernels that read them, instead of one kernel with several
+    outputs.
+    """
     x, size, axis = (*importer.retrieve_args(node), 0)[:3]
     total = int(x.ty.shape[axis])
     parts = [relax.op.strided_slice(x, [axis], [i], [min(i + size, total)]) for i in range(0, total, size)]
@@ -187,7 +191,7 @@ def _split(node: fx.Node, importer: Any) -> Any:
 
 
 def _storage(parameter: Any) -> str:
-    """The type that a matrix of floats is stored in; the importer has bfloat16 as its bits."""
+    """Return the stored type of a matrix of floats; the importer represents bfloat16 as uint16."""
     return {"uint16": "bfloat16"}.get(str(parameter.ty.dtype), str(parameter.ty.dtype))
 
 
@@ -206,12 +210,12 @@ def _refusal(node: fx.Node) -> str:
 
 
 def _operator(node: fx.Node) -> str:
-    """Name an operator of ours as :meth:`WebConverter.table` does; empty for any other node."""
+    """Return the name of one of our operators as in :meth:`WebConverter.table`, or an empty text for any other node."""
     return str(node.target).removeprefix("compressor.") if node.op == "call_function" else ""
 
 
 def why_unsupported(graph: fx.GraphModule) -> str:
-    """Say what of a graph has no kernels in WGSL, the first that there is; empty where all has."""
+    """Return the message about the first node without kernels in WGSL, or an empty text if all have some."""
     for node in graph.graph.nodes:
         operator = _operator(node)
         if operator in _ABSENT:

@@ -1,4 +1,4 @@
-"""Runs WebAssembly programs from Python, through wasmtime: for checks, not for speed.
+"""Run WebAssembly programs from Python, through wasmtime: for checks, not for speed.
 
 The browser's run-time is ``export/web/runner.js``; this one reads the same program and module, so that kernels are
 executed and measured where a bundle is made.
@@ -19,11 +19,11 @@ from compressor.errors import ToolchainError
 _PAGE_BYTES = 1 << 16
 _ALIGNMENT_BYTES = 64
 _TASKS = 3
-"""Parts that a parallel loop is computed in."""
+"""Number of tasks of a parallel loop."""
 
 
 def is_available() -> bool:
-    """Whether wasmtime is installed."""
+    """Return whether wasmtime is installed."""
     try:
         import wasmtime  # noqa: F401
     except ImportError:
@@ -36,7 +36,7 @@ class WasmProgram:
 
     Args:
         content: see :class:`compressor.codegen.web.lower.WebProgram`.
-        module: what :func:`compressor.codegen.web.lower.compile_wasm` linked.
+        module: the module that :func:`compressor.codegen.web.lower.compile_wasm` linked.
         tensors: parameters and constants by name.
     """
 
@@ -72,22 +72,22 @@ class WasmProgram:
         self._scratch: dict[int, tuple[int, int]] = {}  # number -> address and bytes
 
     def empty(self, size_bytes: int) -> int:
-        """A buffer of zeros."""
+        """Allocate a buffer of zeros and return its address."""
         address = self._take(size_bytes)
         ctypes.memset(self._at(address), 0, size_bytes)
         return address
 
     def free(self, address: int) -> None:
-        """Give a buffer back."""
+        """Free a buffer."""
         end = address + self._taken.pop(address)
         i = next(i for i, hole in enumerate(self._holes) if hole[0] >= end)
         self._holes.insert(i, [address, end])
-        for j in (i, i - 1):  # what touches grows together
+        for j in (i, i - 1):  # merge adjacent holes
             if 0 <= j < len(self._holes) - 1 and self._holes[j][1] == self._holes[j + 1][0]:
                 self._holes[j : j + 2] = [[self._holes[j][0], self._holes[j + 1][1]]]
 
     def _take(self, size_bytes: int) -> int:
-        """An address with so many bytes behind it, in the first hole that has room."""
+        """Allocate ``size_bytes``, aligned, in the first hole with room, and return the address."""
         size = -(-max(4, size_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         hole = next((hole for hole in self._holes if hole[0] + size <= hole[1]), None)
         if hole is None:
@@ -101,19 +101,19 @@ class WasmProgram:
         return address
 
     def upload(self, array: NDArray[Any]) -> int:
-        """A buffer with these bytes."""
+        """Copy an array into a new buffer and return its address."""
         content = np.ascontiguousarray(array).tobytes()
         address = self._take(len(content))
         ctypes.memmove(self._at(address), content, len(content))
         return address
 
     def read(self, address: int, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-        """An array of what lies there."""
+        """Return a copy of the array at an address."""
         size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(self._at(address), size_bytes), dtype).reshape(shape).copy()
 
     def run(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-        """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
+        """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
         for number, size in enumerate(self.content["scratch"]):
             wanted = evaluate(size, sizes)
             if self._scratch.get(number, (0, -1))[1] < wanted:
@@ -144,7 +144,7 @@ class WasmProgram:
         return 0
 
     def _launch(self, function: int, data: int, _tasks: int) -> int:
-        """All tasks of a parallel loop, the last first: what depends on their order is seen."""
+        """Run all tasks of a parallel loop, the last first, so that wrong dependences on their order show."""
         task = self._functions["__indirect_function_table"].get(self._store, function)
         return int(any([task(self._store, i, self._tasks, data) for i in reversed(range(_TASKS))]))
 
@@ -156,5 +156,5 @@ class WasmProgram:
 
 
 def _signed(address: int) -> int:
-    """An address as the 32-bit integer that functions take."""
+    """Return an address as the signed 32-bit integer that functions take."""
     return address - (1 << 32) if address >> 31 else address

@@ -1,7 +1,7 @@
-"""Runs WebGPU programs from Python, through wgpu, on whatever adapter there is: for checks, not for speed.
+"""Run WebGPU programs from Python, through wgpu, on any adapter: for checks, not for speed.
 
 The browser's run-time is ``export/web/runner.js``; this one reads the same program, so that kernels are executed and
-measured where a bundle is made.  A software adapter serves (Mesa's lavapipe: Debian's ``mesa-vulkan-drivers``).
+measured where a bundle is made.  A software adapter suffices (Mesa's lavapipe: Debian's ``mesa-vulkan-drivers``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from compressor.codegen.web.kernel import evaluate, specialised
 from compressor.errors import ToolchainError
 
 HALF = "shader-f16"
-"""WebGPU's feature with which shaders compute in float16."""
+"""WebGPU feature that lets shaders compute in float16."""
 
 
 @cache
 def device() -> Any:
-    """WebGPU's default device, with its default limits, as a browser gives it.
+    """Return WebGPU's default device, with its default limits, as a browser gives it.
 
     Raises:
         ToolchainError: the package wgpu is missing, or finds no adapter.
@@ -47,23 +47,23 @@ def device() -> Any:
 
 
 def adapter_name() -> str:
-    """What the adapter calls itself."""
+    """Return the adapter's name for itself."""
     info = device().adapter.info
     return str(info["description"] or info["device"] or info["vendor"])
 
 
 def has_half() -> bool:
-    """Whether the adapter computes in float16."""
+    """Return whether the adapter computes in float16."""
     return HALF in device().features
 
 
 def is_software() -> bool:
-    """Whether the adapter is a processor that plays a graphics processor."""
+    """Return whether the adapter is a CPU that emulates a GPU."""
     return bool(device().adapter.info["adapter_type"] == "CPU")
 
 
 def buffer_of(array: NDArray[Any]) -> Any:
-    """A storage buffer with these bytes, filled up to whole words."""
+    """Make a storage buffer with the bytes of an array, padded to whole words."""
     content = np.ascontiguousarray(array).tobytes()
     return _filled(content + bytes(-len(content) % 4))
 
@@ -76,7 +76,7 @@ def _filled(content: bytes) -> Any:
 
 
 def empty_buffer(size_bytes: int) -> Any:
-    """A storage buffer of zeros."""
+    """Make a storage buffer of zeros."""
     import wgpu
 
     usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -84,18 +84,18 @@ def empty_buffer(size_bytes: int) -> Any:
 
 
 def read_buffer(buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """An array of what a buffer holds."""
+    """Return a copy of a buffer's content as an array."""
     count = int(np.prod(shape))
     content = device().queue.read_buffer(buffer)
     return np.frombuffer(content, dtype)[:count].reshape(shape).copy()
 
 
 class Pipelines:
-    """The compiled kernels of a program.
+    """Compiled kernels of a program.
 
     Args:
         records: kernels by name, see :meth:`compressor.codegen.web.kernel.Kernel.record`.
-        half: products of floats are computed in float16; the adapter must have :data:`HALF`.
+        half: compute products of floats in float16; the adapter must have :data:`HALF`.
     """
 
     def __init__(self, records: Mapping[str, Mapping[str, Any]], *, half: bool = False) -> None:
@@ -103,7 +103,7 @@ class Pipelines:
         self._compiled: dict[str, Any] = {}
 
     def dispatch(self, encoder: Any, names: Sequence[str], buffers: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Encode a step: of the kernels that compute the same, the first whose limits the sizes keep."""
+        """Encode a step with the first of the alternative kernels whose limits the sizes keep."""
         name = next(n for n in names if self._serves(n, sizes))
         record = self.records[name]
         values = dict(zip(record["sizes"], sizes, strict=True)) | dict(record["constants"])
@@ -163,11 +163,11 @@ def run_kernels(
     *,
     half: bool = False,
 ) -> list[NDArray[Any]]:
-    """One dispatch of kernels that compute the same.
+    """Dispatch one of several alternative kernels and return its outputs.
 
     Args:
         inputs: arrays in the order of the bindings, outputs left out.
-        outputs: binding -> type and shape of what the kernel writes from scratch.
+        outputs: binding -> type and shape of each output.
         half: see :class:`Pipelines`.
     """
     given = iter(inputs)
@@ -200,11 +200,11 @@ class GpuProgram:
     empty, upload, read = staticmethod(empty_buffer), staticmethod(buffer_of), staticmethod(read_buffer)
 
     def free(self, buffer: Any) -> None:
-        """Give a buffer back."""
+        """Free a buffer."""
         buffer.destroy()
 
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        """Run all steps on buffers by the inputs' names; returns the output's buffer, which the next run reuses."""
+        """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
         wanted = [evaluate(size, sizes) for size in self.content["scratch"]]
         for number, size_bytes in enumerate(wanted):
             if number not in self._scratch or self._scratch[number].size < size_bytes:

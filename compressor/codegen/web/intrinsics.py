@@ -1,7 +1,7 @@
-"""Functions of float32 that devices compute badly, as arithmetic: what WGSL promises of its own is little.
+"""Functions of float32 as arithmetic, where WGSL promises too little accuracy or range.
 
-Its sine and cosine may be wrong by 2^-11 and are promised only between -pi and pi, where rotary embeddings ask for
-angles of thousands; its power is not defined for negative numbers, and its tanh may overflow on the way.
+WGSL's sine and cosine may be wrong by 2^-11 and are specified only between -pi and pi, but rotary embeddings need
+angles of thousands.  Its power is not defined for negative numbers, and its tanh may overflow internally.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from compressor.codegen.kernels.vector import erf
 
 _TWO_OVER_PI = 0.6366197723675814
 _HALF_PI = (1.5703125, 4.837512969970703e-4, 7.549789954891882e-8)
-"""Pi / 2 in three parts, the first two of so few bits that their products with whole numbers up to 2^15 are exact: Cody
-and Waite 1980, Software Manual for the Elementary Functions, chapter 8."""
+"""Pi / 2 in three parts, the first two of so few bits that their products with integers up to 2^15 are exact: Cody and
+Waite 1980, Software Manual for the Elementary Functions, chapter 8.
+"""
 _SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 """Minimax polynomials between -pi / 4 and pi / 4: Moshier, Cephes mathematical library, sinf."""
@@ -26,7 +27,7 @@ def _number(value: float) -> Any:
 
 
 def sine(x: Any, ahead: int) -> Any:
-    """The sine of an angle and of so many right angles more; of angles up to 2^15."""
+    """Return the sine of x + ``ahead`` * pi / 2, for abs(x) up to 2^15."""
     turns = tirx.floor(x * _number(_TWO_OVER_PI) + _number(0.5))
     rest = x
     for part in _HALF_PI:
@@ -40,7 +41,7 @@ def sine(x: Any, ahead: int) -> Any:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
-    """By Horner's rule, the highest power first."""
+    """Evaluate a polynomial by Horner's rule, highest power first."""
     value = _number(coefficients[0])
     for coefficient in coefficients[1:]:
         value = value * x + _number(coefficient)
@@ -48,19 +49,19 @@ def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
 
 
 def _tanh(op: Any) -> Any:
-    """Devices may compute it by way of exponentials that overflow."""
+    """Compute tanh from a clamped exponential: devices may use exponentials that overflow."""
     x = tirx.max(tirx.min(op.args[0], _number(15.0)), _number(-15.0))
     return _number(1.0) - _number(2.0) / (tirx.exp(x + x) + _number(1.0))
 
 
 def _sigmoid(op: Any) -> Any:
-    """The same."""
+    """Compute the sigmoid from a clamped exponential: devices may use one that overflows."""
     x = tirx.max(op.args[0], _number(-80.0))
     return _number(1.0) / (_number(1.0) + tirx.exp(-x))
 
 
 def power(op: Any) -> Any:
-    """WGSL's is not defined for negative numbers: whole exponents are products."""
+    """Expand powers with exponents 1 to 8 to products: WGSL's pow is not defined for negative numbers."""
     x, exponent = op.args
     if not isinstance(exponent, tirx.FloatImm) or exponent.value not in range(1, 9):
         return None

@@ -1,9 +1,10 @@
-"""A kernel in WGSL: what it binds, which numbers it is given, and the constants it is specialised with where it runs.
+"""A kernel in WGSL: its bindings, its numbers, and the constants that specialise it on the device.
 
-Sizes that change from call to call (tokens, sequences) are numbers of a uniform buffer; what a device may want
-otherwise (lanes, tokens at once) are constants in front of the source, so that one text serves all variants and whoever
-runs it writes ``const NAME: u32 = value;`` before it.  What is to be in registers is no array, since not every device's
-compiler unrolls loops: lines are repeated instead, see :func:`specialised`.  Shapes and formats are part of the text.
+Sizes that change from call to call (tokens, sequences) are numbers in a uniform buffer.  Tuning parameters of a device
+(lanes, tokens at once) are constants: one text serves all variants, and the run-time writes ``const NAME: u32 =
+value;`` before it.
+Register tiles are not arrays, since some compilers do not unroll loops; lines are repeated instead, see
+:func:`specialised`.  Shapes and formats are part of the text.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from typing import Any
 
 Expression = int | str | list[Any]
 """A number, the name of one, or ``[operator, left, right]`` with ``+ - * // % min max ceil`` (``ceil``: divided,
-rounded up): what a manifest says of sizes, and a run-time evaluates."""
+rounded up): a size in a manifest, which a run-time evaluates.
+"""
 
 _BEGIN, _END, _NUMBER = re.compile(r"\s*//# for (\w+) (\w+)"), "//# end", re.compile(r"\$(\w+)\$")
 MOST_THREADS, MOST_SHARED_BYTES = 256, 16384
-"""Of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
+"""Limits of a workgroup on every device (maxComputeInvocationsPerWorkgroup, maxComputeWorkgroupStorageSize)."""
 LANES_AT_ONCE = 4096
-"""Threads that a middling device runs side by side: what the order of variants is thought out for."""
+"""Threads that a mid-range device runs concurrently; the order of variants assumes it."""
 PROMPT_TOKENS = 64
-"""Tokens that kernels for many are thought to be called with."""
+"""Number of tokens that the order of variants assumes for kernels of many tokens."""
 SINGLE, HALF_PRECISION = "alias Real = f32;", "alias Real = f16;"
-"""What products of floats are computed in; a kernel that has some says so with the first of these lines."""
+"""Type of the products of floats: a kernel that has some contains the first of these lines."""
 LARGEST_GRID = 65535
-"""Workgroups along one dimension that every device takes (maxComputeWorkgroupsPerDimension)."""
+"""Largest number of workgroups along one dimension on every device (maxComputeWorkgroupsPerDimension)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Buffer:
     """A storage buffer that a kernel binds.
 
     Attributes:
-        element: WGSL's type of its elements.
+        element: WGSL type of its elements.
         written: whether the kernel writes to it.
     """
 
@@ -50,14 +52,14 @@ class Kernel:
     """One dispatch.
 
     Attributes:
-        buffers: in the order of their bindings, all in group 0; the numbers are the binding after the last.
+        buffers: in the order of their bindings, all in group 0; the uniform numbers are the binding after the last.
         sizes: names of the numbers, u32, in order.
-        constants: what the text is specialised with, and the values that serve until a device has tuned.
-        groups: workgroups along x, y and z, in terms of sizes and constants.
-        text: what follows the bindings; its entry point is ``main``.
+        constants: constants that specialise the text, with defaults for devices that have not tuned.
+        groups: workgroups along x, y and z, as expressions in sizes and constants.
+        text: the source after the bindings; its entry point is ``main``.
         limits: the kernel serves calls whose sizes are at most these.
-        space: other constants that a device may run faster with, the likeliest first.
-        details: what its record in the manifest says beside.
+        space: other constants that may be faster on a device, the likeliest first.
+        details: further fields of its record in the manifest.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Kernel:
         return "\n".join([*lines, self.text.strip(), ""])
 
     def record(self) -> dict[str, Any]:
-        """What a program says of it."""
+        """Return the kernel's record in a program."""
         return {
             "source": self.source,
             "buffers": ["write" if b.written else "read" for b in self.buffers],
@@ -97,11 +99,11 @@ class Kernel:
 
 
 def joined(array: str, join: str) -> str:
-    """Statements after which ``array[0]`` is all threads' ``part`` together.
+    """Return statements that reduce all threads' ``part`` into ``array[0]``.
 
     Args:
-        array: of the workgroup, ``LANES`` numbers.
-        join: what two of them are together, with two places to fill; ``LANES`` is a power of two.
+        array: workgroup array of ``LANES`` numbers.
+        join: the reduction of two numbers, with two places to fill; ``LANES`` is a power of two.
     """
     both = join.format(f"{array}[thread]", f"{array}[thread + half]")
     return f"""{array}[thread] = part;
@@ -119,12 +121,13 @@ def variants(
     shared_bytes: Callable[..., int],
     cost: Callable[..., tuple[int, int]],
 ) -> list[dict[str, int]]:
-    """What a device may try in place of the default: all choices that every device takes, the cheapest first.
+    """Return the constants to try in place of the default: all choices within every device's limits, the cheapest
+    first.
 
     Args:
-        threads, shared_bytes: of a workgroup, called with the constants by name.
-        cost: of the call, workgroups and the steps that one of their threads takes; orders the choices, since a device
-            that tunes may not come to the end.
+        choices: values to choose from, by constant.
+        threads, shared_bytes: threads and shared memory of a workgroup, called with the constants by name.
+        cost: (workgroups, steps of one of their threads), for the order: a device that tunes may stop early.
     """
 
     def time(choice: Mapping[str, int]) -> float:
@@ -137,10 +140,10 @@ def variants(
 
 
 def specialised(source: str, constants: Mapping[str, int], *, half: bool = False) -> str:
-    """The text that a device compiles: the constants, and the source with its repetitions written out.
+    """Return the text that a device compiles: the constants, and the source with its repetitions expanded.
 
     Args:
-        half: products of floats are computed in float16, and added up in float32; needs WebGPU's ``shader-f16``.
+        half: compute products of floats in float16 and accumulate in float32; needs WebGPU's ``shader-f16``.
     """
     declared = "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items())
     if half:
@@ -149,7 +152,9 @@ def specialised(source: str, constants: Mapping[str, int], *, half: bool = False
 
 
 def _written_out(lines: Sequence[str], constants: Mapping[str, int], numbers: Mapping[str, int]) -> Iterator[str]:
-    """Lines between ``//# for NAME COUNT`` and ``//# end`` as often as a constant says, with ``$NAME$`` counting up."""
+    """Yield the lines, repeating those between ``//# for NAME COUNT`` and ``//# end`` as often as the constant COUNT
+    says, with ``$NAME$`` counting up.
+    """
     i = 0
     while i < len(lines):
         begin = _BEGIN.fullmatch(lines[i])
@@ -167,7 +172,7 @@ def _written_out(lines: Sequence[str], constants: Mapping[str, int], numbers: Ma
 
 
 def evaluate(expression: Expression, names: Mapping[str, int]) -> int:
-    """The value of an expression."""
+    """Evaluate an expression."""
     if isinstance(expression, int):
         return expression
     if isinstance(expression, str):

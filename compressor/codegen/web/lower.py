@@ -1,4 +1,4 @@
-"""FX -> Relax -> a program for browsers: the phases, and the check of stored bytes after each."""
+"""Lower FX by way of Relax to a program for browsers: the phases, and the check of stored bytes after each."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "decoder": {"ids": ("B", "S"), "keep": ("R",), "k_cache_0": ("B", "", "T", "")},
     "encoder": {"ids": ("B", "S")},
 }
-"""Names of the symbolic sizes, by the inputs that have them."""
+"""Names of symbolic sizes, by input and dimension."""
 
 
 @dataclass(frozen=True)
 class WebProgram:
-    """A program, and what belongs to it.
+    """A program for browsers with its data.
 
     Attributes:
         content: inputs, output, scratch buffers, kernels and steps, as plain data; see docs/web.md.
         parameters: names of the parameters, in order of first use.
         constants: arrays that the program itself holds, by name.
-        kernels: one record a kernel for the manifest: name, family, format.
+        kernels: one record per kernel for the manifest: name, family, format.
     """
 
     content: Mapping[str, Any]
@@ -56,7 +56,7 @@ class WebProgram:
 
 
 def web_phases() -> list[tuple[str, tvm.transform.Pass]]:
-    """The phases from the imported program to the calls that become dispatches."""
+    """Return the phases from the imported program to the calls that become dispatches."""
     t = relax.transform
     return [
         ("legalize", t.LegalizeOps()),
@@ -64,7 +64,7 @@ def web_phases() -> list[tuple[str, tvm.transform.Pass]]:
         ("fuse_ops", t.FuseOps()),
         ("fuse_tir", t.FuseTIR()),
         ("drop_dead_code", t.DeadCodeElimination()),
-        ("rewrite_reshapes", t.RewriteDataflowReshape()),  # they are views
+        ("rewrite_reshapes", t.RewriteDataflowReshape()),  # reshapes become views
     ]
 
 
@@ -74,11 +74,11 @@ def compile_program(
     """Lower a graph to WGSL.
 
     Args:
-        target: TVM's, with the limits that kernels must keep.
+        target: TVM's target, with the limits that kernels must keep.
         dump: called with (phase, text) after each phase.
     Raises:
         UsageError: the target has no kernel for an operator or a format.
-        VerificationError: a phase turned packed weights into dense ones, or something cannot be said in WGSL.
+        VerificationError: a phase turned packed weights into dense ones, or something cannot be expressed in WGSL.
     """
     converter, program = WebConverter(), reexport(graph)
     info = graph.meta["model"]
@@ -110,14 +110,15 @@ def compile_program(
 def compile_wasm(
     graph: GraphModule, isa: Isa, dump: Callable[[str, str], None] | None = None
 ) -> tuple[WebProgram, bytes]:
-    """Lower a graph to WebAssembly, with the kernels that x86 has, for its instruction set.
+    """Lower a graph to WebAssembly, with the kernel generators of x86 at WebAssembly's instruction set.
 
     Returns:
         The program, whose kernels are functions of the module, and the module.
 
     Raises:
         ToolchainError: there is no linker.
-        UsageError, VerificationError: as :func:`compile_program`.
+        UsageError: the target has no kernel for an operator or a format.
+        VerificationError: a phase turned packed weights into dense ones, or the module cannot be linked.
     """
     converter, program = Converter(isa, Tuner("off", 1, None, isa.name)), reexport(graph)
     info, target, module = graph.meta["model"], wasm_target(isa), WasmModule(isa)
@@ -137,7 +138,7 @@ def compile_wasm(
 
 
 def _make_narrow(graph: torch.fx.Graph) -> None:
-    """Integers that the graph itself makes are int32: WGSL has no wider ones."""
+    """Make integers that the graph creates int32: WGSL has no wider ones."""
     for node in graph.nodes:
         value = node.meta.get("val")
         makes = node.op == "call_function" and any(argument.name == "dtype" for argument in _arguments(node.target))
@@ -155,7 +156,7 @@ def _inputs(mod: tvm.IRModule, parameters: list[str]) -> list[Any]:
 
 
 def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind: str) -> dict[str, Any]:
-    """The program's inputs, output, scratch buffers and steps."""
+    """Write the program and return its inputs, output, scratch buffers and steps."""
     inputs = _inputs(mod, parameters)
     names = _size_names(kind, inputs)
     references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
@@ -174,13 +175,13 @@ def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind
 
 
 def _used(writer: ProgramWriter) -> list[str]:
-    """Names of the parameters, in order of first use."""
+    """Return the names of the parameters, in order of first use."""
     references = (b for step in writer.steps for b in step["buffers"] if b.startswith("parameter:"))
     return list(dict.fromkeys(b.partition(":")[2] for b in references))
 
 
 def _size_names(kind: str, inputs: Any) -> dict[str, str]:
-    """Symbolic sizes of the inputs -> their names in a program."""
+    """Map the inputs' symbolic sizes to their names in a program."""
     found: dict[str, str] = {}
     wanted = _SIZES.get(kind, {})
     for x in inputs:
@@ -194,7 +195,7 @@ def _size_names(kind: str, inputs: Any) -> dict[str, str]:
 
 
 class _NarrowImporter(Importer):
-    """Integers are int32: WGSL has no wider ones."""
+    """Importer that makes integers int32: WGSL has no wider ones."""
 
     @staticmethod
     def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:

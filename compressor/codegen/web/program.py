@@ -1,4 +1,4 @@
-"""From a Relax program to data: parameters, scratch buffers, kernels, and the steps that a run-time dispatches."""
+"""Turn a Relax program into data: parameters, scratch buffers, kernels, and the steps that a run-time dispatches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from compressor.codegen.web.kernel import Expression
 from compressor.errors import VerificationError
 
 WGSL_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
-"""What WGSL can store."""
+"""Bytes of the types that WGSL can store."""
 WASM_BYTES = {**WGSL_BYTES, "int64": 8, "uint16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "FloorMod": "%", "Min": "min", "Max": "max"}
 
 
 class ProgramWriter:
-    """Walks the entry function once.
+    """Writer that walks the entry function once.
 
     Attributes:
         kernels: records by name, in order of first use.
         steps: ``{"kernels": names, "buffers": references, "sizes": expressions}`` each; a reference is ``input:name``,
             ``parameter:name``, ``constant:name`` or ``scratch:number``.
-        scratch: bytes of each scratch buffer, an expression.
+        scratch: bytes of each scratch buffer, as an expression.
         constants: arrays that the program itself holds.
-        details: what the manifest says of each kernel.
+        details: fields of each kernel in the manifest.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class ProgramWriter:
         """Make a writer.
 
         Args:
-            calls: the dispatches behind the names of ``call_dps_packed``.
+            calls: dispatches by the names of ``call_dps_packed``.
             generate: makes a kernel of a function.
             stored: bytes of the types that kernels can store.
-            constant: what the program's own arrays are called, with a number behind.
+            constant: prefix of the names of the program's own arrays.
         """
         self.kernels: dict[str, Mapping[str, Any]] = {}
         self.details: dict[str, dict[str, Any]] = {}
@@ -57,16 +57,16 @@ class ProgramWriter:
         self._mod, self._calls, self._generate, self._stored = mod, calls, generate, stored
         self._constant = constant
         self._generated: dict[str, Generated] = {}
-        self._places: dict[Any, list[str]] = {}  # variable -> references, of a tuple several
+        self._places: dict[Any, list[str]] = {}  # variable -> references, several for a tuple
         self._free: dict[str, list[int]] = {}  # size as text -> scratch buffers
         self._names: dict[str, str] = {}  # symbolic size -> its name in the program
 
     def write(self, names: Mapping[str, str], references: Sequence[str]) -> tuple[str, list[Expression]]:
-        """Walk ``main``; returns where its output is, and the output's shape.
+        """Walk ``main``, and return its output's reference and shape.
 
         Args:
             names: symbolic sizes of its inputs -> their names in the program.
-            references: what each of its parameters is called.
+            references: reference of each of its parameters.
         """
         main = self._mod["main"]
         self._names = dict(names)
@@ -81,7 +81,9 @@ class ProgramWriter:
         return self._reference(result), [self._expression(n) for n in result.ty.shape]
 
     def _last_uses(self, bindings: Sequence[Any], result: Any) -> dict[int, list[Any]]:
-        """After which binding each scratch buffer is read no more; views count for what they show."""
+        """Compute liveness: for each binding, the scratch buffers that it reads last; a view extends the life of its
+        base.
+        """
         roots: dict[Any, Any] = {}
         last: dict[Any, int] = {}
         for i, binding in enumerate(bindings):
@@ -134,14 +136,18 @@ class ProgramWriter:
             self._step([kernel.name for kernel in dispatch.kernels], buffers, sizes)
 
     def _call_generated(self, function: Any, operands: list[Any], out: Any, outputs: list[int]) -> None:
-        """A call whose ``outputs`` are new, -1, or the operands of these numbers, which it writes to."""
+        """Write a call of a generated kernel.
+
+        Args:
+            outputs: for each output -1 if it is a new buffer, else the index of the operand that the kernel writes to.
+        """
         name = function.name_hint
         if name not in self._generated:
             self._generated[name] = self._generate(self._mod[function], name)
             self.kernels[name] = self._generated[name].record
             self.details[name] = {"family": "elementwise"}
         made = self._generated[name]
-        tensors = [isinstance(x.ty, relax.TensorType) for x in operands]  # others are numbers, which no kernel binds
+        tensors = [isinstance(x.ty, relax.TensorType) for x in operands]  # others are numbers, which are not bound
         references = [self._reference(x) if is_tensor else "" for x, is_tensor in zip(operands, tensors, strict=True)]
         given = [list(x.ty.shape) if is_tensor else [x] for x, is_tensor in zip(operands, tensors, strict=True)]
         places = self._allocate(out, outputs, references)
@@ -175,7 +181,7 @@ class ProgramWriter:
         return place
 
     def _allocate(self, out: Any, outputs: Sequence[int], operands: Sequence[str]) -> list[str]:
-        """Where a call's outputs go: scratch buffers, or where the operands are that it writes to."""
+        """Return the references of a call's outputs: new scratch buffers, or the operands that it writes to."""
         pairs = zip(_types(out), outputs, strict=True)
         self._places[out] = [operands[i] if i >= 0 else self._take(kind, out.name) for kind, i in pairs]
         return self._places[out]
@@ -207,7 +213,7 @@ class ProgramWriter:
 
 
 def expression(value: Any, names: Mapping[str, Expression]) -> Expression:
-    """A size of TVM's as data; ``names`` are its variables."""
+    """Convert a TVM size to data; ``names`` are its variables."""
     if isinstance(value, int):
         return value
     if isinstance(value, tirx.IntImm):
@@ -222,9 +228,7 @@ def expression(value: Any, names: Mapping[str, Expression]) -> Expression:
     if operator is None and getattr(getattr(value, "op", None), "name", "") == "tirx.shift_right":
         return _folded("//", expression(value.args[0], names), 2 ** int(value.args[1]))
     if operator is None:
-        raise VerificationError(
-            f"lowering for browsers: the size {value} ({type(value).__name__}) cannot be written down"
-        )
+        raise VerificationError(f"lowering for browsers: the size {value} ({type(value).__name__}) cannot be expressed")
     return _folded(operator, expression(value.a, names), expression(value.b, names))
 
 
@@ -237,12 +241,12 @@ def _folded(operator: str, left: Expression, right: Expression) -> Expression:
 
 
 def _types(var: Any) -> list[relax.TensorType]:
-    """The types of what a call returns."""
+    """Return the types of a call's results."""
     return list(var.ty.fields) if isinstance(var.ty, relax.TupleType) else [var.ty]
 
 
 def _variables(value: Any, *, constants: bool = False) -> Any:
-    """Tensors, and tuples of them, that a bound value reads, in order."""
+    """Yield the tensors, and tuples of tensors, that a bound value reads, in order."""
     is_tensor = isinstance(value, tvm.ir.Var) and isinstance(value.ty, relax.TensorType | relax.TupleType)
     if is_tensor or (constants and isinstance(value, tvm.ir.GenericConst)):
         yield value

@@ -1,4 +1,4 @@
-"""Bundles for browsers in Python: sequences of tokens through a program, on whatever runs it."""
+"""Run bundles for browsers from Python: sequences of tokens through a program, on either engine."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Engine = Literal["webgpu", "wasm"]
 
 
 class Program(Protocol):
-    """A program with its parameters where it is run; what a buffer is, only it knows."""
+    """A program with its parameters on the engine that runs it; a buffer is opaque to others."""
 
     content: Mapping[str, Any]
 
     def empty(self, size_bytes: int) -> Any:
-        """A buffer of zeros."""
+        """Make a buffer of zeros."""
 
     def upload(self, array: NDArray[Any]) -> Any:
-        """A buffer with these bytes."""
+        """Copy an array into a new buffer."""
 
     def free(self, buffer: Any) -> None:
-        """Give a buffer back."""
+        """Free a buffer."""
 
     def read(self, buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-        """An array of what a buffer holds."""
+        """Return a copy of a buffer's content as an array."""
 
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        """Run all steps on buffers by the inputs' names; returns the output's."""
+        """Run all steps on buffers by the inputs' names and return the output's buffer."""
 
 
 class WebBundle:
-    """A bundle for browsers, run here.
+    """A bundle for browsers, run on this machine.
 
     Args:
         engine: ``webgpu``, on this machine's adapter, or ``wasm``.
@@ -60,16 +60,16 @@ class WebBundle:
         )
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
-        """Last hidden state [B, S, H] of an encoder for ids and mask [B, S]."""
+        """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return encode(self._program, ids, mask)
 
     def session(self, batch: int, capacity: int) -> Session:
-        """A new sequence of tokens per batch entry, of at most ``capacity``."""
+        """Start a new sequence of tokens per batch entry, of at most ``capacity`` tokens."""
         return Session(self._program, batch, capacity)
 
 
 def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
-    """Last hidden state [B, S, H] of an encoder's program for ids and mask [B, S]."""
+    """Return the last hidden state float32 [B, S, H] of an encoder's program for ids and mask [B, S]."""
     types = {x["name"]: x["dtype"] for x in program.content["inputs"]}
     given = {"ids": ids, "mask": mask}
     inputs = {name: program.upload(x.astype(types[name])) for name, x in given.items()}
@@ -78,7 +78,7 @@ def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[n
 
 
 class Session:
-    """A sequence of tokens per batch entry, as ``compressor_runtime.Session``."""
+    """A sequence of tokens per batch entry, with the interface of ``compressor_runtime.Session``."""
 
     def __init__(self, program: Program, batch: int, capacity: int) -> None:
         self._program, self._batch, self._capacity = program, batch, capacity
@@ -91,7 +91,9 @@ class Session:
         }
 
     def step(self, ids: Any, keep: Any = None) -> NDArray[np.float32]:
-        """Logits [B, R, V] of the tokens with the indices ``keep``; left out, of the last."""
+        """Append tokens and return logits float32 [B, R, V] of those with the indices ``keep``, by default of the
+        last.
+        """
         tokens = np.asarray(ids).reshape(self._batch, -1)
         count = tokens.shape[1]
         kept = np.asarray([count - 1] if keep is None else keep)
@@ -103,7 +105,7 @@ class Session:
         return _outputs(self._program, inputs, self._caches, sizes)
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Free the caches' memory."""
         for buffer in self._caches.values():
             self._program.free(buffer)
 
@@ -111,7 +113,7 @@ class Session:
 def _outputs(
     program: Program, inputs: Mapping[str, Any], caches: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> NDArray[np.float32]:
-    """Run a program; its inputs are given back."""
+    """Run a program, return its output and free the inputs."""
     out = program.run({**inputs, **caches}, sizes)
     found = program.read(out, "float32", [evaluate(n, sizes) for n in program.content["output_shape"]])
     for buffer in inputs.values():

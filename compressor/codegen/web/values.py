@@ -1,4 +1,6 @@
-"""What codes stand for, in WGSL: planes of bits put together, then integers, small floats, tables or codebooks."""
+"""WGSL that converts stored codes to values: assemble bit planes, then map integers, small floats, tables or
+codebooks.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from compressor.formats.elements import Element
 from compressor.formats.format import TILE_ROWS, Format
 
 HALF = "fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }"
-"""A float16 out of the word that it shares."""
+"""Read one float16 from the word that holds two."""
 BYTES4 = """fn bytes4(word: u32) -> vec4<u32> {
   return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u);
 }"""
-"""The four bytes of a word."""
+"""Split a word into its four bytes."""
 
 
 def quads_of(fmt: Format, word_of: str) -> Iterator[str]:
-    """For each four columns of a chunk the word with their four codes.
+    """Yield, for each four columns of a chunk, an expression of the word with their four codes.
 
     Args:
-        word_of: what the chunk's words are called; ``{}`` stands for the number.
+        word_of: name of the chunk's words; ``{}`` stands for the number.
     """
     for quad in range(fmt.chunk_columns // 4):
         terms, offset, first = [], 0, 0
@@ -34,7 +36,9 @@ def quads_of(fmt: Format, word_of: str) -> Iterator[str]:
 
 
 def element_values(fmt: Format) -> str:
-    """``values``: what four codes stand for before they are scaled, and the functions that it calls."""
+    """Return the function ``values``, which maps four codes to values before scaling, and the functions that it
+    calls.
+    """
     signature = "fn values(codes4: u32, zero: f32, table: u32) -> vec4<f32>"
     functions = [_float_function(Element("E4M3", 4, 3))] if fmt.scale_type == "E4M3" else []
     if fmt.codebook:
@@ -53,7 +57,9 @@ def element_values(fmt: Format) -> str:
 
 
 def _float_function(element: Element) -> str:
-    """From a code to its value, exactly, without float32's subnormal numbers, which devices may take for zero."""
+    """Return a function from a code to its value, exact, without float32 subnormals, which devices may flush to
+    zero.
+    """
     mantissa, bias = element.mantissa_bits, element.bias
     mask, exponents = (1 << mantissa) - 1, (1 << element.exponent_bits) - 1
     smallest = 2.0 ** (1 - bias - mantissa)
@@ -76,14 +82,18 @@ def _table_function(element: Element) -> str:
 
 
 def stored_element(columns: int, storage: str) -> str:
-    """WGSL's type of what a matrix of floats is bound as: four floats, or a word where rows end inside of four."""
+    """Return the WGSL type that a matrix of floats is bound as: four floats, or one word if rows are not multiples of
+    four.
+    """
     if columns % 4:
         return "f32" if storage == "float32" else "u32"
     return "vec4<f32>" if storage == "float32" else "vec2<u32>"
 
 
 def four_stored(name: str, columns: int, storage: str) -> str:
-    """A function ``<name>4(row, q)``: columns ``4 * q`` to ``4 * q + 3`` of a row, zero beyond the last column."""
+    """Return a function ``<name>4(row, q)``: columns ``4 * q`` to ``4 * q + 3`` of a row, zero beyond the last
+    column.
+    """
     if storage == "float32":
         return four_inputs(name, columns)
     pair = (
@@ -105,11 +115,12 @@ def four_stored(name: str, columns: int, storage: str) -> str:
 
 
 def four_inputs(name: str, columns: int, function: str = "", *, is_guarded: bool = False) -> str:
-    """The same of a matrix of float32.
+    """Return a function of (row, q) that reads four columns of a float32 matrix from ``4 * q`` on, zero beyond the
+    last.
 
     Args:
-        function: what it is called, if not ``<name>4``.
-        is_guarded: whole quadruples beyond the last column are asked for, too.
+        function: name of the function, by default ``<name>4``.
+        is_guarded: whether it is also called for groups of four wholly beyond the last column.
     """
     if columns % 4 == 0:
         guard = f"if (q >= {columns // 4}u) {{ return vec4<f32>(); }}\n  " if is_guarded else ""

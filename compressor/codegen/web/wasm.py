@@ -1,7 +1,7 @@
-"""One WebAssembly module out of TIR functions: plain functions of addresses and sizes, which need no runtime of TVM's.
+"""Build one WebAssembly module of TIR functions: plain functions of addresses and sizes, without TVM's runtime.
 
-What WebAssembly has no instructions for, and would call a C library for, is arithmetic here: sine and cosine, powers,
-and what float16 stands for.
+Functions for which WebAssembly has no instructions, and which would need a C library, are arithmetic here: sine and
+cosine, powers, and the conversion of float16.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ IMPORTS = (
     "TVMBackendParallelLaunch",
     "TVMFFIEnvModRegisterSystemLibSymbol",
 )
-"""What a module asks of its host beside the memory: to allot and to free a buffer, and to call a function of its table
-for each task of a loop; the last is never called."""
+"""Functions that a module imports from its host beside the memory: allocate and free a buffer, and call a function of
+its table for each task of a loop; the last one is never called.
+"""
 _CPU = 1
 _STACK_BYTES, _MOST_BYTES = 1 << 18, 1 << 32
 _HALF_SHIFT = 2.0**112
-"""What a float32 is too small by that has a float16's bits at the places of its own: the exponents' biases differ."""
+"""Ratio of a float16's value to that of its shifted bits read as float32: 2^(127 - 15), from the exponents' biases."""
 
 
 def wasm_target(isa: Isa) -> tvm.target.Target:
-    """TVM's target."""
+    """Return TVM's target for WebAssembly."""
     fields = {"kind": "llvm", "mtriple": "wasm32-unknown-unknown", "mcpu": isa.mcpu}
     return tvm.target.Target({**fields, "mattr": list(isa.mattr)})
 
 
 def find_linker() -> list[str]:
-    """The command that links WebAssembly.
+    """Return the command that links WebAssembly.
 
     Raises:
-        ToolchainError: there is none.
+        ToolchainError: there is no linker.
     """
     if path := shutil.which("wasm-ld"):
         return [path]
@@ -63,25 +64,25 @@ def find_linker() -> list[str]:
 
 
 class WasmModule:
-    """Collects functions; ``link`` makes the module."""
+    """Collector of functions; ``link`` makes the module."""
 
     def __init__(self, isa: Isa) -> None:
         self._isa = isa
         self._functions: dict[str, tirx.PrimFunc] = {}
 
     def add(self, func: tirx.PrimFunc, name: str) -> Generated:
-        """Take a function in; returns how it is called: its buffers in their order, then its sizes."""
+        """Add a function, and return how it is called: its buffers in their order, then its sizes."""
         self._functions[name] = _plain(func, name)
         operands = tuple(i for i, p in enumerate(func.params) if isinstance(p.ty, tirx.BufferType))
         sizes = _sizes(func)
         return Generated(name, {"sizes": [n.name for n in sizes]}, operands, tuple(sizes), _shapes(func))
 
     def link(self) -> bytes:
-        """The module: it imports its memory, ``memory``, and what allots the kernels' own buffers.
+        """Link the module, which imports ``memory`` and the functions that allocate the kernels' own buffers.
 
         Raises:
-            ToolchainError: there is no linker, or it failed.
-            VerificationError: a function needs what nothing provides.
+            ToolchainError: there is no linker.
+            VerificationError: the linker failed, such as on a function that nothing provides.
         """
         target = wasm_target(self._isa)
         mod = tirx.transform.BindTarget(target)(tvm.IRModule(self._functions))
@@ -93,13 +94,13 @@ class WasmModule:
         with tempfile.TemporaryDirectory() as folder:
             code, output = Path(folder) / "kernels.o", Path(folder) / "kernels.wasm"
             built.write_to_file(str(code), "o")
-            # Naming what registers the functions with TVM's runtime keeps the linker from calling it.
+            # Exporting __wasm_call_ctors keeps the linker from calling it: it would register functions with TVM.
             exports = [f"--export={name}" for name in (*self._functions, "__heap_base", "__wasm_call_ctors")]
             options = [
                 "--no-entry",
                 "--import-memory",
                 f"--max-memory={_MOST_BYTES}",
-                "--export-table",  # parts of loops are called through it, on threads whose stacks the host sets
+                "--export-table",  # tasks of loops are called through it, on threads whose stacks the host sets
                 "--export=__stack_pointer",
                 "--gc-sections",
                 "--strip-all",
@@ -117,12 +118,14 @@ class WasmModule:
 
 
 def memory_flag(module: bytes) -> int:
-    """Where a linked module says in one byte that its memory has a limit, 1; 3 says that threads share it as well.
+    """Return the offset of the byte in a linked module that says that its memory has a limit, 1; 3 means shared as
+    well.
 
-    So one module serves both (specification of WebAssembly, 5.3.9 and 5.5.5, and the proposal for threads).
+    By changing that byte one module serves both (specification of WebAssembly, 5.3.9 and 5.5.5, and the threads
+    proposal).
 
     Raises:
-        VerificationError: it imports no such memory.
+        VerificationError: the module imports no such memory.
     """
     name = b"\x03env\x06memory\x02"
     at = module.find(name) + len(name)
@@ -133,20 +136,20 @@ def memory_flag(module: bytes) -> int:
 
 @pass_instrument
 class _KeepParameters:
-    """Leaves functions their buffers as parameters."""
+    """Skip the passes that pack arguments, so that functions keep their buffers as parameters."""
 
     def should_run(self, _mod: Any, info: Any) -> bool:
         return info.name not in _LATER
 
 
 def _plain(func: tirx.PrimFunc, name: str) -> tirx.PrimFunc:
-    """Nothing of a C library."""
+    """Replace everything that would call a C library."""
     body = structural_map(func.body, [(tvm.ir.Call, _arithmetic), (tirx.Cast, _from_half)])
     return func.with_body(body).with_attr("global_symbol", name).with_attr("tirx.noalias", True)
 
 
 def _arithmetic(call: Any) -> Any:
-    """Functions of a C library as arithmetic."""
+    """Replace a call of sine, cosine or power by arithmetic."""
     name = getattr(call.op, "name", "")
     if name in ("tirx.sin", "tirx.cos"):
         return sine(call.args[0], int(name == "tirx.cos"))
@@ -155,9 +158,9 @@ def _arithmetic(call: Any) -> Any:
 
 
 def _from_half(cast: Any) -> Any:
-    """A float16 as float32: its fields where float32 has them, and the difference of the biases made up for.
+    """Convert a float16 to float32: shift its fields into place, and correct the exponent bias by a product.
 
-    Exact, subnormal numbers as well; infinities and NaN, which are never stored, are not looked for.
+    This is exact for subnormals, too; infinities and NaN, which are never stored, are not handled.
     """
     kind = str(cast.value.ty.dtype)
     if not kind.startswith("float16"):
@@ -177,7 +180,7 @@ def _from_half(cast: Any) -> Any:
 
 
 def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Addresses and 32-bit numbers as parameters; buffers and sizes are bound to them at the start."""
+    """Make addresses and 32-bit numbers the parameters, and bind buffers and sizes to them at the start."""
     addresses, numbers, bound = [], [], []
     for size in _sizes(func):
         numbers.append(tvm.ir.Var(f"{size.name}_given", tvm.ir.PrimType("int32")))
@@ -188,18 +191,18 @@ def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
             addresses.append(tvm.ir.Var(f"{param.name}_address", kind))
             bound.append(tirx.DeclBuffer(param, data=addresses[-1]))
     body = func.body
-    for key, value in (("device_id", 0), ("device_type", _CPU)):  # what buffers of its own are allotted on
+    for key, value in (("device_id", 0), ("device_type", _CPU)):  # device of its own buffers
         body = tirx.AttrStmt(tvm.ir.StringImm("default"), key, tirx.const(value, "int32"), body)
-    done = tirx.stmt.Return(tirx.const(0, "int32"))  # -1 where there is no memory for those
+    done = tirx.stmt.Return(tirx.const(0, "int32"))  # -1 if its own buffers cannot be allocated
     params, statements = [*addresses, *numbers], tirx.SeqStmt([*bound, body, done])
     return tirx.PrimFunc(params, statements, tvm.ir.PrimType("int32"), func.attrs)
 
 
 def _shapes(func: tirx.PrimFunc) -> tuple[tuple[Any, ...], ...]:
-    """Of each parameter its shape; of a number, itself."""
+    """Return each parameter's shape, or a scalar parameter itself."""
     return tuple(tuple(p.ty.shape) if isinstance(p.ty, tirx.BufferType) else (p,) for p in func.params)
 
 
 def _sizes(func: tirx.PrimFunc) -> list[Any]:
-    """The symbolic sizes of a function, in order of their first occurrence."""
+    """Return the symbolic sizes of a function, in order of first occurrence."""
     return list({n.name: n for shape in _shapes(func) for n in shape if isinstance(n, tvm.ir.Var)}.values())

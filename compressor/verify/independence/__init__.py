@@ -1,4 +1,4 @@
-"""Prove that no batch entry's output depends on another's input.
+"""Prove that no batch entry's output depends on another entry's input.
 
-Invariant: what it cannot prove it names.
+Invariant: every node that cannot be proven independent is named.
 """

@@ -1,4 +1,4 @@
-"""One call of an operator as rules see it, and what rules say of it in common."""
+"""One call of an operator, as the rules see it, and the steps that rules share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ class Call:
     batch: sympy.Expr
 
     def entries(self, name: str) -> Entries | None:
-        """Label of an operand, or None where it is shared (or absent)."""
+        """Return an operand's label, or None where the operand is shared or absent."""
         value = self.args.get(name)
         label = self.label_of(value) if isinstance(value, Tensor) else SHARED
         return label if isinstance(label, Entries) else None
 
     def only(self, name: str) -> Entries:
-        """Label of the one operand that may depend on the entries."""
+        """Return the label of operand ``name``, the only one that may depend on the entries' data.
+
+        Raises:
+            CannotProve: another operand depends on the entries' data too.
+        """
         for other, value in self.args.items():
             if other == name:
                 continue
@@ -40,7 +44,9 @@ class Call:
         return found
 
     def dim(self, name: str = "dim", of: str = "self", extra: int = 0) -> int:
-        """An argument that names a dimension, counted from the front."""
+        """Return the dimension that an argument names, counted from the front; ``extra`` is added to the rank of
+        ``of``.
+        """
         rank: int = self.args[of].dim() + extra
         return int(self.args[name]) % max(rank, 1)
 
@@ -49,7 +55,11 @@ Rule: TypeAlias = Callable[[Call], Label | list[Label]]
 
 
 def agree(labels: Sequence[Entries | None]) -> Entries:
-    """The one label that all operands with entries have, in terms of the result's dimensions."""
+    """Return the one label that all operands with entries have, in terms of the result's dimensions.
+
+    Raises:
+        CannotProve: the operands hold the entries along different dimensions or in different orders.
+    """
     found = {label for label in labels if label is not None}
     if len(found) > 1:
         places = " and ".join(str(dim) for dim in sorted({label.dim for label in found}))
@@ -62,12 +72,12 @@ def agree(labels: Sequence[Entries | None]) -> Entries:
 
 
 def aligned(tensor: Any, label: Entries | None, rank: int) -> Entries | None:
-    """A label after broadcasting to ``rank`` dimensions."""
+    """Return a label after broadcasting its tensor to ``rank`` dimensions."""
     return None if label is None else label.at(label.dim + rank - tensor.dim())
 
 
 def pointwise(call: Call) -> Label:
-    """Each element of the result comes from the elements at its own place."""
+    """Label the result of an elementwise operator: each element depends on the elements at its own place."""
     rank = (call.out[0] if isinstance(call.out, (tuple, list)) else call.out).dim()
     if any(
         isinstance(leaf, Tensor) for value in call.args.values() if isinstance(value, (list, tuple)) for leaf in value
@@ -77,14 +87,14 @@ def pointwise(call: Call) -> Label:
 
 
 def avoid(label: Entries, touched: Sequence[int], what: str) -> Entries:
-    """The label, unless elements meet along the dimension that holds the entries."""
+    """Return the label, or raise CannotProve if the operator combines elements along the entries' dimension."""
     if label.dim in touched:
         raise CannotProve(f"it {what} dimension {label.dim}, along which the entries lie")
     return label
 
 
 def dims_of(call: Call, name: str) -> list[int]:
-    """Dimensions that an argument names; none named means all."""
+    """Return the dimensions that an argument names, counted from the front; None or an empty list means all."""
     rank, given = call.args["self"].dim(), call.args.get(name)
     if given is None or given == []:
         return list(range(rank))

@@ -1,9 +1,11 @@
-"""Proves that no output of one batch entry depends on another entry's input, or names the node that breaks it.
+"""Prove that no output of one batch entry depends on another entry's input, or name the node that breaks it.
 
-An abstract interpretation: the graph runs once on fake tensors, and each value is labelled as shared, as holding one
-entry at each place along one dimension, or as mixed (:mod:`compressor.verify.independence.labels`).  No weight is read.
-Sound: an operator of which nothing is known mixes.  After "Architectural backdoors: information flow proves that one
-batch entry cannot influence another" and docs/batch_independence.md, which says what the proof covers.
+This is an abstract interpretation: the graph runs once on fake tensors, and each value is labelled as shared, as
+holding one entry at each place along one dimension, or as mixed (:mod:`compressor.verify.independence.labels`).  No
+weight is read.
+The analysis is sound: an operator without a rule or a definition counts as mixing the entries.  It follows
+"Architectural backdoors: information flow proves that one batch entry cannot influence another";
+docs/batch_independence.md says what the proof covers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _BATCH = "batch"  # the name of a torch.export.Dim that says where the entries o
 
 @dataclass(frozen=True)
 class Leak:
-    """A node at which entries meet, or cannot be proven apart."""
+    """A node at which entries meet, or cannot be proven to stay apart."""
 
     node: str
     operator: str
@@ -51,7 +53,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class Independence:
-    """What was proven of a graph."""
+    """Result of the proof for one graph."""
 
     independent: bool
     leaks: tuple[Leak, ...]  # the first nodes at which entries meet and that reach an output; empty iff independent
@@ -106,7 +108,7 @@ def check_independence(graph: GraphModule) -> Independence:
 
 
 def _run(graph: GraphModule, flow: Flow, mode: FakeTensorMode, env: dict[Node, Any]) -> set[str]:
-    """Run the graph on fake tensors; the names of the nodes where entries meet on the way to an output."""
+    """Run the graph on fake tensors and return the names of the nodes where entries meet on the way to an output."""
     interpreter = fx.Interpreter(graph, garbage_collect_values=False)
     interpreter.env = env
     stored: dict[str, Any] = {}
@@ -151,21 +153,23 @@ def _outputs(node: Node, flow: Flow, env: dict[Node, Any]) -> set[str]:
 
 
 def _plain(value: Tensor, label: Entries, batch: sympy.Expr) -> bool:
-    """Whether a reader finds the entries: in order, along the one dimension whose size says so, or else the first."""
+    """Return whether readers find the entries: in order, along the only dimension whose size depends on the batch, or
+    else along the first.
+    """
     sizes = sizes_of(value)
     varying = [dim for dim, size in enumerate(sizes) if size.free_symbols & batch.free_symbols]
     return label.outer == ONE and label.dim == (varying[0] if len(varying) == 1 else 0)
 
 
 def _fake(value: Any) -> Any:
-    """A tensor's shape without its data."""
+    """Return a tensor of the same shape, strides and dtype without data."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
 def _general_inputs(recorded: list[Any], sizes: ShapeEnv) -> list[Any]:
-    """Fake inputs of the shapes that the capture recorded, over new symbols whose values do not collide by accident."""
+    """Make fake inputs of the recorded shapes over new symbols whose example values are distinct."""
     symbols: dict[sympy.Symbol, tuple[sympy.Expr, int]] = {}
 
     def renew(size: Any) -> Any:
@@ -193,12 +197,12 @@ def _general_inputs(recorded: list[Any], sizes: ShapeEnv) -> list[Any]:
 
 
 def _values(sizes: ShapeEnv) -> Any:
-    """Example values of symbols; PyTorch 2.13 renamed the table."""
+    """Return the symbols' example values; PyTorch 2.13 renamed the table."""
     return sizes.backed_var_to_val if hasattr(sizes, "backed_var_to_val") else sizes.var_to_val
 
 
 def _entry_dims(graph: GraphModule, info: ModelInfo, inputs: list[Any]) -> list[int | None]:
-    """For each input, the dimension along which the entries lie; None where it has none."""
+    """Return, for each input, the dimension along which the entries lie, or None where the input is shared."""
     if info.kind == "decoder":
         return [0, None, None, *[0] * (len(inputs) - 3)]
     if info.kind == "encoder":
@@ -214,7 +218,9 @@ def _entry_dims(graph: GraphModule, info: ModelInfo, inputs: list[Any]) -> list[
 
 
 def _named(value: Any, spec: Any) -> Iterator[int | None]:
-    """The dimension named ``batch`` of each leaf of the arguments, from ``dynamic_shapes`` of the same structure."""
+    """Yield, for each leaf of the arguments, its dimension named ``batch`` in ``dynamic_shapes`` (of the same
+    structure), or None.
+    """
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _named(part, spec.get(key) if isinstance(spec, dict) else None)

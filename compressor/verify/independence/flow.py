@@ -1,9 +1,9 @@
-"""Labels every tensor of a running computation with what it depends on.
+"""Label every tensor of a running computation with its dependence on the batch entries.
 
-:class:`Flow` is a dispatch mode: it sees each operator as PyTorch takes a computation apart, runs it on fake tensors
-(shapes without data) and derives the results' labels from the operands'.  An operator without a rule is run by its own
-definition, which is seen operator by operator in turn: so our packed linears, and anybody's custom operators, are
-judged by what they compute and not by their names.
+:class:`Flow` is a dispatch mode: it sees each operator that PyTorch runs, runs it on fake tensors (shapes without data)
+and derives the results' labels from the operands'.
+An operator without a rule is run by its own definition, whose operators are followed in turn. So packed linears and
+users' custom operators are judged by what they compute and not by their names.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ _UNWRITTEN = frozenset(
 _SHAPES = frozenset(
     {_aten.sym_size, _aten.sym_stride, _aten.sym_numel, _aten.sym_storage_offset, torch.ops.prim.device}
 )
-_ITEM_HINT = 3  # a value that an index read from a tensor may well have
+_ITEM_HINT = 3  # example value of a number that is read from a tensor
 
 
 class Sizes(ShapeEnv):
-    """Symbolic sizes that tell when a decision is taken on them."""
+    """Symbolic sizes that report each decision that is taken on them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.decide: Callable[[Any], None] = lambda question: None
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in ShapeEnv."""
+        """Report the question, then evaluate it as ShapeEnv does."""
         self.decide(orig_expr)
         return super().evaluate_expr(orig_expr, *args, **kwargs)
 
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows labels through the operators of one graph.
+    """Dispatch mode that follows labels through the operators of one graph.
 
     Attributes:
-        node: the graph's node that is running; what goes wrong is charged to it.
+        node: the graph's node that is running; problems are attributed to it.
         reasons: node name -> the first reason why entries meet there.
         escaped: nodes whose influence cannot be followed through tensors (a number read from one, a write in place):
-            every output may depend on it.
+            every output may depend on them.
     """
 
     def __init__(self, batch: sympy.Expr, sizes: Sizes) -> None:
@@ -85,33 +85,33 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reasons: dict[str, str] = {}
         self.escaped: set[str] = set()
         self._labels: Any = WeakTensorKeyDictionary()
-        self._known: dict[Any, list[Label]] = {}  # results of definitions that were followed before
+        self._known: dict[Any, list[Label]] = {}  # results of definitions followed before
         self._items = itertools.count()
         sizes.decide = self.decide
-        self._code = self._outside = True  # what runs: code rather than an operator; the graph rather than a definition
+        self._code = self._outside = True  # now running: code, not an operator; the graph, not a definition
 
     def label(self, tensor: Tensor) -> Label:
-        """What a tensor depends on; one that is not of this run is a constant."""
+        """Return a tensor's label; a real tensor without one is a shared constant, a fake one is mixed."""
         found: Label | None = self._labels.get(tensor)
         if found is None and isinstance(tensor, FakeTensor):
             return self.mixed("a tensor of unknown origin comes in")
         return SHARED if found is None else found
 
     def mark(self, value: Any, label: Label) -> Any:
-        """Give all tensors of a result one label; the result."""
+        """Give all tensors of a result one label, and return the result."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 self._labels[leaf] = label
         return value
 
     def mixed(self, reason: str) -> Mixed:
-        """The label of what comes from a place where entries meet: the node that is running."""
+        """Record that entries meet at the running node, and return the label of a value that comes from it."""
         assert self.node is not None
         self.reasons.setdefault(self.node.name, reason)
         return Mixed(frozenset({self.node.name}))
 
     def escape(self, reason: str) -> None:
-        """Charge the node that is running with all outputs."""
+        """Mark every output as possibly dependent on the running node."""
         self.escaped |= self.mixed(reason).nodes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,16 +122,17 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._code = state
 
     def decide(self, question: Any) -> None:
-        """Called as something asks whether a condition on symbolic sizes holds, or for its one value.
+        """Mark all outputs as dependent on the running node if code branches on a symbolic size.
 
+        :class:`Sizes` calls it whenever something asks whether a condition on sizes holds, or for a size's value.
         Operators ask such questions too (a slice, whether its end lies inside), and compute the same whatever the
-        answer.  Code that asks has another branch, which is not followed.
+        answer. Code that asks has another branch, which is not followed.
         """
         if self._code and question not in (True, False) and _asked_by_code():
             self.escape(f"code branches on a size ({question}), and only one branch was followed")
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func.overloadpacket in _SHAPES:  # sizes that depend on data are found where they come into being
+        if func.overloadpacket in _SHAPES:  # sizes that depend on data are found at the operator that creates them
             return func(*args, **kwargs)
         if func.overloadpacket in _UNWRITTEN and not self._inside_operator():
             label = self.mixed("it gives memory that nothing has written, where another entry's data may remain")
@@ -156,7 +157,9 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.mark(out, label)
 
     def _inside_operator(self) -> bool:
-        """Whether what runs is part of an operator, which writes memory before it reads it, rather than the graph's."""
+        """Return whether memory is allocated inside an operator, which writes it before it reads it, and not by the
+        graph.
+        """
         target = self.node.target if self.node is not None else None
         return not self._outside or (isinstance(target, OpOverload) and target.overloadpacket not in _UNWRITTEN)
 
@@ -164,7 +167,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "" if self.node is not None and self.node.target is func else f"{func}: "
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator on fake tensors; a whole number read from a tensor becomes a symbol like a size."""
+        """Run the operator on fake tensors; an integer that is read from a tensor becomes a symbol, like a size."""
         reads = func in (_aten.item.default, _aten._local_scalar_dense.default)
         if reads and not args[0].dtype.is_floating_point and args[0].dtype != torch.bool:
             return self._symbol(_ITEM_HINT)
@@ -176,14 +179,14 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.sizes.create_symintnode(symbol, hint=hint, source=name)
 
     def _follow(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run an operator on operands that hold entries, and label its results.
+        """Run an operator on operands that hold entries, label its results and return them.
 
         Raises:
             CannotProve: entries meet in it, or nothing shows that they do not.
         """
         if func._schema.is_mutable:
             raise CannotProve("it writes into a tensor in place, and who else sees that memory is not known")
-        # A custom operator's tags are its author's word; PyTorch's own are taken as they are.
+        # A custom operator's tags are an unchecked claim of its author; PyTorch's own are trusted.
         tagged = torch.Tag.pointwise in func.tags and not _is_custom(func)
         rule = pointwise if tagged else RULES.get(func.overloadpacket)
         if rule is None:
@@ -243,7 +246,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func, str(tree_map(describe, (args, kwargs)))
 
     def _has_effects(self, func: OpOverload, args: Any, out: Any) -> bool:
-        """Whether an operator acts otherwise than through the tensors that it returns."""
+        """Return whether an operator acts other than through the tensors that it returns."""
         if func._schema.is_mutable or (
             torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket not in RULES
         ):
@@ -254,7 +257,9 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _asked_by_code() -> bool:
-    """Whether the innermost frame outside PyTorch turned a symbol into a bool or an int, as ``if`` and ``range`` do."""
+    """Return whether the innermost frame outside PyTorch turned a symbol into a bool or a number, as ``if`` and
+    ``range`` do.
+    """
     frame, inner = sys._getframe(1), ""
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _is_torch(frame.f_code.co_filename)):
         inner, frame = frame.f_code.co_name, frame.f_back
@@ -271,13 +276,13 @@ def _is_custom(func: OpOverload) -> bool:
 
 
 def _unbacked(value: Any) -> set[sympy.Symbol]:
-    """Symbols of sizes that depend on data."""
+    """Return the symbols of sizes that depend on data."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return set[sympy.Symbol]().union(*(free_unbacked_symbols(tensor) for tensor in tensors))
 
 
 def _definition(func: OpOverload) -> Callable[..., Any] | None:
-    """Code that computes an operator from others: a custom operator's own, or PyTorch's decomposition."""
+    """Return code that computes an operator from others: a custom operator's own, PyTorch's decomposition, or None."""
     own = _maybe_get_opdef(func)
     if own is not None:
         code = own._init_fn
@@ -290,13 +295,15 @@ def _definition(func: OpOverload) -> Callable[..., Any] | None:
 
 
 def _whole(value: Any) -> Any:
-    """``int`` for followed definitions: a number read from a tensor stays a symbol instead of taking one value."""
+    """Stand in for ``int`` in followed definitions: a number read from a tensor stays a symbol instead of taking one
+    value.
+    """
     number = value.item() if isinstance(value, Tensor) else value
     return number if isinstance(number, torch.SymInt) else int(number)
 
 
 def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in."""
+    """Return the arguments by name, defaults filled in."""
     arguments = func._schema.arguments
     bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return {**bound, **{a.name: value for a, value in zip(arguments, args, strict=False)}, **kwargs}

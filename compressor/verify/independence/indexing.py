@@ -1,4 +1,4 @@
-"""Rules of operators that read from or write to places that an index tensor picks."""
+"""Rules of operators that read or write places chosen by an index tensor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from compressor.verify.independence.labels import SHARED, CannotProve, Entries, 
 
 
 def embedding(call: Call) -> Label:
-    """Rows of a shared table, for indices of any shape."""
+    """Label rows that are looked up in a shared table, with indices of any shape."""
     return call.only("indices")
 
 
 @dataclass(frozen=True)
 class _Indexing:
-    """Where dimensions go in ``x[None, i, ...]``: advanced indexing with broadcast index tensors."""
+    """Positions of dimensions in ``x[None, i, ...]``: advanced indexing with broadcast index tensors."""
 
     indexed: list[int]  # dimensions of x that have an index
     rank: int  # dimensions of the broadcast index
@@ -33,12 +33,12 @@ class _Indexing:
         return cls(indexed, max(index.dim() for index in given.values()), indexed[0] if adjacent else 0)
 
     def place(self, dim: int) -> int:
-        """Dimension of the result that a dimension of x without an index becomes."""
+        """Return the result's dimension that an unindexed dimension of x becomes."""
         kept = dim - sum(other < dim for other in self.indexed)
         return kept if kept < self.first else kept + self.rank
 
     def labels(self, call: Call) -> list[Entries]:
-        """Of the result: what x and the indices contribute."""
+        """Return the labels that x and the indices contribute to the result."""
         label = call.entries("self")
         found = []
         if label is not None:
@@ -52,12 +52,12 @@ class _Indexing:
 
 
 def index(call: Call) -> Label:
-    """``x[i, None, j]``."""
+    """Label ``x[i, None, j]``."""
     return agree(_Indexing.of(call).labels(call))
 
 
 def index_put(call: Call) -> Label:
-    """``x[i, None, j] = values``."""
+    """Label x after ``x[i, None, j] = values``."""
     indexing, values = _Indexing.of(call), call.args["values"]
     rank = call.args["self"].dim()
     free = {indexing.place(dim): dim for dim in range(rank) if dim not in indexing.indexed}
@@ -70,7 +70,7 @@ def index_put(call: Call) -> Label:
 
 
 def index_select(call: Call) -> Label:
-    """Places of one dimension, picked by a vector."""
+    """Label places of one dimension that an index vector selects."""
     dim, label, index = call.dim(), call.entries("self"), call.entries("index")
     if label is not None:
         avoid(label, [dim], "picks places by index of")
@@ -78,7 +78,9 @@ def index_select(call: Call) -> Label:
 
 
 def gather(call: Call) -> Label:
-    """Along one dimension the index says which place; along the others it is the element's own."""
+    """Label elements that are read at the index's place along one dimension, and at their own place along the
+    others.
+    """
     label, index = call.entries("self"), call.entries("index")
     if label is not None:
         avoid(label, [call.dim()], "picks places by index of")
@@ -86,13 +88,17 @@ def gather(call: Call) -> Label:
 
 
 def scatter(call: Call) -> Label:
-    """gather the other way round: elements are written to places of one dimension."""
+    """Label a tensor whose elements are written at the index's places of one dimension: scatter, scatter_add,
+    scatter_reduce.
+    """
     label = agree([call.entries(name) for name in ("self", "index", "src")])
     return avoid(label, [call.dim()], "writes to places that an index picks of")
 
 
 def index_write(call: Call) -> Label:
-    """index_copy, index_add, index_fill: places of one dimension, picked by a vector, are written."""
+    """Label a tensor after writing the places of one dimension that an index vector selects: index_copy, index_add,
+    index_fill.
+    """
     if call.entries("index") is not None:
         raise CannotProve("which places it writes depends on the entries' data")
     return avoid(agree([call.entries("self"), call.entries("source")]), [call.dim()], "writes places of")

@@ -1,4 +1,4 @@
-"""What is known of a tensor's dependence on the batch entries, and the arithmetic of symbolic sizes behind it."""
+"""Labels for a tensor's dependence on the batch entries, and the arithmetic of symbolic sizes behind them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CannotProve(Exception):
 
 @dataclass(frozen=True)
 class Shared:
-    """The same whatever the entries hold: weights, positions, sizes."""
+    """Independent of the entries' data: weights, positions, sizes."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Each element depends on one entry: the one that its place along a dimension says.
+    """Each element depends on one entry, which its place along one dimension determines.
 
     The dimension has ``outer * batch * inner`` places; place ``i`` belongs to entry ``i // inner % batch``.  Merged
     dimensions have factors above 1: ``[batch, heads, ...]`` viewed as ``[batch * heads, ...]`` has ``inner = heads``.
@@ -36,13 +36,13 @@ class Entries:
     inner: sympy.Expr = ONE
 
     def at(self, dim: int) -> Entries:
-        """The same places along another dimension."""
+        """Return the same label for another dimension."""
         return Entries(dim, self.outer, self.inner)
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """May depend on any entry; ``nodes`` are where entries first met."""
+    """May depend on any entry; ``nodes`` names the nodes where entries first met."""
 
     nodes: frozenset[str]
 
@@ -52,17 +52,17 @@ SHARED = Shared()
 
 
 def size_of(value: Any) -> sympy.Expr:
-    """A size as an expression: an int, or the symbols of a SymInt."""
+    """Return a size as an expression: an int, or the symbols of a SymInt."""
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
 
 
 def sizes_of(tensor: Tensor) -> tuple[sympy.Expr, ...]:
-    """A tensor's shape as expressions."""
+    """Return a tensor's shape as expressions."""
     return tuple(size_of(size) for size in tensor.shape)
 
 
 def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether two sizes are equal for every value of their symbols."""
+    """Return whether two sizes are equal for every value of their symbols."""
     return bool(a == b) or _expanded_difference(a, b) == 0
 
 
@@ -73,7 +73,9 @@ def _expanded_difference(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 
 @lru_cache(maxsize=4096)
 def divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
-    """``a / b`` when that is a polynomial with whole coefficients, so whole for every value of the symbols."""
+    """Return ``a / b`` if it is a polynomial with integer coefficients, and thus an integer for every value of the
+    symbols, else None.
+    """
     if b == 0:
         return None
     try:
@@ -84,18 +86,18 @@ def divide(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
 
 
 def product(sizes: Iterable[sympy.Expr]) -> sympy.Expr:
-    """The number of elements of a shape."""
+    """Return the number of elements of a shape."""
     return sympy.Mul(*sizes)
 
 
 def regroup(
     label: Entries, before: Sequence[sympy.Expr], after: Sequence[sympy.Expr], batch: sympy.Expr
 ) -> Entries | None:
-    """Where the entries lie after a view in row-major order; None where no one dimension holds them.
+    """Return where the entries lie after a row-major view, or None if no single dimension holds them.
 
-    An element's row-major index names its entry: ``index // below % batch``, with ``below`` the elements under one
-    entry's step.  That index is what a view keeps, so a dimension of the new shape that counts exactly these steps
-    holds the entries.  Nothing is concluded from sizes that are merely equal.
+    An element's row-major index names its entry: ``index // below % batch``, where ``below`` is the number of elements
+    in one entry's step.  A view keeps that index, so a dimension of the new shape that counts exactly these steps holds
+    the entries.  Sizes that are merely equal prove nothing.
     """
     below = product(before[label.dim + 1 :]) * label.inner
     for dim, size in enumerate(after):

@@ -1,8 +1,8 @@
-"""How operators of PyTorch treat the batch entries: one rule for each, from labels of operands to those of results.
+"""Rules for PyTorch's operators: from the labels of the operands to those of the results.
 
-A rule is asked only where an operand holds entries and none is mixed.  It says along which dimension the results hold
-the entries, or raises :class:`CannotProve`.  That this dimension has the right size is checked by the caller, so a rule
-need not think of sizes.  Operators that PyTorch tags as pointwise need no rule of their own.
+A rule is asked only where an operand holds entries and none is mixed.  It returns the dimension along which the results
+hold the entries, or raises :class:`CannotProve`.  The caller checks that this dimension has the right size, so a rule
+need not check sizes.  Operators that PyTorch tags as pointwise need no rule of their own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def _keep(name: str = "self") -> Rule:
 
 def _shared(call: Call) -> Label:
     call.only("self")
-    return SHARED  # only the operand's shape and type are read
+    return SHARED  # the operator reads only the operand's shape and dtype
 
 
 def _along(name: str, what: str) -> Rule:
-    """The result has the operand's dimensions; elements meet along those that ``name`` gives."""
+    """Make the rule of an operator that keeps the dimensions and combines elements along those that ``name`` gives."""
     return lambda call: avoid(call.only("self"), dims_of(call, name), what)
 
 
 def _last(count: int) -> Rule:
-    """Elements meet within the last ``count`` dimensions."""
+    """Make the rule of an operator that combines elements within the last ``count`` dimensions."""
 
     def rule(call: Call) -> Label:
         label, rank = call.only("self"), call.args["self"].dim()
@@ -66,12 +66,12 @@ def _batch_norm(call: Call) -> list[Label]:
     label = call.only("input")
     if call.args.get("training") or not isinstance(call.args.get("running_mean"), Tensor):
         raise CannotProve("batch norm in training mode takes mean and variance over all entries")
-    # With the stored statistics this is an affine map of each element; the other results are those statistics.
+    # With running statistics batch norm maps each element affinely; its other results are those statistics.
     return [label, *[SHARED] * (len(call.out) - 1)]
 
 
 def _contraction(operands: dict[str, str], result: str, added: str = "") -> Rule:
-    """Sums of products in Einstein's notation; ``added`` is broadcast to the result."""
+    """Make the rule of a sum of products in Einstein notation; ``added`` is broadcast to the result."""
 
     def rule(call: Call) -> Label:
         labels = [aligned(call.args[added], call.entries(added), len(result))] if added else []
@@ -93,7 +93,7 @@ def _convolution(call: Call) -> Label:
 
 
 def _attention(call: Call) -> Label:
-    """Scaled dot-product attention of [B, H, S, D]: batch and heads stay apart."""
+    """Label scaled dot-product attention of [B, H, S, D]: batch and heads stay apart."""
     names = ("query", "key", "value", "attn_mask")
     label = agree([aligned(call.args[name], call.entries(name), 4) for name in names])
     return avoid(label, (2, 3), "attends over")
@@ -102,7 +102,7 @@ def _attention(call: Call) -> Label:
 def _rules() -> dict[Any, Rule]:
     groups: list[tuple[str, Rule]] = [
         ("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to tril triu bucketize frexp", _keep()),
-        ("native_dropout", _keep("input")),  # the mask is drawn without looking at the data
+        ("native_dropout", _keep("input")),  # its random mask does not depend on the data
         ("copy where masked_fill", pointwise),
         ("empty_like new_empty new_empty_strided", _shared),
         ("zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full", _shared),
