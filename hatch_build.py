@@ -20,5 +20,5 @@ class DataFolders(BuildHookInterface[Any]):
             return
         for folder in ("recipes", "calibration", "export", "models/reference"):
             build_data["force_include"][folder] = f"compressor/_data/{folder}"
-        for module in ("compressor_runtime.py", "compressor_selfcheck.py"):
+        for module in ("compressor_runtime", "compressor_selfcheck.py"):
             build_data["force_include"][f"export/python/{module}"] = module

@@ -62,7 +62,7 @@ def profile(loaded: Any, call: Callable[[], None], repeats: int, clock: Callable
             steps[-1][name].append(clock() - begun[0])
 
     whole = []
-    loaded._machine["set_instrument"](tvm_ffi.convert(watch))
+    loaded.vm.functions["set_instrument"](tvm_ffi.convert(watch))
     for _ in range(repeats + 3):
         steps.append(defaultdict(list))
         begin = clock()

@@ -24,7 +24,8 @@ def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
 
 def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Every file in ``folder`` with its size and SHA-256, not computed again if ``known``, and those of its pieces."""
-    from compressor_runtime import PIECE_BYTES, available_cores, sha256
+    from compressor_runtime.check import PIECE_BYTES, sha256
+    from compressor_runtime.cpu import available_cores
 
     listing: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(available_cores()) as pool:

@@ -15,7 +15,7 @@ from compressor.codegen.backend import Written
 from compressor.errors import ToolchainError
 from compressor.export.facts import stored_parameter
 from compressor.export.publish import explaining_failed_writes
-from compressor.host.resources import resource
+from compressor.host.resources import resource, runtime_files
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
 def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     """Copy the run-time in Python, TVM's, and the README."""
     python, versions = resource("export") / "python", installed_versions()
-    for name in ("compressor_runtime.py", "compressor_selfcheck.py"):
-        shutil.copyfile(python / name, folder / name)
+    (folder / "compressor_runtime").mkdir()
+    for name, source in runtime_files().items():
+        shutil.copyfile(source, folder / name)
     _copy_tvm_runtime(folder / "lib")
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {

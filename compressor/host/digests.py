@@ -129,7 +129,10 @@ def code_digest() -> str:
     for module in ("compressor_runtime", "compressor_selfcheck"):
         found = importlib.util.find_spec(module)
         if found is not None and found.origin is not None:
-            sources[f"{module}.py"] = Path(found.origin)
+            origin = Path(found.origin)
+            package = found.submodule_search_locations is not None
+            for path in origin.parent.glob("*.py") if package else [origin]:
+                sources[f"{module}/{path.name}"] = path
     lines = [f"{name} {read_sha256(sources[name])}\n" for name in sorted(sources)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -27,3 +27,18 @@ def resource(kind: Kind) -> Path:
     if (PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir():
         return checkout
     raise CompressorError(f"{installed}: missing; the installation is incomplete; install compressor again")
+
+
+def runtime_files() -> dict[str, Path]:
+    """Return the Python files that every bundle gets: name in the bundle -> source.
+
+    ``compressor_runtime.py`` starts the package beside it: ``python compressor_runtime.py`` in a bundle's folder.
+
+    Raises:
+        CompressorError: the installation is incomplete.
+    """
+    python = resource("export") / "python"
+    package = python / "compressor_runtime"
+    modules = {f"{package.name}/{path.name}": path for path in sorted(package.glob("*.py"))}
+    starts = {"compressor_runtime.py": package / "__main__.py"}
+    return starts | modules | {"compressor_selfcheck.py": python / "compressor_selfcheck.py"}

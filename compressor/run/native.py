@@ -20,7 +20,7 @@ from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.host.resources import resource
+from compressor.host.resources import resource, runtime_files
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import smoke_test
@@ -32,7 +32,6 @@ _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a t
 # Fitted to bundles: a library beside its kernels, a kernel, a node of the graph.
 _LIBRARY_BYTES, _KERNEL_BYTES, _NODE_BYTES = 130_000, 30_000, 250
 _CHECKED_ROWS, _CHECKED_COLUMNS = 36, 1024  # of a decoder's logits, in the stored vectors
-_SHIPPED = ("compressor_runtime.py", "compressor_selfcheck.py", "README-bundle.md")
 
 
 class NativeBackend:
@@ -71,7 +70,7 @@ class NativeBackend:
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
         info: ModelInfo = graph.meta["model"]
-        shipped = [resource("export") / "python" / name for name in _SHIPPED]
+        shipped = [*runtime_files().values(), resource("export") / "python" / "README-bundle.md"]
         spec = importlib.util.find_spec("tvm")
         if spec is not None and spec.origin is not None:
             shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")

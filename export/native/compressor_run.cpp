@@ -1,6 +1,6 @@
 // Runs a Compressor bundle of a language model without Python: token ids in, the likeliest next ids out.
 //
-// It follows compressor_runtime.py: the same checks in the same order, the same exit codes, nearly the same words.
+// It follows compressor_runtime (export/python): the same checks in the same order, the same exit codes, nearly the same words.
 // docs/bundle.md describes what it reads, "The entry" there what it calls.
 
 #include <dlfcn.h>

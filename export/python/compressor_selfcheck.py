@@ -1,6 +1,6 @@
 """Checks a Compressor bundle where it is to run: its kernels against stored outputs, its speed and its memory.
 
-Shipped in every bundle, beside compressor_runtime.py, whose only companions it needs.  From a shell:
+Shipped in every bundle, beside the package compressor_runtime, whose only companions it needs.  From a shell:
 ``python compressor_selfcheck.py`` prints one JSON object and ends with 0, or with 4 when the kernels compute something
 else than the model that they were made from.
 """

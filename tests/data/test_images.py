@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compressor_runtime
 import numpy as np
 import pytest
 import torch
@@ -206,7 +205,7 @@ def check_parts(bundle: compressor.Bundle, x: NDArray[np.float32]) -> None:
     whole, call = bundle.run(x), bundle.call
     sizes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compressor_runtime, "_PART_BYTES", 3 * bundle.model["entry_bytes"])
+        patch.setattr("compressor_runtime.bundle._PART_BYTES", 3 * bundle.model["entry_bytes"])
         patch.setattr(bundle, "threads", 1)
         patch.setattr(bundle, "call", lambda part: sizes.append(int(part.shape[0])) or call(part))
         parts = bundle.run(x[:8])

@@ -222,7 +222,7 @@ def test_the_bundle_alone_generates_what_the_graph_does(run: Callable[[str], Run
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     alone = json.loads(done.stdout)
-    assert alone["imported"] == [] and Path(alone["from"]).parent == result.bundle
+    assert alone["imported"] == [] and Path(alone["from"]).parent == result.bundle / "compressor_runtime"
     ids, logits = list(alone["ids"]), GraphLogits(result.graph)
     for _ in range(count):
         ids.append(int(torch.as_tensor(logits(np.array([ids])))[0, -1].argmax()))

@@ -155,6 +155,7 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: dict[str, 
     bundle = write_native_bundle(tmp_path / "deep" / "bundle", parts)
     own = {"README.md", "compressor_runtime.py", "compressor_selfcheck.py", "manifest.json", "model.so"}
     own |= {"tokenizer.json", "vectors.safetensors", "weights.safetensors"}
+    own |= {f"compressor_runtime/{file.name}" for file in Path(compressor_runtime.__file__).parent.glob("*.py")}
     tvm = {"lib/LICENSE-apache-tvm", "lib/NOTICE-apache-tvm", "lib/libtvm_runtime.so"}
     assert set(contents(bundle)) == own | tvm
     manifest = read_manifest(bundle)
@@ -178,7 +179,7 @@ def test_large_files_are_listed_with_their_pieces(
 ) -> None:
     small = read_manifest(write_native_bundle(tmp_path / "small", parts))["files"]
     assert not any("pieces" in entry for entry in small.values())
-    monkeypatch.setattr(compressor_runtime, "PIECE_BYTES", 8192)
+    monkeypatch.setattr("compressor_runtime.check.PIECE_BYTES", 8192)
     bundle = write_native_bundle(tmp_path / "b", parts)
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)

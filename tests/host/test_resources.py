@@ -18,7 +18,7 @@ from compressor.host.resources import PACKAGE, resource
         ("calibration", "python_docs.txt"),
         ("calibration", "python_docs_heldout.yaml"),
         ("models", "reference/config.json"),
-        ("export", "python/compressor_runtime.py"),
+        ("export", "python/compressor_runtime/__init__.py"),
     ],
 )
 def test_the_data_is_there(kind: str, file: str) -> None:

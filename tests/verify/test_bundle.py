@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from compressor_runtime import read_safetensors
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
+from older_bundles import with_a_run_time_of_one_file
 
 from compressor.cli.commands import main
 from compressor.errors import UsageError
@@ -124,8 +125,14 @@ def test_bundles_from_before_there_were_pieces_and_libraries(copy: Path) -> None
     assert module._files(copy, check_schema(json.loads((copy / "manifest.json").read_text())))
 
 
+def test_a_bundle_from_before_the_run_time_was_a_package(copy: Path) -> None:
+    result = verify_bundle(with_a_run_time_of_one_file(copy), threads=1)
+    assert [check.passed for check in result.checks] == [True, True, True, None, True, True], result.checks
+
+
 def test_files_that_the_manifest_does_not_list(copy: Path, not_executed: None) -> None:
-    for name in ("notes.txt", "lib/libc.so", "__pycache__/compressor_runtime.cpython-311.pyc", ".hidden"):
+    cached = "__pycache__/compressor_runtime.cpython-311.pyc"
+    for name in ("notes.txt", "lib/libc.so", "compressor_runtime/more.py", cached, ".hidden"):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes(b"")
         check = find(verify_bundle(copy), "files")

@@ -39,7 +39,7 @@ def test_a_good_bundle(module_bundle: Path) -> None:
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_an_import_of_what_a_bundle_must_do_without_fails(copy: Path, name: str) -> None:
-    rewrite(copy, "compressor_runtime.py", lambda text: text.replace(b"import argparse", b"import " + name.encode(), 1))
+    rewrite(copy, "compressor_runtime/cpu.py", lambda text: text.replace(b"import os", b"import " + name.encode(), 1))
     with pytest.raises(VerificationError, match=rf"must do without .*{name}"):
         smoke_test(copy, 1)
 
@@ -79,10 +79,11 @@ def test_a_damaged_bundle_does_not_load(copy: Path) -> None:
 
 def test_a_run_time_from_elsewhere_does_not_count(copy: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
-    del manifest["files"]["compressor_runtime.py"]
+    for name in [name for name in manifest["files"] if name.startswith("compressor_runtime")]:
+        del manifest["files"][name]
+        (copy / name).unlink()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    (copy / "compressor_runtime.py").unlink()
-    with pytest.raises(VerificationError, match=r"no compressor_runtime\.py of its own"):
+    with pytest.raises(VerificationError, match="no compressor_runtime of its own"):
         smoke_test(copy, 1)
     (copy / "compressor_selfcheck.py").unlink()
     with pytest.raises(VerificationError, match="a bundle without vectors"):

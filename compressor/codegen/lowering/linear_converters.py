@@ -103,8 +103,9 @@ class LinearConverter:
         format_name: str,
         columns: int,
     ) -> Any:
-        """One call of a kernel, see :func:`compressor.codegen.lowering.fused_linear.fused_linear`; of several weights, a
-        tuple.
+        """Emit one call of a kernel (:func:`compressor.codegen.lowering.fused_linear.fused_linear`).
+
+        Returns a tuple where there are several weights.
         """
         fmt, rows = Format.parse(format_name), [n for _, _, n in weights]
         has_bias = weights[0][1] is not None

@@ -1,0 +1,224 @@
+"""Load a bundle, and call its model: encode, run, generate."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from numpy.typing import ArrayLike, NDArray
+
+from compressor_runtime.check import check_files
+from compressor_runtime.cpu import available_cores, choose_library
+from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
+from compressor_runtime.generation import TextStream, choose, text_pieces
+from compressor_runtime.manifest import LIBRARY, TOKENIZER, checked_model, field, member, read_manifest
+from compressor_runtime.session import Session, checked_ids
+from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
+from compressor_runtime.vm import Vm, load_tvm_runtime
+
+_PART_BYTES = 3 << 19
+"""Bytes a thread of the largest value in a part of a batch: three quarters of a second-level cache."""
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str | None = None) -> Bundle:
+    """Load a bundle, after every file has been compared with its size and SHA-256 in the manifest.
+
+    Args:
+        path: the bundle's folder.
+        threads: worker threads of the kernels, and of this comparison; None takes the physical cores that this process
+            may use.
+        isa: instruction set of the kernels; None takes the best of those in the bundle that this CPU has.
+    Raises:
+        BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
+        DamagedBundleError: a file is missing, or differs from the manifest.
+    """
+    if threads is not None and threads < 1:
+        raise RequestError(f"threads={threads}: at least one is needed")
+    root = Path(path)
+    manifest = read_manifest(root)
+    library = choose_library(root, manifest, isa)
+    threads = threads or available_cores()
+    check_files(root, manifest, threads)
+    load_tvm_runtime(root, manifest)
+    return Bundle(root, manifest, threads, library)
+
+
+class Bundle:
+    """A loaded bundle; made by :func:`load`.  Threads may share it: calls into its kernels take turns."""
+
+    def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str = LIBRARY) -> None:
+        self.path, self.manifest, self.threads, self.library = root, manifest, threads, library
+        self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder" or "module"
+        self.model = checked_model(manifest)
+        self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
+        self._parameters = tvm_ffi.convert([to_tvm(array) for array in read_parameters(root, manifest)])
+        self.vm = Vm(member(root, library), threads)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's ``tokenizers.Tokenizer``."""
+        from tokenizers import Tokenizer
+
+        if TOKENIZER not in self.manifest["files"]:  # one that is there nevertheless was not checked
+            raise BundleError(f"{self.path}: the manifest lists no {TOKENIZER}; give token ids in place of text")
+        file = member(self.path, TOKENIZER)
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise DamagedBundleError(f"{file}: not a tokenizer: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def run(self, *inputs: ArrayLike) -> Any:
+        """Run a bundle of a plain module on arrays as at its capture; return an array, or a list of them.
+
+        A batch whose entries do not depend on one another is computed in parts that fit the second-level caches.
+        """
+        arrays = [np.asarray(x) for x in inputs]
+        count = self._parts(arrays)
+        if count <= 1:
+            return self.call(*map(to_tvm, arrays))
+        bounds = [len(arrays[0]) * i // count for i in range(count + 1)]
+        parts = [self.call(*(to_tvm(x[i:j]) for x in arrays)) for i, j in pairwise(bounds)]
+        if isinstance(parts[0], list):
+            return [np.concatenate(of_one) for of_one in zip(*parts, strict=True)]
+        return np.concatenate(parts)
+
+    def _parts(self, arrays: list[NDArray[Any]]) -> int:
+        """Return how many parts a batch is divided into; 1 also for lengths that differ, which the kernels refuse."""
+        entry_bytes: int = self.model.get("entry_bytes", 0)
+        if len({x.shape[:1] for x in arrays}) != 1 or not arrays[0].ndim or not entry_bytes:
+            return 1
+        each = entry_bytes * (int(arrays[0].shape[1]) if self.kind == "encoder" else 1)
+        return -(-len(arrays[0]) // max(1, self.threads * _PART_BYTES // max(1, each)))
+
+    def encode(self, ids: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float32]:
+        """Return an encoder's last hidden state float32 [B, S, H].
+
+        Args:
+            ids: whole numbers [B, S].
+            mask: [B, S], 1 for tokens and 0 for padding; None for no padding.
+        Raises:
+            RequestError: not an encoder, ids out of range, or shapes that do not agree.
+        """
+        if self.kind != "encoder":
+            raise RequestError(f"{self.path}: holds a {self.kind}, only an encoder encodes")
+        tokens = checked_ids(ids, self.model["vocab_size"])
+        kept = np.ones(tokens.shape) if mask is None else np.asarray(mask)
+        if kept.shape != tokens.shape or tokens.shape[1] > self.limit:
+            raise RequestError(
+                f"ids {tokens.shape}, mask {kept.shape}: they must agree, with at most {self.limit} tokens in a row"
+            )
+        hidden: NDArray[np.float32] = self.run(tokens, kept.astype(np.float32))
+        return hidden
+
+    def session(self, batch: int = 1, capacity: int = 256) -> Session:
+        """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow."""
+        if self.kind != "decoder":
+            raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
+        return Session(self.model, self.limit, self.call, batch, capacity)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: int | str | Iterable[int | str] = (),
+    ) -> Iterator[str]:
+        """Continue a prompt; yield pieces of text as soon as they are certain.
+
+        Args:
+            prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.
+            max_tokens: at most so many new tokens; fewer when the model's last position is reached.
+            temperature: 0 takes the likeliest token, above 0 samples.
+            top_k: sample among the k likeliest only; 0 for no limit.
+            top_p: sample among the fewest tokens whose probabilities reach top_p (nucleus sampling, arXiv:1904.09751).
+            seed: makes sampling repeatable.
+            stop: token ids and strings that end the text; they are not part of it.
+        Raises:
+            RequestError: an argument out of range, or a prompt longer than the model's positions.
+        """
+        stops = [stop] if isinstance(stop, int | str) else list(stop)
+        ends = [s for s in stops if isinstance(s, int)]
+        ids = self._prompt_ids(prompt)
+        tokens = self.generate_ids(
+            ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
+        )
+        return text_pieces(TextStream(self.tokenizer, ids), tokens, [s for s in stops if isinstance(s, str) and s])
+
+    def generate_ids(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Iterable[int] = (),
+    ) -> Iterator[int]:
+        """Continue a prompt; yield token ids, up to a stop id or one of the model's end-of-sequence ids.
+
+        Arguments and errors are those of :meth:`generate`.
+        """
+        if max_tokens < 0 or not 0 <= temperature < np.inf or top_k < 0 or not 0 < top_p <= 1:
+            raise RequestError(
+                f"max_tokens={max_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: max_tokens and "
+                "top_k must be at least 0, temperature finite and at least 0, top_p above 0 and at most 1"
+            )
+        ids = checked_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
+        session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
+        session.make_room(ids.shape[1])
+        ends = {*stop, *self.model["eos_ids"]}
+        generator = np.random.default_rng(seed)
+
+        def tokens() -> Iterator[int]:
+            step = ids
+            for _ in range(max_tokens):
+                token = choose(session.step(step)[0, -1], generator, temperature, top_k, top_p)
+                if token in ends:
+                    return
+                yield token
+                if session.position == self.limit:
+                    return  # no position is left for this token, so nothing can follow it
+                step = np.array([[token]])
+
+        return tokens()
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(i) for i in prompt]
+        if not ids and self.model.get("bos_id") is None:
+            raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
+        return ids or [self.model["bos_id"]]
+
+    def read_bandwidth(self, size_bytes: int = 256 << 20, repeats: int = 10) -> float:
+        """Return the bytes per second at which the bundle's threads read memory; the best of the repeats.
+
+        Each repeat reads ``size_bytes`` in blocks of 16 KiB.
+        """
+        words = aligned_zeros((64, size_bytes >> 14, 4, 16), np.dtype(np.int32))
+        words.fill(1)  # untouched pages would all be one page of zeros
+        tensor, seconds = to_tvm(words), []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.vm.call(self.vm.functions["read_bandwidth"], tensor)
+            seconds.append(time.perf_counter() - begin)
+        return words.nbytes / min(seconds)
+
+    def call(self, *tensors: Any) -> Any:
+        """Call the library with 64-byte aligned tensors and the parameters; return the result as numpy, not copied."""
+        result = self.vm.call(self.vm.main, *tensors, self._parameters)
+        return np.from_dlpack(result) if isinstance(result, tvm_ffi.Tensor) else [np.from_dlpack(r) for r in result]

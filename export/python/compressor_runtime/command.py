@@ -1,0 +1,37 @@
+"""The command line: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor_runtime.bundle import load
+from compressor_runtime.errors import BundleError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print text that a bundle generates; return the process's exit code."""
+    parser = argparse.ArgumentParser(description="Generate text from a Compressor bundle.")
+    here = Path(__file__).resolve().parents[1]
+    parser.add_argument("bundle", nargs="?", type=Path, default=here, help="the bundle's folder (default: %(default)s)")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--max-tokens", type=int, default=64, help="at most so many new tokens (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest; 0 for no limit")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest with this probability")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
+    options = vars(parser.parse_args(arguments))
+    try:
+        bundle = load(options.pop("bundle"), threads=options.pop("threads"))
+        for piece in bundle.generate(options.pop("prompt"), **options):
+            print(piece, end="", flush=True)
+        print()
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

@@ -1,0 +1,79 @@
+"""Choose tokens from logits, and turn them into text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.errors import BundleError
+
+
+def choose(
+    logits: NDArray[np.float32], generator: np.random.Generator, temperature: float, top_k: int, top_p: float
+) -> int:
+    """Return one token id from logits [V]; see :meth:`Bundle.generate` for the arguments.
+
+    Raises:
+        BundleError: the logits are not finite.
+    """
+    if not np.isfinite(logits.max()):
+        raise BundleError("the model computed logits that are no numbers (NaN or infinity); its weights may be damaged")
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / temperature
+    tokens = np.arange(len(scaled)) if not 0 < top_k < len(scaled) else np.argpartition(-scaled, top_k - 1)[:top_k]
+    if top_p < 1:
+        tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
+    weights = np.exp(scaled[tokens] - scaled[tokens].max())
+    sums = np.cumsum(weights)
+    if top_p < 1:
+        sums = sums[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
+    return int(tokens[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(sums) - 1)])
+
+
+class TextStream:
+    """Token ids to text, one at a time; keeps back what a later token could still change."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)  # some tokenizers write a word's space only after another word
+        self._start, self._read = 0, len(self._ids)
+
+    def push(self, token: int) -> str:
+        """Append a token and return the text that it completes, possibly none."""
+        self._ids.append(token)
+        return self._new(whole=False)
+
+    def rest(self) -> str:
+        """Return the text that was kept back: at the end of the tokens, also an incomplete character."""
+        return self._new(whole=True)
+
+    def _new(self, whole: bool) -> str:
+        before: str = self._tokenizer.decode(self._ids[self._start : self._read])
+        known = before.rstrip("\ufffd")
+        text: str = self._tokenizer.decode(self._ids[self._start :])
+        if len(text) <= len(known) or (text.endswith("\ufffd") and not whole):
+            return ""
+        if known == before:  # otherwise the prompt ends within a character: do not begin there
+            self._start = self._read
+        self._read = len(self._ids)
+        return text[len(known) :]
+
+
+def text_pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Iterator[str]:
+    """Yield the text of ``tokens`` up to the first of ``stops``; keep back any end that could be a stop's beginning."""
+    text = ""
+    for token in chain(tokens, (None,)):
+        text += stream.rest() if token is None else stream.push(token)
+        cuts = [cut for stop in stops if (cut := text.find(stop)) >= 0]
+        lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        sure = min(cuts) if cuts else len(text) - (0 if token is None else max(lengths, default=0))
+        if sure:
+            yield text[:sure]
+        if cuts:
+            return
+        text = text[sure:]

@@ -1,0 +1,167 @@
+"""Read the manifest of a bundle, check its fields, and find the files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBundleError
+
+SCHEMA_VERSION = 2  # 1 had no vectors
+MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
+TVM_RUNTIME = "lib/libtvm_runtime.so"
+LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
+DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
+_MOST_LAYERS = 4096  # no model has more
+# Control characters as JSON has them, but the new line and the tab.
+_CONTROLS = re.compile(r"(?<!\\)(?:\\\\)*\\(?:u00[01]|[bfr])|[\x7f-\x9f]")
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Return the manifest of the bundle in ``root``, without reading any other file.
+
+    Raises:
+        BundleError: there is no bundle, or it has a newer schema or is for browsers.
+        DamagedBundleError: the manifest is not valid JSON, or too large.
+    """
+    file = root / MANIFEST
+    try:
+        if not file.is_file():
+            what = "no such folder" if not root.exists() else f"not a bundle: it has no {MANIFEST}"
+            raise BundleError(f"{root}: {what}; give the folder that `compress run` wrote")
+        if file.stat().st_size > LARGEST_HEADER_BYTES:
+            raise DamagedBundleError(f"{file}: {file.stat().st_size} bytes are too many for a manifest")
+        text = member(root, MANIFEST).read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error}") from error
+    try:
+        manifest = read_json(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedBundleError(f"{file}: not readable as JSON ({error}); copy the bundle again") from error
+    if isinstance(manifest, dict) and manifest.get("format") == "compressor web bundle":
+        raise BrowserBundleError(f"{root}: a bundle for browsers; `compress serve {root}` shows it in one")
+    if not isinstance(manifest, dict) or manifest.get("format") != "compressor bundle":
+        raise BundleError(f"{root}: not a Compressor bundle; give the folder that `compress run` wrote")
+    if field(manifest, "schema_version", int) > SCHEMA_VERSION:
+        raise BundleError(
+            f"{root}: schema version {manifest['schema_version']}, this run-time reads up to {SCHEMA_VERSION}; "
+            "use the compressor_runtime.py inside the bundle, or a newer Compressor"
+        )
+    return manifest
+
+
+def field(entry: Any, key: str, kind: type) -> Any:
+    """Return ``entry[key]``, which must be a ``kind``.
+
+    Raises:
+        DamagedBundleError: it is missing, of another type, or a negative or huge number.
+    """
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
+        raise DamagedBundleError(
+            f"{MANIFEST}: `{key}` is missing or is no valid {kind.__name__}; copy the bundle again"
+        )
+    return value
+
+
+def items(entry: Any, key: str, kind: type) -> list[Any]:
+    """Return ``entry[key]``, which must be a list of ``kind``.
+
+    Raises:
+        DamagedBundleError: it is missing, or something else.
+    """
+    values: list[Any] = field(entry, key, list)
+    if any(type(value) is not kind for value in values):
+        raise DamagedBundleError(f"{MANIFEST}: not all of `{key}` is {kind.__name__}; copy the bundle again")
+    return values
+
+
+def libraries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of the kernels, for the most demanding CPU first.
+
+    Older bundles have one library and do not list it.
+    """
+    if "libraries" not in manifest:
+        return [{"isa": "", "file": LIBRARY, "cpu_features": items(manifest, "cpu_features", str)}]
+    entries = items(manifest, "libraries", dict)
+    if not entries:
+        raise DamagedBundleError(f"{MANIFEST}: `libraries` is empty; copy the bundle again")
+    return entries
+
+
+def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest's facts about the model, after a check of all that the run-time computes with.
+
+    Raises:
+        DamagedBundleError: one is missing or impossible.
+    """
+    model: dict[str, Any] = field(manifest, "model", dict)
+    sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
+    field(model, "max_positions", int)
+    field({"entry_bytes": 0, **model}, "entry_bytes", int)
+    wrong = [] if manifest["kind"] in sizes else ["kind"]
+    wrong += [name for name in sizes.get(manifest["kind"], ()) if field(model, name, int) == 0]
+    if manifest["kind"] == "decoder":
+        wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
+        wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
+        items(model, "eos_ids", int)
+    if manifest["kind"] == "decoder" and not wrong:
+        wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
+    if wrong:
+        raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
+    return model
+
+
+def _cache_fits(model: dict[str, Any]) -> bool:
+    """Return whether the cache's bytes suit its format; bundles from before caches had formats get both here."""
+    rows = 2 * model["layers"] * model["kv_heads"]
+    dense_bytes = 4 * rows * model["head_dim"]
+    cache_format, cache_bytes = (
+        field(model, key, type(default)) if key in model else model.setdefault(key, default)
+        for key, default in (("cache_format", DENSE_CACHE), ("cache_bytes_per_token", dense_bytes))
+    )
+    return bool(cache_bytes == dense_bytes if cache_format == DENSE_CACHE else cache_bytes > 0 == cache_bytes % rows)
+
+
+def read_json(data: bytes) -> Any:
+    """Parse JSON in UTF-8 that has no key twice, no NaN, infinity or lone surrogate, and no control characters.
+
+    Raises:
+        ValueError: it is something else.
+        RecursionError: it is nested too deeply.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
+            raise ValueError("a key is there twice")
+        return unique
+
+    content = json.loads(data.decode(), object_pairs_hook=once)
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    text.encode()  # this line and the one above raise for what neither JSON nor UTF-8 can hold
+    if _CONTROLS.search(text):
+        raise ValueError("a text in it holds control characters")
+    return content
+
+
+def member(root: Path, name: str) -> Path:
+    """Return the file ``name`` of the bundle, which must lie inside ``root`` and must not be a link.
+
+    Raises:
+        DamagedBundleError: it is missing, or ``name`` is not the only spelling of a place in the bundle.
+    """
+    file, named = root / name, PurePosixPath(name)
+    plain = name == str(named) and name.isprintable() and "\\" not in name and not named.is_absolute()
+    try:
+        if not plain or file.resolve() != root.resolve() / name:
+            raise DamagedBundleError(
+                f"{root / MANIFEST}: {name!r} leads outside the bundle, or is no plain name; do not trust this bundle"
+            )
+        if file.is_file():
+            return file
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+        raise DamagedBundleError(f"{root / MANIFEST}: {name!r:.200} cannot be a file: {error}") from error
+    raise DamagedBundleError(f"{file}: missing; copy the bundle again")

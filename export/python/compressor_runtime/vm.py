@@ -1,0 +1,84 @@
+"""TVM's run-time library, its threads, and its virtual machine over the kernels of a bundle."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tvm_ffi
+
+from compressor_runtime.check import sha256
+from compressor_runtime.errors import BundleError
+from compressor_runtime.manifest import TVM_RUNTIME, member
+
+_SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
+_configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
+
+
+class Vm:
+    """TVM's virtual machine over one library of kernels.  Threads may share it: calls take turns.
+
+    Attributes:
+        functions: of the library, by name; the model's entry is ``main``.
+    """
+
+    def __init__(self, library: Path, threads: int) -> None:
+        self._threads = threads
+        try:
+            self.functions: Any = tvm_ffi.load_module(str(library.resolve()))["vm_load_executable"]()
+            self.functions["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
+            self.main = self.functions["main"]
+        except (RuntimeError, AttributeError) as error:
+            raise BundleError(f"{library}: cannot be loaded: {error}") from error
+        self._turn = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """Call a function of the library on the threads of this machine, when no other call runs."""
+        with self._turn:
+            configured = self._executor is not None or getattr(_configured, "threads", None) == self._threads
+            if not configured and not configure_threads(self._threads):
+                # This thread's pool was made smaller, by somebody's earlier kernels, and cannot grow: use another.
+                self._executor = ThreadPoolExecutor(1, "compressor", configure_threads, (self._threads,))
+            executor = self._executor
+            return function(*arguments) if executor is None else executor.submit(function, *arguments).result()
+
+
+def configure_threads(threads: int) -> bool:
+    """Give this thread's pool of TVM workers ``threads`` of them, on the cores we may use; False if it is too small."""
+    cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
+    cpus *= -(-threads // len(cpus))  # TVM makes a pool as large as this list when it makes one
+    tvm_ffi.get_global_func("runtime.config_threadpool")(_SHARE_CORES, threads, cpus)
+    _configured.threads = threads
+    return bool(tvm_ffi.get_global_func("runtime.NumThreads")() == threads)
+
+
+def load_tvm_runtime(root: Path, manifest: dict[str, Any]) -> None:
+    """Load TVM's run-time library, unless it is loaded already: a second copy of it would end the process.
+
+    Raises:
+        BundleError: the library cannot be loaded.
+    """
+    if tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True) is not None:
+        return
+    library = member(root, TVM_RUNTIME).resolve()
+    try:
+        tvm = importlib.util.find_spec("tvm")
+    except (ImportError, ValueError):
+        tvm = None
+    installed = Path(tvm.origin).parent / TVM_RUNTIME if tvm is not None and tvm.origin else None
+    # The same library at the place where `import tvm` would look for it: so that this import still works afterwards.
+    if installed is not None and installed.is_file() and sha256(installed) == manifest["files"][TVM_RUNTIME]["sha256"]:
+        library = installed
+    try:
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        versions = manifest.get("versions")
+        built = versions.get("apache-tvm-ffi") if isinstance(versions, dict) else None
+        advice = f"install apache-tvm-ffi {built or 'as its README.md says'}"
+        raise BundleError(f"{library}: cannot be loaded ({error}); {advice}") from error

@@ -1,0 +1,142 @@
+"""A tiny language model with kernels of its own: what a run-time is tested with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import compressor_runtime
+import numpy as np
+import torch
+from torch import nn
+
+VOCAB, WIDTH, POSITIONS = 300, 16, 40
+TEXT = "the rain in Spain stays mainly in the plain; ça coûte très cher; 한국어 🙂🙃 and so on and on. "
+RUNTIME = Path(compressor_runtime.__file__).parent
+
+
+class TinyLanguageModel(nn.Module):
+    """A model of the bundles' kind whose every token is remembered: state = state / 2 + embed[token]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(3)
+        self.embed = nn.Parameter(torch.randn(VOCAB, WIDTH, generator=random))
+        self.head = nn.Parameter(torch.randn(VOCAB, WIDTH, generator=random).half())
+        self.bias = nn.Parameter(torch.randn(VOCAB, generator=random))  # 1,200 bytes: what follows is not aligned
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        state = np.zeros(WIDTH, np.float32)
+        for token in ids:
+            state = state / 2 + self.embed.detach()[token].numpy()
+        return (state @ self.head.detach().float().numpy().T + self.bias.detach().numpy()) * self.scale.item()
+
+
+def build_library(file: Path) -> None:
+    """Kernels of TinyLanguageModel with the entry that lowering gives to decoders: caches written in place."""
+    import tvm
+    from tvm import relax
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+    from tvm.script import tirx as T
+
+    @I.ir_module
+    class Kernels:
+        @T.prim_func(s_tir=True)
+        def remember(
+            ids: T.handle,
+            position: T.handle,
+            table: T.Buffer((300, 16), "float32"),
+            keys: T.handle,
+            values: T.handle,
+            out: T.handle,
+        ):
+            B = T.int64()
+            S = T.int64()
+            C = T.int64()
+            i = T.match_buffer(ids, (B, S), "int64")
+            p = T.match_buffer(position, (S,), "int64")
+            k = T.match_buffer(keys, (B, T.int64(1), C, T.int64(16)), "float32")
+            v = T.match_buffer(values, (B, T.int64(1), C, T.int64(16)), "float32")
+            o = T.match_buffer(out, (B, S, T.int64(16)), "float32")
+            for b, s, d in T.grid(B, S, 16):
+                with T.sblock("write"):
+                    vb, vs, vd = T.axis.remap("SSS", [b, s, d])
+                    k[vb, 0, p[vs], vd] = table[i[vb, vs], vd]
+                    v[vb, 0, p[vs], vd] = T.float32(0)
+            for b, s, d in T.grid(B, S, 16):
+                with T.sblock("sum"):
+                    vb, vs, vd = T.axis.remap("SSS", [b, s, d])
+                    o[vb, vs, vd] = T.float32(0)
+                    for t in T.serial(p[vs] + 1):
+                        o[vb, vs, vd] = o[vb, vs, vd] * T.float32(0.5) + k[vb, 0, t, vd]
+
+        @R.function
+        def main(
+            ids: R.Tensor(("B", "S"), "int64"),
+            position: R.Tensor(("S",), "int64"),
+            keep: R.Tensor(("N",), "int64"),
+            k_0: R.Tensor(("B", 1, "C", 16), "float32"),
+            v_0: R.Tensor(("B", 1, "C", 16), "float32"),
+            params: R.Tuple(
+                R.Tensor((300, 16), "float32"),
+                R.Tensor((300, 16), "float16"),
+                R.Tensor((300,), "float32"),
+                R.Tensor((1,), "float32"),
+            ),
+        ) -> R.Tensor(("B", "N", 300), "float32"):
+            B = T.int64()
+            S = T.int64()
+            C = T.int64()
+            cls = Kernels
+            state = R.call_tir_inplace(
+                cls.remember,
+                (ids, position, params[0], k_0, v_0),
+                inplace_indices=[3, 4, -1],
+                out_ty=[
+                    R.Tensor((B, 1, C, 16), "float32"),
+                    R.Tensor((B, 1, C, 16), "float32"),
+                    R.Tensor((B, S, 16), "float32"),
+                ],
+            )
+            head = R.astype(R.permute_dims(params[1]), "float32")
+            logits = R.matmul(R.take(state[2], keep, axis=1), head)
+            return R.multiply(R.add(logits, params[2]), params[3])
+
+    target = tvm.target.Target({"kind": "llvm"})
+    tvm.compile(Kernels, target, relax_pipeline=relax.get_default_pipeline(target)).export_library(str(file))
+
+
+def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
+    """What compressor.export.vectors would store, by the model's own arithmetic; every third column."""
+    ids = np.random.default_rng(1).integers(0, VOCAB, (2, 18))
+    logits = np.array([model.logits(list(row[: i + 1])) for row in ids for i in range(18)])
+    rows, columns = np.arange(len(logits)), np.arange(0, VOCAB, 3)
+    stored = {"ids": ids, "prompt": np.array([16]), "output_0": logits[:, columns].astype(np.float32), "rows_0": rows}
+    stored |= {"columns_0": columns, "top_0": logits.argmax(1), "tolerance": np.array([1e-3])}
+    return {name: torch.as_tensor(value) for name, value in stored.items()}
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def greedy(model: TinyLanguageModel, ids: list[int], count: int) -> list[int]:
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(model.logits(ids).argmax()))
+    return ids[-count:]
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that has neither PyTorch, nor transformers, nor compressor."""
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'compressor')))\n"
+    command = [sys.executable, "-B", "-c", block + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
