@@ -1,4 +1,4 @@
-"""Samples through the graph: statistics of what each linear reads.
+"""Run samples through a graph, and gather statistics of what each linear reads.
 
 The graph runs segment by segment (:func:`compressor.graph.segments.segments`) over all samples, so that beside the
 memory-mapped weights only one segment's working set, its statistics and the hidden states between two segments
@@ -8,18 +8,20 @@ are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import Stream, split_samples
+from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.statistics import Statistic
+from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
 from compressor.graph.model import twin
 from compressor.graph.segments import Segment, segments
-from compressor.graph.sites import Site, group_by_input
+from compressor.graph.sites import Site
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
 
@@ -36,26 +38,40 @@ class SegmentStore(Protocol):
         """Keep a segment's linears as they are now."""
 
 
-def stream(
-    graph: GraphModule,
-    ids: Tensor,
-    sites: Sequence[Site],
-    make_statistic: Callable[[int], S],
-    *,
-    true_sequential: bool = True,
-    with_dense: bool | GraphModule = False,
-    micro_batch_tokens: int = 2048,
-    blocks: SegmentStore | None = None,
-    spill: Spill | None = None,
-    row_weights: Mapping[str, Tensor] | None = None,
-    rounded: bool = False,
-) -> Iterator[tuple[list[Site], S]]:
-    """Run samples through the graph and yield each group of sites that share an input, with its statistic.
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Say how a :class:`CalibrationRun` runs its samples.
 
-    Groups come in dataflow order.  The caller may replace the group's linears before it asks for the next one:
-    what follows then sees their new outputs.  With ``true_sequential`` that holds for the next group already,
-    to which the samples run on; the caller must leave alone what is in front of the group.  Otherwise it holds for
-    the next segment.
+    Attributes:
+        true_sequential: the next group of linears sees what became of the one before; else the next segment does.
+        with_dense: also run another graph, or this one as it is now, in which these linears are dense, and show the
+            statistics its inputs beside the current ones.
+        micro_batch_tokens: tokens, or pixels, that run at once, at least one sample.
+        store: finished segments.  Those that can be restored are, and their groups do not come; the samples run
+            through them only when a later one needs it.
+        spill: where hidden states lie; None keeps them in memory.
+        row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
+            each row times the root of its weight, so that squares and products count that often.
+        rounded: products, of the graph and of the statistics, may round their factors to bfloat16
+            (:mod:`compressor.numerics.bfloat16`).
+    """
+
+    true_sequential: bool = True
+    with_dense: bool | GraphModule = False
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    store: SegmentStore | None = None
+    spill: Spill | None = None
+    row_weights: Mapping[str, Tensor] | None = None
+    rounded: bool = False
+
+
+class CalibrationRun(Generic[S]):
+    """Run samples through a graph, and give each group of linears that share an input with a statistic of it.
+
+    :meth:`groups` yields in dataflow order, and between two of its steps the caller may replace the linears of the
+    group that it was just given; what follows sees their new outputs.  With ``true_sequential`` that holds for the next
+    group already, to which the samples run on, so the caller must leave alone what is in front of its group.
+    Otherwise it holds for the next segment.
 
     Peak memory: the hidden states between two segments for all samples (twice ``with_dense``), or with
     ``true_sequential`` and no ``spill`` whatever is live in front of a group; one segment's weights and working set for
@@ -66,54 +82,79 @@ def stream(
         ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...].
         sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
-        with_dense: also run another graph, or this one as it is now, in which these linears are dense, and show the
-            statistics its inputs beside the current ones.
-        micro_batch_tokens: tokens, or pixels, that run at once, at least one sample.
-        blocks: finished segments.  Those that can be restored are, and their groups do not come; the samples run
-            through them only when a later one needs it.
-        spill: where hidden states lie; None keeps them in memory.
-        row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
-            each row times the root of its weight, so that squares and products count that often.
-        rounded: products, of the graph and of the statistics, may round their factors to bfloat16
-            (:mod:`compressor.numerics.bfloat16`).
     Raises:
         UsageError: the samples are not what the model reads, or longer than its positions.
-        CompressorError: inputs of a site hold NaN or inf.
     """
-    batches = split_samples(graph, ids, micro_batch_tokens)
-    run = Stream(graph, batches, spill, rounded)
-    beside = with_dense if isinstance(with_dense, GraphModule) else twin(graph) if with_dense else None
-    dense = Stream(beside, batches, spill, rounded) if beside is not None else None
-    dense_segments = segments(dense.graph) if dense else []
-    names = {site.name for site in sites}
-    done = 0  # segments that the hidden states have passed
-    for index in range(len(segments(graph))):
-        # Replacing a linear does not move the cuts, but the nodes are new: look the segment up again.
-        block = [site for site in _linears(segments(graph)[index]) if site.name in names]
-        if not block or (blocks is not None and blocks.restore(graph, block)):
-            continue
-        for behind in range(done, index):
-            run.advance(segments(graph)[behind])
-            if dense:
-                dense.advance(dense_segments[behind])
-        done = index
-        wanted = [site.name for site in block]
-        while wanted:
-            segment = segments(graph)[index]
-            groups = group_by_input(site for site in _linears(segment) if site.name in wanted)
-            groups, later = (groups[:1], groups[1:]) if true_sequential else (groups, None)
-            statistics = [make_statistic(group[0].in_features) for group in groups]
-            rows = _read(run, segment, groups, later)
-            both = zip(rows, _read(dense, dense_segments[index], groups, later), strict=True) if dense else None
-            _gather(groups, statistics, both or ((xs, xs) for xs in rows), row_weights, rounded)
-            wanted = [name for name in wanted if not any(name == site.name for group in groups for site in group)]
-            while groups:  # pops, so that a statistic is freed when the caller is done with it
-                yield groups.pop(0), statistics.pop(0)
-        run.release(segments(graph)[index])
-        if dense:
-            dense.release(dense_segments[index])
-        if blocks is not None:
-            blocks.keep(graph, block)
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        ids: Tensor,
+        sites: Sequence[Site],
+        make_statistic: Callable[[int], S],
+        options: CalibrationOptions = CalibrationOptions(),
+    ) -> None:
+        self._graph, self._make_statistic, self._options = graph, make_statistic, options
+        self._names = [site.name for site in sites]
+        batches = split_samples(graph, ids, options.micro_batch_tokens)
+        self._run = SegmentRunner(graph, batches, options.spill, options.rounded)
+        given = options.with_dense
+        beside = given if isinstance(given, GraphModule) else twin(graph) if given else None
+        self._dense = None if beside is None else SegmentRunner(beside, batches, options.spill, options.rounded)
+        self._dense_segments = [] if beside is None else segments(beside)
+        self._done = 0  # segments that the hidden states have passed
+
+    def groups(self) -> Iterator[tuple[list[Site], S]]:
+        """Yield each group of sites that share an input, with its statistic.
+
+        Raises:
+            CompressorError: inputs of a site hold NaN or inf.
+        """
+        store = self._options.store
+        for step in list(calibration_steps(self._graph, self._names, self._options.true_sequential)):
+            block = self._sites(step.index, step.names)
+            if store is not None and store.restore(self._graph, block):
+                continue
+            self._advance(step.index)
+            for number, names in enumerate(step.rounds):
+                yield from self._show(step.index, names, step.rounds[number + 1 :])
+            self._run.release(segments(self._graph)[step.index])
+            if self._dense is not None:
+                self._dense.release(self._dense_segments[step.index])
+            if store is not None:
+                store.keep(self._graph, block)
+
+    def _sites(self, index: int, names: Sequence[str]) -> list[Site]:
+        """Look sites up: replacing a linear does not move the cuts, but the nodes are new."""
+        sites = {site.name: site for site in linears(segments(self._graph)[index])}
+        return [sites[name] for name in names]
+
+    def _advance(self, index: int) -> None:
+        """Run on to a segment's beginning."""
+        for behind in range(self._done, index):
+            self._run.advance(segments(self._graph)[behind])
+            if self._dense is not None:
+                self._dense.advance(self._dense_segments[behind])
+        self._done = index
+
+    def _show(
+        self, index: int, names: Sequence[Sequence[str]], later: Sequence[Sequence[Sequence[str]]]
+    ) -> Iterator[tuple[list[Site], S]]:
+        """Run to the inputs of some groups, and yield them with their statistics."""
+        segment = segments(self._graph)[index]
+        groups = [self._sites(index, group) for group in names]
+        ahead = None
+        if self._options.true_sequential:
+            ahead = [self._sites(index, group) for round_ in later for group in round_]
+        statistics = [self._make_statistic(group[0].in_features) for group in groups]
+        rows = _read(self._run, segment, groups, ahead)
+        if self._dense is None:
+            both: Iterable[tuple[list[Tensor], list[Tensor]]] = ((xs, xs) for xs in rows)
+        else:
+            both = zip(rows, _read(self._dense, self._dense_segments[index], groups, ahead), strict=True)
+        _gather(groups, statistics, both, self._options.row_weights, self._options.rounded)
+        while groups:  # pops, so that a statistic is freed when the caller is done with it
+            yield groups.pop(0), statistics.pop(0)
 
 
 class _Weighted:
@@ -153,18 +194,14 @@ def _gather(
 
 
 def _read(
-    run: Stream, segment: Segment, groups: Sequence[list[Site]], later: Sequence[list[Site]] | None
+    run: SegmentRunner, segment: Segment, groups: Sequence[list[Site]], later: Sequence[list[Site]] | None
 ) -> Iterator[list[Tensor]]:
-    """The rows that each group reads, [tokens, in], batch after batch; ``later`` groups will follow from there."""
-    inputs = {site.name: site.input for site in _linears(segment)}
+    """Yield the rows that each group reads, [tokens, in], batch after batch; ``later`` groups follow from there."""
+    inputs = {site.name: site.input for site in linears(segment)}
     wanted = [inputs[group[0].name] for group in groups]
     if later is None or run.spill is not None:  # memory is short: begin again
         found: Iterator[list[Tensor]] = (run.values(segment, i, wanted) for i in range(len(run.batches)))
     else:
         ahead = [inputs[group[0].name] for group in later]
-        found = run.stage(segment, wanted, ahead if segment.exit is None else [*ahead, segment.exit])
+        found = run.run_to(segment, wanted, ahead if segment.exit is None else [*ahead, segment.exit])
     return ([x.reshape(-1, x.shape[-1]) for x in values] for values in found)
-
-
-def _linears(segment: Segment) -> tuple[Site, ...]:
-    return (*segment.sites, *segment.packed)

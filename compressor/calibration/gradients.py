@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy
 
-from compressor.calibration.segment_runner import Stream
+from compressor.calibration.segment_runner import SegmentRunner
 from compressor.errors import UsageError
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
@@ -67,13 +67,13 @@ def backwards(
     segment's weights in float32 and their gradients, and one batch's activations in that segment.
 
     Args:
-        batches: as for :class:`compressor.calibration.segment_runner.Stream`.
+        batches: as for :class:`compressor.calibration.segment_runner.SegmentRunner`.
         of: what the gradients are taken with respect to.
         loss: (number of the batch, the model's output on it) -> what is derived; without dimensions.
         add: called with each site of a segment, the number of the batch, and the gradient: float32 [out, in], or of
             the output's shape.
     """
-    stream, names = Stream(graph, batches, spill), {site.name for site in sites}
+    stream, names = SegmentRunner(graph, batches, spill), {site.name for site in sites}
     cut, entries = segments(graph), list[list[Tensor | None]]()
     for segment in cut:
         entries.append([None if x is None else _kept(x, spill) for x in stream.hidden])
@@ -99,7 +99,7 @@ def _kept(x: Tensor, spill: Spill | None) -> Tensor:
 
 
 def _gradients(
-    stream: Stream,
+    stream: SegmentRunner,
     segment: Segment,
     i: int,
     sites: Sequence[Site],

@@ -45,7 +45,7 @@ def guided_rows(
     Peak memory: as :func:`compressor.calibration.gradients.backwards` takes it, and the weights.
 
     Args:
-        ids: as for :func:`compressor.calibration.calibrate.stream`.
+        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`.
         seed: of the signs.
     Raises:
         UsageError: the model predicts no classes.

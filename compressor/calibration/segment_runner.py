@@ -23,14 +23,14 @@ from compressor.numerics.bfloat16 import bfloat16_products
 from compressor.progress import Reporter
 
 
-class Stream:
+class SegmentRunner:
     """Batches of samples, and the hidden states of each between two segments.
 
     Args:
         graph: a captured model; its linears may be replaced meanwhile.
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
-        rounded: products in :meth:`stage` and :meth:`values` may round their factors to bfloat16
+        rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
             (:mod:`compressor.numerics.bfloat16`).
     Raises:
         UsageError: a batch is longer than the model's positions.
@@ -51,14 +51,14 @@ class Stream:
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
         self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
         self.hidden: list[Tensor | None] = [None] * len(batches)
-        self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`stage` got to
+        self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
 
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
-        for i, (value,) in enumerate(self.stage(segment, [segment.exit])):
+        for i, (value,) in enumerate(self.run_to(segment, [segment.exit])):
             place = self.hidden[i]
             if place is None or place.shape != value.shape:
                 place = self.hidden[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
@@ -69,7 +69,7 @@ class Stream:
         self._passed = set()
         self.release(segment)
 
-    def stage(self, segment: Segment, wanted: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[list[Tensor]]:
+    def run_to(self, segment: Segment, wanted: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[list[Tensor]]:
         """Run one batch after another as far as the nodes of interest, from where the last call left it; their values.
 
         What has been computed is not computed again until :meth:`advance`: meanwhile linears may be replaced that
@@ -165,7 +165,7 @@ def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[
     A plain module that was captured with a fixed batch gets batches of that size.
 
     Args:
-        samples: as for :class:`Stream`, all in one.
+        samples: as for :class:`SegmentRunner`, all in one.
     Raises:
         UsageError: the samples are not what the model reads, or no whole number of fixed batches.
     """
@@ -196,7 +196,7 @@ def _fits(shape: Sequence[Any], samples: Tensor) -> bool:
     return len(shape) == samples.dim() and all(not isinstance(size, int) or size == given for size, given in sizes)
 
 
-def stream_outputs(stream: Stream, reporter: Reporter, first: int = 0) -> Iterator[Tensor]:
+def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> Iterator[Tensor]:
     """What a captured model gives, one batch after another: a decoder's logits of all tokens, float32 [batch, sequence,
     vocabulary], or an encoder's hidden states.
 

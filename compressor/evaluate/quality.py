@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import Stream, stream_outputs
+from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
@@ -257,7 +257,7 @@ class GraphLogits:
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
         """Yield the logits of many batches, with one segment's weights in memory at a time."""
-        return stream_outputs(Stream(self.graph, [torch.as_tensor(ids) for ids in fed], self.spill), reporter)
+        return run_outputs(SegmentRunner(self.graph, [torch.as_tensor(ids) for ids in fed], self.spill), reporter)
 
 
 def graph_hidden(graph: GraphModule, run: Callable[..., Any] | None = None) -> Hidden:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import PARTS
@@ -111,7 +111,9 @@ class BiasCorrection(Pass):
         added = sum(4 * site.out_features for site in chosen if site.bias_name is None)
         means = partial(Means, kinds=kinds)
         with ctx.reporter.task("bias_correction", len(chosen)) as task:
-            for group, inputs in stream(graph, samples.ids, chosen, means, with_dense=dense, spill=ctx.spill):
+            for group, inputs in CalibrationRun(
+                graph, samples.ids, chosen, means, CalibrationOptions(with_dense=dense, spill=ctx.spill)
+            ).groups():
                 for site in group:
                     was, packed = by_name[site.name], packed_weight(graph, site)
                     weight = dense.get_parameter(was.weight_name).detach()

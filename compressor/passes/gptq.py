@@ -21,7 +21,7 @@ from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import half_product, quadratic, total
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
-from compressor.numerics.range_search import Observer, Work, _grid_work, _observer_work, chooser
+from compressor.numerics.range_search import ChooseGrid, Observer, Work, _grid_work, _observer_work, chooser
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -95,48 +95,94 @@ def gptq_quantize(
         )
     if not bool(torch.isfinite(hessian).all()):
         raise CompressorError("gptq: the Hessian holds NaN or inf: the site's inputs overflow on these samples")
-    dead = torch.diagonal(hessian) <= 0
-    W, H = weight.double(), hessian  # a copy of H in float64 would be the largest thing in memory
-    if bool(dead.any()):
-        H = hessian.clone()
-        H[dead], H[:, dead] = 0.0, 0.0
-    outliers = (
-        largest(weight.abs() * torch.diagonal(H).sqrt(), fmt.outliers(*weight.shape)) if fmt.outlier_percent else None
-    )
-    rtn = rtn_quantize(weight, fmt, outliers=outliers)
-    rtn_loss = output_loss(W, rtn, H)
-    norm = float(quadratic(weight.float(), H))  # only for the record
-    order = torch.argsort(torch.diagonal(H), descending=True, stable=True) if actorder else torch.arange(in_features)
+    problem = _Problem.of(weight, hessian, fmt)
+    order = torch.arange(in_features)
+    if actorder:
+        order = torch.argsort(torch.diagonal(problem.H), descending=True, stable=True)
     blocks = list(column_blocks(in_features, fmt.columns(in_features), blocksize))
-    mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
-
-    choose = chooser(observer, H, fmt)
-    start = rtn_quantize(weight, fmt, choose, outliers)
-    best, loss, damp = rtn, rtn_loss, dampening_frac
-    while damp <= _MOST_DAMPENING:
-        try:
-            Hinv = inverse_factor(H, dead, order, mean, damp)
-            packed, squares = sweep(W, Hinv, start, order, blocks, None if static_groups else choose, outliers)
-            gptq_loss = math.inf
-            if damp >= _EXACT_DAMPENING and outliers is None:
-                shift = mean * (damp + dead.double())  # of the diagonal
-                gptq_loss = max(0.0, squares - float(total((W - dequantize(packed)).square() * shift)))
-            if not gptq_loss < _CLEAR * rtn_loss:
-                gptq_loss = output_loss(W, packed, H)
-        except CompressorError:
-            gptq_loss = math.inf  # not positive definite, or the compensation ran away
-        if gptq_loss <= rtn_loss:
-            best, loss = packed, gptq_loss
-            break
-        damp = damp * 10 if damp > 0 else 1e-6
+    choose = chooser(observer, problem.H, fmt)
+    start = rtn_quantize(weight, fmt, choose, problem.outliers)
+    rtn = rtn_quantize(weight, fmt, outliers=problem.outliers)
+    rtn_loss = output_loss(problem.W, rtn, problem.H)
+    found, loss, damp = problem.solve(start, order, blocks, None if static_groups else choose, dampening_frac, rtn_loss)
+    norm = float(quadratic(weight.float(), problem.H))  # only for the record
     info = GptqInfo(
         error=loss / norm if norm > 0 else 0.0,
         rtn_error=rtn_loss / norm if norm > 0 else 0.0,
         dampening_frac=damp,
-        method="rtn" if best is rtn else "gptq",
-        dead_columns=int(dead.sum()),
+        method="rtn" if found is None else "gptq",
+        dead_columns=int(problem.dead.sum()),
     )
-    return best, info
+    return found or rtn, info
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Hold one linear's weight and Hessian in the paper's symbols.
+
+    Attributes:
+        W: float64 [out, in].
+        H: float32 [in, in], a positive multiple of X^T X, with zeros for dead inputs.
+        dead: bool [in], inputs that are always zero.
+        mean: of the diagonal of H, over inputs that are not dead; 1 where all are.
+        outliers: weights that are stored as floats, None where the format has none.
+    """
+
+    W: Tensor
+    H: Tensor
+    dead: Tensor
+    mean: float
+    outliers: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, hessian: Tensor, fmt: Format) -> _Problem:
+        """Set dead inputs apart, and choose the outliers by |W| sqrt(diag H)."""
+        dead, H = torch.diagonal(hessian) <= 0, hessian  # a copy in float64 would be the largest thing in memory
+        if bool(dead.any()):
+            H = hessian.clone()
+            H[dead], H[:, dead] = 0.0, 0.0
+        outliers = None
+        if fmt.outlier_percent:
+            outliers = largest(weight.abs() * torch.diagonal(H).sqrt(), fmt.outliers(*weight.shape))
+        mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
+        return cls(weight.double(), H, dead, mean, outliers)
+
+    def solve(
+        self,
+        start: PackedWeight,
+        order: Tensor,
+        blocks: list[tuple[int, int]],
+        choose: ChooseGrid | None,
+        damp: float,
+        rtn_loss: float,
+    ) -> tuple[PackedWeight | None, float, float]:
+        """Sweep over the columns, with ten times the dampening as long as that fails or loses against round to nearest.
+
+        Returns:
+            The weight (None where nothing beats round to nearest), its loss, and the last dampening.
+        """
+        while damp <= _MOST_DAMPENING:
+            try:
+                Hinv = inverse_factor(self.H, self.dead, order, self.mean, damp)
+                packed, squares = sweep(self.W, Hinv, start, order, blocks, choose, self.outliers)
+                loss = self.loss(packed, squares, damp, rtn_loss)
+            except CompressorError:
+                loss = math.inf  # not positive definite, or the compensation ran away
+            if loss <= rtn_loss:
+                return packed, loss, damp
+            damp = damp * 10 if damp > 0 else 1e-6
+        return None, rtn_loss, damp
+
+    def loss(self, packed: PackedWeight, squares: float, damp: float, rtn_loss: float) -> float:
+        """Return tr((W - Q) H (W - Q)^T); from the sweep's squared errors, where these are exact enough to decide.
+
+        The sweep's errors are those under H + damp: the diagonal's share is taken off again.
+        """
+        loss = math.inf
+        if damp >= _EXACT_DAMPENING and self.outliers is None:
+            shift = self.mean * (damp + self.dead.double())  # of the diagonal
+            loss = max(0.0, squares - float(total((self.W - dequantize(packed)).square() * shift)))
+        return loss if loss < _CLEAR * rtn_loss else output_loss(self.W, packed, self.H)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import Stream
+from compressor.calibration.segment_runner import SegmentRunner
+from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
@@ -25,7 +26,6 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 
-_MICRO_BATCH_TOKENS = 2048
 _KEPT_ROWS = 64  # of a micro-batch and head
 _SWEEPS = 8
 _LEAST_GAIN = 1e-6  # of the cost: the last bits of a mean must not decide
@@ -165,7 +165,7 @@ class KvCache(Pass):
 def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[int, Orders]:
     """Orders by layer.  An error in a key's channel costs the queries' mean square there, in a value's always 1."""
     ids = ctx.calibration("kv_cache").ids
-    stream = Stream(graph, torch.split(ids, max(1, _MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
+    stream = SegmentRunner(graph, torch.split(ids, max(1, MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
     layers, found = attention_layers(graph), dict[int, Orders]()
     with ctx.reporter.task("kv_cache", len(layers)) as task:
         for segment in segments(graph):
@@ -180,7 +180,7 @@ def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[i
     return found
 
 
-def _layer_orders(stream: Stream, segment: Segment, layer: AttentionLayer, fmt: CacheFormat) -> Orders:
+def _layer_orders(stream: SegmentRunner, segment: Segment, layer: AttentionLayer, fmt: CacheFormat) -> Orders:
     kept: list[list[Tensor]] = [[], [], []]  # rows of queries, keys and values, [heads, tokens, D]
     for i in range(len(stream.batches)):
         values = stream.values(segment, i, [layer.queries, layer.keys, layer.values])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.elements import Element
@@ -161,7 +161,9 @@ class LlmFp4(Pass):
             if fmt.activations is not None:
                 shift_channels(graph, ctx, sites, fmt, task)
             blocks = Blocks(ctx, "llm_fp4", self, task, decides=samples.sha256, chained=True)
-            for group, inputs in stream(graph, samples.ids, sites, Inputs, blocks=blocks, spill=ctx.spill):
+            for group, inputs in CalibrationRun(
+                graph, samples.ids, sites, Inputs, CalibrationOptions(store=blocks, spill=ctx.spill)
+            ).groups():
                 for site in group:
                     weight, absmax = graph.get_parameter(site.weight_name).detach().float(), float(inputs.absmax.max())
                     with naming(site):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
@@ -81,7 +81,9 @@ class LlmInt8(Pass):
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
         samples = ctx.calibration("llm_int8")
         with ctx.reporter.task("llm_int8", len(sites)) as task:
-            for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+            for group, inputs in CalibrationRun(
+                graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+            ).groups():
                 columns = large_columns(inputs.absmax, self.threshold)
                 if not len(columns):
                     names = ", ".join(site.name for site in group)

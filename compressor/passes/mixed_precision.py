@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
-from compressor.calibration.segment_runner import Stream, split_samples, stream_outputs
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
+from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
@@ -150,7 +150,7 @@ class MixedPrecision(Pass):
 def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:
     """Format the sum of the linears' divergences and the measured divergence of the whole model."""
     few = split_samples(before, ids, _TOKENS)[0]
-    dense, rounded = (next(stream_outputs(Stream(graph, [few]), Silent())) for graph in (before, after))
+    dense, rounded = (next(run_outputs(SegmentRunner(graph, [few]), Silent())) for graph in (before, after))
     measured = _divergence(before, dense, rounded)
     text = f"mixed_precision: {budget}: {expected:.3g} nats a token by adding up, {measured:.3g} measured in the end"
     return text if measured <= budget.limit else f"{text}: above the budget"
@@ -167,15 +167,18 @@ def sensitivities(
     mean squares.
 
     Args:
-        ids: as for :func:`compressor.calibration.calibrate.stream`; the first 2,048 tokens, or pixels, are used.
+        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels, are
+            used.
         formats: the smallest first.
     """
     few = split_samples(graph, ids, _TOKENS)[0]
-    (dense,) = stream_outputs(Stream(graph, [few]), Silent())
-    run, names = Stream(graph, [few], ctx.spill), {site.name for site in sites}
+    (dense,) = run_outputs(SegmentRunner(graph, [few]), Silent())
+    run, names = SegmentRunner(graph, [few], ctx.spill), {site.name for site in sites}
     squares = {
         site.name: inputs.mean_square
-        for group, inputs in stream(graph, few, sites, Inputs, true_sequential=False)
+        for group, inputs in CalibrationRun(
+            graph, few, sites, Inputs, CalibrationOptions(true_sequential=False)
+        ).groups()
         for site in group
     }
     steps = calibrate_inputs(graph, ctx, "mixed_precision", {site.name: formats[0] for site in sites})
@@ -196,14 +199,14 @@ def sensitivities(
             run.advance(segment)
 
 
-def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Stream, first: int) -> Tensor:
+def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: SegmentRunner, first: int) -> Tensor:
     """Return the outputs with one linear replaced, computed from the hidden states in front of its segment on."""
     changed = twin(graph)
     replace_linear(changed, next(site for site in linear_sites(changed) if site.name == name), packed)
     changed.recompile()
-    probe = Stream(changed, run.batches)
+    probe = SegmentRunner(changed, run.batches)
     probe.hidden = [None if hidden is None else hidden.clone() for hidden in run.hidden]
-    (outputs,) = stream_outputs(probe, Silent(), first)
+    (outputs,) = run_outputs(probe, Silent(), first)
     return outputs
 
 

@@ -9,12 +9,12 @@ from functools import partial
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.guided_rows import guided_rows
 from compressor.calibration.statistics import Hessian
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import linear_sites
+from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
@@ -67,7 +67,7 @@ def quantize_calibrated(
         quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
         make_statistic: called with the width of a group's input.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
-            :func:`compressor.calibration.calibrate.stream`.
+            :class:`compressor.calibration.calibrate.CalibrationRun`.
         observer: ``output`` chooses stored scales of activations by the error of the outputs, too.
         task_guided: weight rows as :func:`compressor.calibration.guided_rows.guided_rows` does.
     """
@@ -78,32 +78,35 @@ def quantize_calibrated(
         decides = [samples.sha256, ctx.seed, [site.name for site in sites]]
         make = partial(guided_rows, graph, samples.ids, sites, ctx.seed, ctx.spill)
         weights = learnt(graph, ctx, "weights of rows", decides, make)
-    groups = stream(
-        graph,
-        samples.ids,
-        sites,
-        make_statistic,
+    options = CalibrationOptions(
         true_sequential=true_sequential,
         with_dense=match_dense,
-        blocks=blocks,
+        store=blocks,
         spill=ctx.spill,
         row_weights=weights,
         rounded=is_coarse(formats.values()),
     )
-    for group, statistic in groups:
+    for group, statistic in CalibrationRun(graph, samples.ids, sites, make_statistic, options).groups():
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
             with naming(site):
-                found = quantize(weight, statistic, formats[site.name])
-            compress_site(
-                graph,
-                ctx,
-                site,
-                found.packed.fed_with(scales.get(site.name)),
-                pass_name,
-                error=found.error,
-                error_of="output",
-                rtn_error=found.rtn_error,
-                notes=found.notes,
-            )
+                quantized = quantize(weight, statistic, formats[site.name])
+            _compress(graph, ctx, site, quantized, scales.get(site.name), pass_name)
             blocks.task.advance()
+
+
+def _compress(
+    graph: GraphModule, ctx: Context, site: Site, quantized: Quantized, scale: Tensor | None, pass_name: str
+) -> None:
+    """Replace one linear, with the stored scale of its input where its format has one."""
+    compress_site(
+        graph,
+        ctx,
+        site,
+        quantized.packed.fed_with(scale),
+        pass_name,
+        error=quantized.error,
+        error_of="output",
+        rtn_error=quantized.rtn_error,
+        notes=quantized.notes,
+    )

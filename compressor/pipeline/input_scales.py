@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
@@ -47,7 +47,9 @@ def calibrate_inputs(
 
     def search() -> dict[str, Tensor]:
         found = {}
-        for group, inputs in stream(graph, samples.ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+        for group, inputs in CalibrationRun(
+            graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+        ).groups():
             for site in group:
                 fed = wanted[site.name]
                 assert fed is not None

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.graph.folding import Absorber, Unabsorbable, find_absorber
 from compressor.graph.provenance import describe
@@ -37,7 +37,9 @@ def scale_groups(
         Mean square of each site's scaled inputs, float64 [in], by site name.
     """
     ids, squares = ctx.calibration(pass_name).ids, {}
-    for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
+    for group, inputs in CalibrationRun(
+        graph, ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+    ).groups():
         weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
         with naming(group[0]):
             scale = scale_inputs(graph, ctx, pass_name, group, partial(choose, inputs, weights))

@@ -28,7 +28,7 @@ class Gathering:
     """How a pass runs calibration samples.
 
     Attributes:
-        true_sequential, with_dense: arguments of :func:`compressor.calibration.calibrate.stream`.
+        true_sequential, with_dense: arguments of :class:`compressor.calibration.calibrate.CalibrationRun`.
         squares: whether the statistic is a matrix [in, in] rather than a few vectors.
         gradients: whether samples also run backwards (:func:`compressor.calibration.gradients.backwards`), to weight
             the rows of that matrix, or in place of it if there is none.

@@ -166,7 +166,6 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.numerics.bfloat16 import bfloat16_products
     from compressor.numerics.nearest import rtn_quantize
     from compressor.numerics.range_search import search_grid
-    from compressor.ops.norm import rms_norm
 
     spreads: list[float] = []
 
@@ -179,7 +178,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     codes = torch.randint(-8, 8, (512, 512), dtype=torch.int8)
     square = torch.randn(512, 512, dtype=torch.float64)
     definite = square @ square.t() + 512 * torch.eye(512, dtype=torch.float64)
-    eye, small = torch.eye(512, dtype=torch.float64), torch.randn(4, 16)
+    eye = torch.eye(512, dtype=torch.float64)
     rows, large = torch.ones(2048, 1024), torch.ones(32 << 20)
     fmt = Format.parse("W4A16_G128")
     weight = torch.randn(4096, 2048)  # large enough for its temporary tensors to be memory that the process just got
@@ -192,14 +191,6 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     def rounded() -> None:
         with bfloat16_products():
             x @ w
-
-    def nodes() -> None:
-        for _ in range(200):
-            small.add(small)
-
-    def operators() -> None:
-        for _ in range(50):
-            rms_norm(small, small[0], 1e-6)
 
     seconds = {
         "matmul_flop": price(2 * 2048 * 512**2, lambda: x @ w),
@@ -216,11 +207,30 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     }
     column, importance = weight[:1024, :128].contiguous(), torch.rand(128)
     seconds["grid_element"] = price(29 * column.numel(), lambda: search_grid(column, importance, fmt))
-    # An operator through the interpreter takes about six times its bare call.
-    seconds["node"] = 6 * price(200, nodes)
-    seconds["custom_op"] = price(50, operators) - seconds["node"] / 6 * 5
+    seconds |= _calls(price)
     seconds |= _sweeps(seconds)
     return seconds | _files(price), spreads
+
+
+def _calls(price: Callable[..., float]) -> dict[str, float]:
+    """Price the call of an operator of PyTorch and of one of ours, whatever it computes."""
+    import torch
+
+    from compressor.ops.norm import rms_norm
+
+    small = torch.randn(4, 16)
+
+    def nodes() -> None:
+        for _ in range(200):
+            small.add(small)
+
+    def operators() -> None:
+        for _ in range(50):
+            rms_norm(small, small[0], 1e-6)
+
+    # An operator through the interpreter takes about six times its bare call.
+    bare = price(200, nodes)
+    return {"node": 6 * bare, "custom_op": price(50, operators) - 5 * bare}
 
 
 def _loop() -> int:

@@ -1,7 +1,7 @@
-"""What running samples through a graph segment by segment takes: work and memory.
+"""Price what running samples through a graph segment by segment takes: work and memory.
 
-This follows :func:`compressor.calibration.calibrate.stream` and :mod:`compressor.calibration.segment_runner` step by
-step, on costs in place of tensors.
+A calibrated pass is priced event by event, in the order in which a run executes them
+(:mod:`compressor.calibration.steps`), on costs in place of tensors.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from compressor.calibration.segment_runner import ancestors
+from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.segments import Segment, segments
-from compressor.graph.sites import Site, group_by_input
+from compressor.graph.sites import Site
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import half_product
 from compressor.numerics.range_search import Work
-from compressor.pipeline.site_plan import SitePlan
+from compressor.pipeline.site_plan import Gathering, SitePlan
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
-_MICRO_BATCH_TOKENS = 2048  # the default of compressor.calibration.calibrate.stream
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Streaming:
 
 
 def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
-    """A calibrated pass over a graph as it is before the pass.
+    """Price a calibrated pass over a graph as it is before the pass.
+
+    The events are those of the run: both walk :func:`compressor.calibration.steps.calibration_steps`.
 
     Args:
         plans: of the pass, all with the same gathering.
@@ -59,64 +61,102 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
     if gathering.gradients and not gathering.squares:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
-    coarse = is_coarse(Format.parse(plan.format) for plan in chosen.values() if plan.format)
-    product = "bfloat16_flop" if gathering.squares and coarse else "matmul_flop"
-    twofold = 2 if gathering.with_dense else 1
-    batch = min(samples, max(1, _MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
-    dense = node_costs(graph, batch, length)
-    current = dict(dense)
-    runs = samples / batch
-    work: dict[str, float] = defaultdict(float)
-    again: dict[str, float] = defaultdict(float)
-    working, weights, hidden, live, done = 0, 0, 0, 0, 0
-    cut, passed = segments(graph), set[Node]()
+    batch = min(samples, max(1, MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
+    pricing = _Pricing(chosen, gathering, node_costs(graph, batch, length), samples / batch)
+    cut, done = segments(graph), 0
+    for step in calibration_steps(graph, chosen, gathering.true_sequential):
+        for behind in cut[done : step.index]:
+            pricing.run(behind.nodes)
+        done = step.index
+        pricing.enter(cut[: step.index + 1])
+        sites = {site.name: site for site in linears(cut[step.index])}
+        for round_ in step.rounds:
+            pricing.show(cut[step.index], [[sites[name] for name in group] for group in round_])
+    priced = pricing.result()
+    return _one_after_another(_plan_backwards(graph, samples, length), priced) if gathering.gradients else priced
 
-    def run(nodes: Sequence[Node], passed: set[Node]) -> None:
-        for costs in (dense, current)[2 - twofold :]:
-            for amounts, ran in ((work, False), (again, True)):
-                for unit, amount in eager_work(costs[node] for node in nodes if (node in passed) is ran).items():
-                    amounts[product if unit == "matmul_flop" else unit] += runs * amount
 
-    for index, segment in enumerate(cut):
-        block = [site for site in (*segment.sites, *segment.packed) if site.name in chosen]
-        if not block:
-            continue
-        for behind in cut[done:index]:
-            run(behind.nodes, passed)
-        done, passed = index, set()
-        for behind in cut[: index + 1]:
-            hidden = max(hidden, runs_bytes(behind, dense, runs))
-        weights = max(weights, _weight_bytes(segment.nodes, dense))
-        groups = group_by_input(block)
-        rounds = [[group] for group in groups] if gathering.true_sequential else [groups]
-        for round_ in rounds:
-            needed = ancestors([group[0].input for group in round_], set(segment.nodes))
-            nodes = [node for node in segment.nodes if node in needed]
-            run(nodes, passed)
-            if gathering.true_sequential:
-                passed |= needed
-                live = max(live, live_bytes(segment, passed, dense, runs))
-            read = [_elements(dense[group[0].node], group[0]) for group in round_]  # in one run
-            square = sum(group[0].in_features ** 2 for group in round_) if gathering.squares else 0
-            products = 0.0  # with one half of a symmetric matrix, and all of the other
-            for size, group in zip(read, round_, strict=True):
-                products += size * group[0].in_features * (half_product(group[0].in_features) + 2 * (twofold - 1))
-            work[product] += runs * products if gathering.squares else 0
-            work["stream_byte"] += (12 * (twofold - 1) if gathering.squares else _VECTOR_BYTES) * runs * sum(read)
-            statistics = 4 * twofold * square
-            widest = 4 * max(read)
-            running = max(peak_bytes(nodes, current), peak_bytes(nodes, dense) + widest if twofold == 2 else 0)
-            quantising = 0
-            for site in (site for group in round_ for site in group):
-                plan = chosen[site.name]
-                for unit, amount in plan.work.items():
-                    work[unit] += amount
-                quantising = max(quantising, plan.working_bytes)
-                if plan.format:
-                    current[site.node] = _packed(dense[site.node], plan)
-            working = max(working, statistics + max(running + widest, quantising))
-    found = Streaming(dict(work), twofold * hidden, working, weights, twofold * max(hidden, live), dict(again))
-    return _one_after_another(_plan_backwards(graph, samples, length), found) if gathering.gradients else found
+class _Pricing:
+    """Add up what the events of a calibration take.
+
+    Args:
+        chosen: the plan of each linear of interest.
+        dense: costs of the graph before the pass, of one micro-batch.
+        runs: micro-batches.
+    """
+
+    def __init__(
+        self, chosen: Mapping[str, SitePlan], gathering: Gathering, dense: dict[Node, NodeCost], runs: float
+    ) -> None:
+        self._chosen, self._gathering, self._dense, self._runs = chosen, gathering, dense, runs
+        self._current = dict(dense)  # with the linears that are packed by now
+        self._graphs = 2 if gathering.with_dense else 1
+        coarse = is_coarse(Format.parse(plan.format) for plan in chosen.values() if plan.format)
+        self._product = "bfloat16_flop" if gathering.squares and coarse else "matmul_flop"
+        self._work: dict[str, float] = defaultdict(float)
+        self._again: dict[str, float] = defaultdict(float)
+        self._passed: set[Node] = set()  # of the segment, those that were run already
+        self._working = self._weights = self._hidden = self._live = 0
+
+    def run(self, nodes: Sequence[Node]) -> None:
+        """Run nodes over all samples; those that were passed already run only where hidden states lie on disk."""
+        for costs in (self._dense, self._current)[2 - self._graphs :]:
+            for amounts, ran in ((self._work, False), (self._again, True)):
+                work = eager_work(costs[node] for node in nodes if (node in self._passed) is ran)
+                for unit, amount in work.items():
+                    amounts[self._product if unit == "matmul_flop" else unit] += self._runs * amount
+
+    def enter(self, cut: Sequence[Segment]) -> None:
+        """Begin with the last of some segments."""
+        self._passed = set()
+        for segment in cut:
+            self._hidden = max(self._hidden, runs_bytes(segment, self._dense, self._runs))
+        self._weights = max(self._weights, _weight_bytes(cut[-1].nodes, self._dense))
+
+    def show(self, segment: Segment, groups: Sequence[Sequence[Site]]) -> None:
+        """Run to the inputs of some groups, gather their statistics, and quantise their linears."""
+        needed = ancestors([group[0].input for group in groups], set(segment.nodes))
+        nodes = [node for node in segment.nodes if node in needed]
+        self.run(nodes)
+        if self._gathering.true_sequential:
+            self._passed |= needed
+            self._live = max(self._live, live_bytes(segment, self._passed, self._dense, self._runs))
+        widest = 4 * max(_elements(self._dense[group[0].node], group[0]) for group in groups)
+        statistics = self._gather(groups)
+        running = peak_bytes(nodes, self._current)
+        if self._graphs == 2:
+            running = max(running, peak_bytes(nodes, self._dense) + widest)
+        quantising = self._quantise([site for group in groups for site in group])
+        self._working = max(self._working, statistics + max(running + widest, quantising))
+
+    def _gather(self, groups: Sequence[Sequence[Site]]) -> int:
+        """Add the work of the statistics of some groups; returns their bytes."""
+        read = [_elements(self._dense[group[0].node], group[0]) for group in groups]  # in one run
+        widths = [group[0].in_features for group in groups]
+        if not self._gathering.squares:
+            self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
+            return 0
+        for size, width in zip(read, widths, strict=True):
+            halves = half_product(width) + 2 * (self._graphs - 1)  # of a symmetric matrix, and all of the other
+            self._work[self._product] += self._runs * size * width * halves
+        self._work["stream_byte"] += 12 * (self._graphs - 1) * self._runs * sum(read)
+        return 4 * self._graphs * sum(width**2 for width in widths)
+
+    def _quantise(self, sites: Sequence[Site]) -> int:
+        """Add the work of quantising linears; returns the most bytes that this takes at once."""
+        for site in sites:
+            plan = self._chosen[site.name]
+            for unit, amount in plan.work.items():
+                self._work[unit] += amount
+            if plan.format:
+                self._current[site.node] = _packed(self._dense[site.node], plan)
+        return max((self._chosen[site.name].working_bytes for site in sites), default=0)
+
+    def result(self) -> Streaming:
+        """Return the sums."""
+        graphs = self._graphs
+        live = graphs * max(self._hidden, self._live)
+        return Streaming(dict(self._work), graphs * self._hidden, self._working, self._weights, live, dict(self._again))
 
 
 def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.text import load_evaluation, load_samples
@@ -181,7 +181,9 @@ def test_statistics_are_those_of_the_whole_graph(kind: str, true_sequential: boo
     graph = model(kind)
     expected, sites = whole(graph, IDS), linear_sites(graph)
     found = {}
-    for group, hessian in stream(graph, IDS, sites, Hessian, true_sequential=true_sequential, micro_batch_tokens=36):
+    for group, hessian in CalibrationRun(
+        graph, IDS, sites, Hessian, CalibrationOptions(true_sequential=true_sequential, micro_batch_tokens=36)
+    ).groups():
         assert hessian.tokens == IDS.numel()
         found.update({site.name: hessian.value for site in group})
     assert list(found) == [site.name for site in sites]
@@ -199,8 +201,8 @@ def test_rows_count_as_often_as_their_weights_say() -> None:
     options = {"with_dense": twin(graph), "micro_batch_tokens": 36}
     replace_linear(graph, sites[0], rtn_quantize(graph.get_parameter(sites[0].weight_name), Format.parse("W2A16_G32")))
     sites = linear_sites(graph)[:3]
-    weighted = stream(graph, IDS, sites, Hessian, row_weights=weights, **options)  # type: ignore[arg-type]
-    plain = stream(graph, repeated, sites, Hessian, **options)  # type: ignore[arg-type]
+    weighted = CalibrationRun(graph, IDS, sites, Hessian, CalibrationOptions(row_weights=weights, **options)).groups()  # type: ignore[arg-type]
+    plain = CalibrationRun(graph, repeated, sites, Hessian, CalibrationOptions(**options)).groups()  # type: ignore[arg-type]
     for (group, one), (_, other) in zip(weighted, plain, strict=True):
         scale = int(counts.sum()) / len(IDS)
         assert one.cross is not None and other.cross is not None
@@ -214,7 +216,9 @@ def test_equal_weights_change_no_bit() -> None:
     sites = linear_sites(graph)
     ones = {site.name: torch.ones(IDS.numel()) for site in sites}
     for (_, one), (_, other) in zip(
-        stream(graph, IDS, sites, Hessian, row_weights=ones), stream(graph, IDS, sites, Hessian), strict=True
+        CalibrationRun(graph, IDS, sites, Hessian, CalibrationOptions(row_weights=ones)).groups(),
+        CalibrationRun(graph, IDS, sites, Hessian).groups(),
+        strict=True,
     ):
         assert torch.equal(one.value, other.value)
 
@@ -223,7 +227,9 @@ def test_equal_weights_change_no_bit() -> None:
 def test_later_groups_see_earlier_linears_replaced(kind: str) -> None:
     graph, mirror, fmt = model(kind), model(kind), Format.parse("W3A16_G32")
     dense = whole(graph, IDS)
-    for group, hessian in stream(graph, IDS, linear_sites(graph), Hessian, with_dense=True):
+    for group, hessian in CalibrationRun(
+        graph, IDS, linear_sites(graph), Hessian, CalibrationOptions(with_dense=True)
+    ).groups():
         expected = whole(mirror, IDS)
         for site in group:
             torch.testing.assert_close(hessian.value, expected[site.name], rtol=1e-4, atol=1e-4)
@@ -261,7 +267,10 @@ def test_what_a_block_reads_late_stays_until_then() -> None:
     module(x)
     expected = {name: 2 / 6 * rows.T @ rows for name, rows in seen.items()}  # before capture calls the hooks
     graph = capture(module, (x[:2],))
-    found = {group[0].name: hessian.value for group, hessian in stream(graph, x, linear_sites(graph), Hessian)}
+    found = {
+        group[0].name: hessian.value
+        for group, hessian in CalibrationRun(graph, x, linear_sites(graph), Hessian).groups()
+    }
     assert list(found) == list(expected)
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name])
@@ -270,7 +279,7 @@ def test_what_a_block_reads_late_stays_until_then() -> None:
 def test_only_what_the_sites_need_is_run() -> None:
     graph = model()
     sites, _ = match_sites(linear_sites(graph), "model.layers.0.self_attn")
-    groups = [[site.name for site in group] for group, _ in stream(graph, IDS, sites, Hessian)]
+    groups = [[site.name for site in group] for group, _ in CalibrationRun(graph, IDS, sites, Hessian).groups()]
     prefix = "model.layers.0.self_attn"
     assert groups == [[f"{prefix}.{leaf}_proj" for leaf in "qkv"], [f"{prefix}.o_proj"]]
 
@@ -278,7 +287,7 @@ def test_only_what_the_sites_need_is_run() -> None:
 def test_samples_that_the_model_cannot_read_are_refused() -> None:
     graph = model()
     with pytest.raises(UsageError, match="40 tokens exceed the model's 32 positions"):
-        next(stream(graph, torch.zeros(1, 40, dtype=torch.int64), linear_sites(graph), Hessian))
+        next(CalibrationRun(graph, torch.zeros(1, 40, dtype=torch.int64), linear_sites(graph), Hessian).groups())
     plain = capture(torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.zeros(2, 4),))
     with pytest.raises(UsageError, match="which reads no tokens"):
-        next(stream(plain, IDS, linear_sites(plain), Hessian))
+        next(CalibrationRun(plain, IDS, linear_sites(plain), Hessian).groups())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compressor
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.images import Images, load_evaluation_images, load_image_samples, load_images
@@ -178,14 +178,14 @@ def test_a_fixed_batch_takes_whole_batches_only(net: nn.Module) -> None:
     graph = capture(net, (torch.zeros(4, 3, 8, 6),))
     sites = [site for site in linear_sites(graph) if site.name == "second"]
     x = torch.randn(8, 3, 8, 6, generator=torch.Generator().manual_seed(0))
-    ((_, statistic),) = stream(graph, x, sites, Hessian)
+    ((_, statistic),) = CalibrationRun(graph, x, sites, Hessian).groups()
     hidden = torch.relu(net.norm(net.first(net.alone(x))))
     rows = functional.unfold(hidden, 3, padding=1).unflatten(1, (16, 9)).permute(0, 3, 2, 1).reshape(-1, 144).double()
     torch.testing.assert_close(statistic.value.double(), 2 / len(rows) * rows.t() @ rows, rtol=1e-4, atol=1e-5)
     for samples, words in ((x[:6], "captured with a batch of 4, and 6 samples"), (x[:, :2], "the samples are"),
                            (x.long(), "reads no tokens")):  # fmt: skip
         with pytest.raises(UsageError, match=words):
-            next(stream(graph, samples, sites, Hessian))
+            next(CalibrationRun(graph, samples, sites, Hessian).groups())
 
 
 def test_mixed_precision_serves_convolutions(net: nn.Module) -> None:

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
@@ -78,7 +78,11 @@ def test_gptq_loses_as_little_on_rounded_statistics(model: transformers.LlamaFor
     sites = linear_sites(graph)
     # A statistic's value is its own memory: it is freed when the next one comes.
     exact, rounded = (
-        {site.name: h.value.clone() for group, h in stream(graph, ids(), sites, Hessian, rounded=r) for site in group}
+        {
+            site.name: h.value.clone()
+            for group, h in CalibrationRun(graph, ids(), sites, Hessian, CalibrationOptions(rounded=r)).groups()
+            for site in group
+        }
         for r in (False, True)
     )
     for site in sites:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.guided_rows import guided_rows
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
@@ -131,8 +131,10 @@ def test_guided_rounding_loses_less_of_what_guides_it(
     ids, fmt = torch.randint(20, (2, 32), generator=torch.Generator().manual_seed(0)), Format.parse("W2A16_G16")
     sites = match_sites(linear_sites(graph), "up_proj")[0]
     weights = guided_rows(graph, ids, sites, seed=0)
-    ((_, plain),) = stream(graph, ids, sites, Hessian, rounded=True)
-    ((_, guided),) = stream(graph, ids, sites, Hessian, row_weights=weights, rounded=True)
+    ((_, plain),) = CalibrationRun(graph, ids, sites, Hessian, CalibrationOptions(rounded=True)).groups()
+    ((_, guided),) = CalibrationRun(
+        graph, ids, sites, Hessian, CalibrationOptions(row_weights=weights, rounded=True)
+    ).groups()
     weight = graph.get_parameter(sites[0].weight_name).detach().float()
     values = [dequantize(adaptive_round(weight, h.value, fmt, steps=40)[0]) for h in (plain, guided)]
     assert loss(weight, values[1], guided.value) < 0.995 * loss(weight, values[0], guided.value)

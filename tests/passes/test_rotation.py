@@ -11,7 +11,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import stream
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
@@ -180,7 +180,9 @@ def test_outliers_are_gone() -> None:
 
     def peaks(graph: GraphModule) -> list[float]:
         ids = torch.arange(96).view(2, 48)
-        groups = stream(graph, ids, linear_sites(graph), Inputs, true_sequential=False)
+        groups = CalibrationRun(
+            graph, ids, linear_sites(graph), Inputs, CalibrationOptions(true_sequential=False)
+        ).groups()
         found = {group[0].name.rpartition(".")[2]: inputs for group, inputs in groups}
         return [float(found[k].absmax.max() / found[k].mean_square.mean().sqrt()) for k in ("q_proj", "gate_proj")]
 

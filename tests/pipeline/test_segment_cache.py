@@ -159,8 +159,8 @@ def test_a_finished_run_again_reads_no_samples(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("samples run again")
 
-    monkeypatch.setattr("compressor.calibration.segment_runner.Stream.values", refuse)
-    monkeypatch.setattr("compressor.calibration.segment_runner.Stream.run", refuse)
+    monkeypatch.setattr("compressor.calibration.segment_runner.SegmentRunner.values", refuse)
+    monkeypatch.setattr("compressor.calibration.segment_runner.SegmentRunner.run", refuse)
     assert same(first, run(captured, tmp_path, PASSES[-1])[0])
 
 

@@ -40,9 +40,10 @@ REFUSED = {
 def refusal(folder: Path, text: str) -> str:
     file = folder / "recipe.yaml"
     file.write_text(text, encoding="utf-8")
-    begin = time.monotonic()
+    begin = time.thread_time()
     result = CliRunner().invoke(main, ["run", str(file), "-o", str(folder / "bundle")])
-    assert result.exit_code == 2 and time.monotonic() - begin < 10, result.output
+    assert result.exit_code == 2, result.output
+    assert time.thread_time() - begin < 10  # of this thread: other tests may hold the cores
     assert not list(folder.glob("bundle*"))
     return result.stderr[result.stderr.index("error: ") :]
 
