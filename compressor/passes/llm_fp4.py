@@ -18,7 +18,7 @@ from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.rounded_activations import round_activations
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import range_cuts
@@ -186,9 +186,9 @@ def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt:
     Scales are powers of two, so the graph computes the same bits as before.
     """
 
-    def choose(inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+    def choose(inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
         shifts = partial(exponent_shifts, inputs.absmax)
-        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, absorber.shared)
+        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, target.shared)
 
     scale_groups(graph, ctx, "llm_fp4", sites, task, choose)
 

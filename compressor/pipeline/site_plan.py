@@ -111,7 +111,7 @@ def plan_dense_sites(
     for site in sites:
         weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
-        note, work = "scaled, where something absorbs it", dict(scaled_work(*shape, fmt, tries, chosen=False))
+        note, work = "scaled, where the scale can be folded", dict(scaled_work(*shape, fmt, tries, chosen=False))
         kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
         plans.append(kept)
     return plans
