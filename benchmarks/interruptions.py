@@ -54,7 +54,7 @@ def run(recipe: str, output: Path, cache: Path) -> subprocess.CompletedProcess[s
 
 
 def bundle_sha256(bundle: Path) -> str:
-    """The manifest holds the hash of every other file."""
+    """Return the manifest's SHA-256; the manifest holds the hash of every other file."""
     return hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
 
 
