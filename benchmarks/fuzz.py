@@ -129,7 +129,9 @@ def make_bundle(folder: Path) -> None:
 
 
 def load_tvm() -> None:
-    """Pretend that TVM is imported already, so that the bundle's placeholder of the run-time library is not loaded."""
+    """Load TVM's own run-time library first, as an import of TVM would, so that the bundle's placeholder is not
+    loaded.
+    """
     tvm = importlib.util.find_spec("tvm")
     assert tvm is not None and tvm.origin is not None
     ctypes.CDLL(str(Path(tvm.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)

@@ -111,9 +111,9 @@ def mounted(folder: Path, options: str) -> None:
 
 
 def fault(work: Path, base: Path, recipe: str, name: str, expected: str) -> dict[str, Any]:
-    """``<what>_<fault>``: the folder of the cache, the output or temporary files.
+    """Run with one fault, named ``<what>_<fault>``: what is the folder of the cache, the output or temporary files.
 
-    ``full`` and ``readonly`` are so from the start; ``filled`` runs full while the run is under way.
+    ``full`` and ``readonly`` hold from the start; ``filled`` becomes full while the run is under way.
     """
     what, kind = name.split("_")
     folder = fresh(work / name, base)

@@ -99,7 +99,7 @@ def main() -> None:
         call = decoder_step(loaded, options.tokens, options.context)
         what = f"{options.tokens} token(s) after {options.context}"
     else:
-        parser.error(f"{options.bundle} is no decoder: give its --inputs")
+        parser.error(f"{options.bundle} is not a decoder: give its --inputs")
     clock = time.process_time if options.cpu else time.perf_counter
     found = {"bundle": options.bundle.name, "what": what, **profile(loaded, call, options.repeats, clock)}
     if options.json:

@@ -155,7 +155,7 @@ def serving(folders: dict[str, Path]) -> Iterator[Server]:
 
 
 def opened(browser: Browser, server: Server, runtime: Runtime, kind: str, ids: list[int]) -> Any:
-    """Open a runtime's page in a new profile; return it, the time to load it, and the first answer."""
+    """Open a runtime's page in a new profile, and measure loading and the first answer."""
     page = browser.new_context().new_page()
     page.set_default_timeout(300_000)
     before, name = server.sent, "index.html" if runtime.ours else "web_onnxruntime.html"

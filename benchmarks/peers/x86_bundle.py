@@ -30,7 +30,7 @@ class BundleServer(Server):
         return (self.files / "weights.safetensors").stat().st_size
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The read bandwidth of the machine, with this many threads."""
+        """Measure the read bandwidth of the machine, with this many threads."""
         if request["do"] == "bandwidth":
             return {"bytes_per_s": self.bundle.read_bandwidth()}
         return super().more(request)

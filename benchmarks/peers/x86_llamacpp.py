@@ -51,7 +51,7 @@ class LlamaCpp(Runtime):
         self.settings = f"{self.variant}, cache f16; built with {', '.join(on)}"
 
     def reset(self) -> None:
-        """An empty cache."""
+        """Empty the cache."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
     def step(self, ids: list[int]) -> int:

@@ -28,7 +28,7 @@ class Torch(Network):
 
     @torch.inference_mode()
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output."""
+        """Return the output."""
         found: NDArray[np.float32] = self.network(*map(torch.from_numpy, inputs.values())).numpy()
         return found
 

@@ -20,7 +20,7 @@ class Ours(BundleServer, Runtime):
         self.settings = f"bundle {self.files.name}, cache {self.bundle.model['cache_format']}"
 
     def reset(self) -> None:
-        """A new session."""
+        """Start a new session."""
         self.session = self.bundle.session(capacity=_CAPACITY)
 
     def step(self, ids: list[int]) -> int:
@@ -33,7 +33,7 @@ class Ours(BundleServer, Runtime):
         return self._logits
 
     def embedding_bytes(self) -> int:
-        """The bundle says itself what a token reads."""
+        """Return the bytes that a token does not read, which follow from the manifest."""
         return self.weight_bytes() - self.bytes_per_token()
 
     def bytes_per_token(self) -> int:

@@ -71,7 +71,7 @@ class Server(ABC):
         return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
 
     def facts(self) -> dict[str, Any]:
-        """What is told of the loaded model."""
+        """Return versions, settings and weight bytes of the loaded model."""
         versions = {name: importlib.metadata.version(name) for name in self.packages}
         return {"versions": versions, "settings": self.settings, "weight_bytes": self.weight_bytes()}
 
@@ -89,7 +89,7 @@ class Server(ABC):
         return self.more(request)
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Requests of some runtimes only."""
+        """Answer a request that only some runtimes know."""
         raise ValueError(f"{request}: unknown")
 
     def _prepare(self) -> dict[str, Any]:
@@ -175,16 +175,16 @@ class Network(Server):
 
     @abstractmethod
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output, of which the next call may take the memory."""
+        """Return the output, whose memory the next call may reuse."""
 
     def calibration(self) -> list[Arrays]:
-        """What quantisation may look at: a batch of one each."""
+        """Return the inputs that quantisation may use: batches of one."""
         arrays = read_arrays(self.model / "calibration.npz")
         count = len(next(iter(arrays.values())))
         return [{name: array[i : i + 1] for name, array in arrays.items()} for i in range(count)]
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Outputs and times."""
+        """Return outputs and times."""
         what = request["do"]
         if what == "check":
             np.save(request["out"], self.run(read_arrays(Path(request["inputs"]))))

@@ -25,7 +25,7 @@ class Torch(Runtime):
     packages = ("torch", "transformers", "torchao")
 
     def convert(self, out: Path) -> None:
-        """The whole module as a pickle, for linears of torchao are not to be had in a Hugging Face folder."""
+        """Save the whole module as a pickle, since torchao's linears cannot be saved in a Hugging Face folder."""
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
         if self.variant == "bfloat16":
             model.save_pretrained(out)
@@ -51,7 +51,7 @@ class Torch(Runtime):
         self.settings = f"int4 asym g128 (tinygemm), head int4, embeddings bfloat16, compiled, cache of {_CAPACITY}"
 
     def reset(self) -> None:
-        """An empty cache; compiled code wants one of a fixed size."""
+        """Empty the cache; compiled code needs one of a fixed size."""
         config = self.network.config
         if self.variant == "bfloat16":
             self.cache: Any = DynamicCache(config=config)
