@@ -1,4 +1,4 @@
-"""How long GPTQ W4A16_G128 of a Llama takes, and its memory: ours, and peers in their own environments.
+"""Time and memory of GPTQ W4A16_G128 on a Llama: ours, and peers in their own environments.
 
     python benchmarks/compress_time.py WORK_FOLDER [--hidden 2048 --layers 16] [--peers FOLDER] [--repeats 1] [--json]
 

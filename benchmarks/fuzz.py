@@ -1,4 +1,4 @@
-"""Fuzzes what reads files of other people's making: recipes, manifests and packed weights, guided by coverage.
+"""Fuzz the readers of untrusted files, guided by coverage: recipes, manifests and packed weights.
 
 A reader may accept an input, or refuse it with an error of its own that has a message.  Everything else is a finding:
 another exception, a hang, memory out of proportion, a file opened outside the folder, a process, library or socket.

@@ -1,4 +1,4 @@
-"""Where one step of a decoder's bundle spends its time, or one call of another's, by kernel.
+"""Profile one step of a decoder's bundle, or one call of another bundle, by kernel.
 
     python benchmarks/profile_step.py BUNDLE [--tokens 1] [--context 128] [--threads 2] [--repeats 20] [--json]
     python benchmarks/profile_step.py BUNDLE --inputs FILE.npz [--threads 2] [--repeats 20] [--json] [--cpu]

@@ -1,4 +1,4 @@
-"""The Markdown of benchmarks/quality.py."""
+"""Format the results of benchmarks/quality.py as Markdown."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ def read_bandwidth() -> float:
 
 @pytest.fixture
 def measure(benchmark: Any, read_bandwidth: float) -> Callable[..., None]:
-    """``measure(kernel, arrays, bytes_read, operations, facts)``: time and what follows from it, for the table."""
+    """Return ``measure(kernel, arrays, bytes_read, operations, facts)``, which records the time and derived figures for
+    the table.
+    """
 
     def run(kernel: Any, arrays: Sequence[Any], bytes_read: int, operations: int, facts: dict[str, Any]) -> None:
         if benchmark.disabled:  # --benchmark-disable: whether everything runs
@@ -212,7 +214,9 @@ def attention_kernel() -> Any:
     ids=["decode-128", "decode-1024", "prompt-128", "prompt-512"],
 )
 def test_attention(past: int, new: int, measure: Callable[..., None]) -> None:
-    """Of a decoded token, which sees itself as well, or of a prompt, in which each token sees those before it."""
+    """Time attention of a decoded token, which sees itself as well, or of a prompt, in which each token sees those
+    before it.
+    """
     kernel, random = attention_kernel(), np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
@@ -235,7 +239,7 @@ def norm_kernel(width: int) -> Any:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rms_norm(tokens: int, measure: Callable[..., None]) -> None:
-    """Of one token the call itself is a large part of the time."""
+    """Time RMS norm; for one token the call itself is a large part of the time."""
     width, random = 2048, np.random.default_rng(0)
     read = [random.standard_normal(shape, "float32") for shape in ((1, tokens, width), (width,))]
     facts = {"family": "RMS norm", "format": "float32", "shape": str(width), "tokens": tokens, "isa": BEST.name}

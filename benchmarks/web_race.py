@@ -36,7 +36,7 @@ FLAGS = (
 )  # fmt: skip
 PROMPT, NEW, LONG = 16, 32, 128
 CALLS = 3
-"""Of a prompt or text in a turn, whose median counts: engines take a few calls to their best code."""
+"""Calls of a prompt or text in a turn, whose median counts: engines take a few calls to their best code."""
 TEXTS = (16, 128)
 """Tokens of the texts that encoders get."""
 RACES = (

@@ -53,7 +53,7 @@ COLUMNS = (
     "decode, tokens/s",
 )  # fmt: skip
 WORST = 0.01
-"""How much more perplexity W4A8 may have than W4A16, by the same method."""
+"""Largest ratio of W4A8's perplexity to W4A16's, by the same method."""
 
 
 def measure(name: str, entry: dict[str, Any], scratch: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the drivers of all peers share: the job from the command line, the clock, and the files that come out.
+"""Parts that the drivers of all peers share: the job from the command line, the clock, and the files that come out.
 
 A driver runs in its peer's environment, from the checkout's folder:
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Job:
-    """What is asked for, and what has been measured.
+    """A request, and the figures measured for it.
 
     Attributes:
         ids: int64 [samples, sequence].
@@ -123,7 +123,7 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def weight_count(modules: Mapping[str, nn.Linear]) -> int:
-    """How many weights these linears have."""
+    """Return the number of weights of these linears."""
     return sum(module.in_features * module.out_features for module in modules.values())
 
 

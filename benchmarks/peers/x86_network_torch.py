@@ -22,7 +22,7 @@ class Torch(Network):
         """There is nothing to convert."""
 
     def load(self) -> None:
-        """As its users do."""
+        """Load it as its users do."""
         torch.set_num_threads(self.threads)
         self.network = torch_network(self.task)
 
@@ -33,7 +33,7 @@ class Torch(Network):
         return found
 
     def weight_bytes(self) -> int:
-        """Of the parameters."""
+        """Return the bytes of the parameters."""
         return sum(p.numel() * p.element_size() for p in self.network.parameters())
 
 

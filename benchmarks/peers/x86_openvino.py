@@ -54,7 +54,7 @@ class OpenVINO(Runtime):
         self.position = 0
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
         begin, self.position = self.position, self.position + len(ids)
         inputs = {
             "input_ids": np.array([ids]),
@@ -67,11 +67,11 @@ class OpenVINO(Runtime):
         return int(self._logits.argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return self._logits
 
     def embedding_bytes(self) -> int:
-        """NNCF stores the table in int8, a zero point and a float16 scale a row."""
+        """Return the table's bytes: NNCF stores it in int8, with a zero point and a float16 scale per row."""
         return self.embeddings + 3 * int(self.config["vocab_size"])
 
 

@@ -56,7 +56,7 @@ class OrtGenAI(Runtime):
         return int(self.generator.get_next_tokens()[0])
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return np.asarray(self.generator.get_output("logits"), np.float32)[0, -1]
 
     def embedding_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the drivers of runtimes share: requests on stdin, answers on stdout, and the clock.
+"""Parts that the drivers of runtimes share: requests on stdin, answers on stdout, and the clock.
 
 A driver runs in its runtime's environment, from the checkout's folder:
 
@@ -52,7 +52,7 @@ class Server(ABC):
     packages: ClassVar[tuple[str, ...]]
     """Distributions whose versions are reported."""
     settings: str = ""
-    """How the model is stored and computed, in words."""
+    """Storage and arithmetic of the model, in words."""
 
     def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
         self.model, self.files, self.variant, self.threads = model, files, variant, threads
@@ -66,7 +66,7 @@ class Server(ABC):
         """Make ready to compute."""
 
     def weight_bytes(self) -> int:
-        """Bytes of the files that hold weights: all but texts."""
+        """Return the bytes of the files that hold weights: all but texts."""
         texts = {".json", ".xml", ".py", ".md", ".txt", ".jinja"}
         return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
 
@@ -117,15 +117,15 @@ class Runtime(Server):
 
     @abstractmethod
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
 
     @abstractmethod
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
 
     @abstractmethod
     def embedding_bytes(self) -> int:
-        """Bytes of the embedding table, if it is not the head's as well."""
+        """Return the bytes of the embedding table, if it is not the head's as well."""
 
     def bytes_per_token(self) -> int:
         """Bytes of weights that a token's step reads."""

@@ -59,14 +59,14 @@ class Torch(Runtime):
             self.cache = StaticCache(config=config, max_cache_len=_CAPACITY)
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
         inputs = torch.tensor([ids])
         out = self.forward(input_ids=inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self._logits = out.logits[0, -1]
         return int(self._logits.argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return self._logits.float().numpy()
 
     def embedding_bytes(self) -> int:

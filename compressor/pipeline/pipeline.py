@@ -60,7 +60,7 @@ class Pass(ABC):
 
     @property
     def runs_samples(self) -> bool:
-        """Whether :meth:`run` takes the calibration samples through the graph beyond the runs that the plan's sites
+        """True if :meth:`run` takes the calibration samples through the graph beyond the runs that the plan's sites
         state.
         """
         return False

@@ -25,7 +25,7 @@ _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, byte
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a pass runs calibration samples.
+    """Runs of the calibration samples that a pass needs.
 
     Attributes:
         true_sequential, with_dense: arguments of :func:`compressor.calibration.calibrate.stream`.

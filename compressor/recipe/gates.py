@@ -145,7 +145,7 @@ class Gate:
 
     @property
     def relative(self) -> bool:
-        """Whether the bound is a multiple of the dense model's figure."""
+        """True if the bound is a multiple of the dense model's figure."""
         return self.unit == _DENSE
 
     @property

@@ -17,7 +17,7 @@ from compressor.verify.independence.labels import SHARED, CannotProve, Entries, 
 class Call:
     """One call of an operator on fake tensors."""
 
-    args: dict[str, Any]  # by the names of the operator's schema, defaults filled in
+    args: dict[str, Any]  # by the schema's names, defaults filled in
     out: Any
     label_of: Callable[[Tensor], Label]
     batch: sympy.Expr
