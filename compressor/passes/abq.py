@@ -120,7 +120,8 @@ class Abq(Pass):
         with ctx.reporter.task("abq", 2 * len(sites)) as task:
             scale_groups(graph, ctx, "abq", sites, task, partial(search_balance, fmt))
             blocks = Blocks(ctx, "abq", self, task, decides=samples.sha256, chained=True)
-            formats, statistic = {site.name: fmt for site in sites}, partial(RoundedInputs, fed=fmt.activations)
+            formats = {site.name: fmt for site in sites}
+            statistic = partial(RoundedInputs, fed=fmt.activations)
             self._gptq.quantize_sites(graph, ctx, "abq", formats, blocks, statistic)
         graph.recompile()
         return graph

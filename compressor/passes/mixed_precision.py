@@ -95,7 +95,9 @@ class MixedPrecision(Pass):
 
         Under a budget of divergence, another note states the expected divergence and the measured one.
         """
-        name, formats, budget = "mixed_precision", self.formats, self.budget
+        name = "mixed_precision"
+        formats = self.formats
+        budget = self.budget
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
         samples = ctx.calibration(name)
         self.requires(graph, ctx)
@@ -172,7 +174,8 @@ def sensitivities(
     """
     few = split_samples(graph, ids, _TOKENS)[0]
     (dense,) = stream_outputs(Stream(graph, [few]), Silent())
-    run, names = Stream(graph, [few], ctx.spill), {site.name for site in sites}
+    run = Stream(graph, [few], ctx.spill)
+    names = {site.name for site in sites}
     squares = {
         site.name: inputs.mean_square
         for group, inputs in stream(graph, few, sites, Inputs, true_sequential=False)

@@ -93,7 +93,8 @@ class Rotation(Pass):
                 task.advance()
         for what, places in left.items():
             if places:
-                names, reason = ", ".join(name for name, _ in places), places[0][1]
+                names = ", ".join(name for name, _ in places)
+                reason = places[0][1]
                 ctx.notes.append(f"rotation: not rotated: {what} {names}: {reason}{' (the first)' * (len(places) > 1)}")
         if not streams and not heads:
             ctx.notes.append("rotation: there is neither a residual stream nor attention: nothing is rotated")
@@ -123,7 +124,8 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
         raise CannotFold(found.reason)
     if ends and not is_hadamard(found.width):
         raise CannotFold(f"no Hadamard matrix of {found.width} channels is known here; {ends[0][1]}")
-    signs, gain = random_signs(found.width, generator), 1.0
+    signs = random_signs(found.width, generator)
+    gain = 1.0
     if found.centered:
         signs = torch.ones_like(signs)
     turn = partial(_turn, signs=signs, centered=found.centered)

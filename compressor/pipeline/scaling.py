@@ -36,7 +36,8 @@ def scale_groups(
     Returns:
         Mean square of each site's scaled inputs, float64 [in], by site name.
     """
-    ids, squares = ctx.calibration(pass_name).ids, {}
+    ids = ctx.calibration(pass_name).ids
+    squares = {}
     for group, inputs in stream(graph, ids, sites, Inputs, true_sequential=False, spill=ctx.spill):
         weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
         with naming(group[0]):

@@ -121,7 +121,8 @@ class Gate:
         """
         if metric not in METRICS:
             raise RecipeError(f"unknown metric; {nearest(metric, METRICS)}")
-        known, shown = METRICS[metric], repr(text)[:80]
+        known = METRICS[metric]
+        shown = repr(text)[:80]
         if known.units is None:
             answer = {"true": True, "false": False}.get(str(text).lower() if isinstance(text, str | bool) else "")
             if answer is None:
