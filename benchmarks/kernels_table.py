@@ -1,4 +1,6 @@
-"""Format the results of benchmarks/test_kernels_x86.py as Markdown: ``python benchmarks/kernels_table.py out.json [FILE.md]``.
+"""Format the results of benchmarks/test_kernels_x86.py as Markdown.
+
+    python benchmarks/kernels_table.py out.json [FILE.md]
 
 FILE.md is benchmarks/results/kernels_x86.md where it is not given.
 """
