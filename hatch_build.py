@@ -1,4 +1,4 @@
-"""Puts the data folders into the wheel; an editable install uses them where they are."""
+"""Put the data folders into the wheel; an editable install uses them where they are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class DataFolders(BuildHookInterface[Any]):
-    """Maps the folders beside the package to where :mod:`compressor.host.resources` looks for them.
+    """Build hook that maps the folders beside the package to where :mod:`compressor.host.resources` looks for them.
 
-    The static ``force-include`` of pyproject.toml cannot say this: it would copy the files into editable installs as
-    well, where they would hide later changes.  A path that is missing here fails the build.
+    The static ``force-include`` of pyproject.toml would copy the files into editable installs as well, where they would
+    hide later changes.  A path that is missing here fails the build.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Bundles as benchmarks make them: the phases of `compress run` without its checks and measurements.
+"""Make bundles for benchmarks: the phases of `compress run` without its checks and measurements.
 
     python benchmarks/bundles.py MODEL SCHEME FOLDER [--threads 2]
 
-Compresses every linear of a Hugging Face folder with RTN and chooses schedules quickly: the bundles that
-benchmarks/x86_llm.py times are made so.
+Compresses every linear of a Hugging Face folder with RTN and chooses schedules quickly; benchmarks/x86_llm.py times
+such bundles.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def lower(
     threads: int | None = None,
     tune: str = "off",
 ) -> None:
-    """Generate kernels for what passes made of a model, and fill the bundle's empty folder."""
+    """Generate kernels for a compressed graph, and fill the bundle's empty folder."""
     backend = make_backend(recipe.target.build(), threads)
     backend.compile(graph, tune, None, lambda _isa: None)
     written = backend.write(folder, graph, check_independence(graph).independent)
@@ -58,7 +58,7 @@ def lower(
 
 
 def main() -> None:
-    """Make one."""
+    """Make one bundle."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("scheme")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN, VOCABULARY, SEQUENCE = 512, 1000, 256
-SETTINGS = [(16, 4), (64, 4), (16, 8)]  # samples, layers; the first is what the others are compared with
+SETTINGS = [(16, 4), (64, 4), (16, 8)]  # samples, layers; the first is the reference
 
 
 def anonymous_bytes() -> int:
@@ -32,7 +32,7 @@ def anonymous_bytes() -> int:
 
 
 class Watch(threading.Thread):
-    """Samples the anonymous memory every two milliseconds."""
+    """Sampler of the anonymous memory, every two milliseconds."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

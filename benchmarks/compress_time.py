@@ -1,4 +1,4 @@
-"""How long GPTQ W4A16_G128 of a Llama takes, and its memory: ours, and peers in their own environments.
+"""Time and memory of GPTQ W4A16_G128 on a Llama: ours, and peers in their own environments.
 
     python benchmarks/compress_time.py WORK_FOLDER [--hidden 2048 --layers 16] [--peers FOLDER] [--repeats 1] [--json]
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
-    """The process that compresses by our GPTQ: figures as JSON on stdout."""
+    """Run in its own process: compress by our GPTQ and print the figures as JSON."""
     from compressor.host.threads import wait_passively
 
     wait_passively()  # as the command does
@@ -47,7 +47,7 @@ def compress_ours(model: str, ids_file: str, match_dense: str) -> None:
 
 
 def competitors(model: Path, ids: Path, peers: Path | None, dtypes: list[str]) -> dict[str, list[str]]:
-    """What each is called, and its command; a peer's ends with the folder that it writes to."""
+    """Return the competitors' names and commands; a peer's command ends with its output folder."""
     ours = [sys.executable, str(Path(__file__).resolve()), "--ours", str(model), str(ids)]
     found = {"ours": [*ours, "true"], "ours, match_dense: false": [*ours, "false"]}
     for name, method in PEERS.items() if peers else ():
@@ -59,7 +59,7 @@ def competitors(model: Path, ids: Path, peers: Path | None, dtypes: list[str]) -
 
 
 def run(name: str, command: list[str], scratch: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """One measurement."""
+    """Measure one command."""
     with tempfile.TemporaryDirectory(dir=scratch) as out:
         command = [out if part == "OUT" else part for part in command]
         if not name.startswith("ours"):
@@ -71,7 +71,7 @@ def run(name: str, command: list[str], scratch: Path, environment: dict[str, str
 
 
 def main() -> None:
-    """Make, take turns, print."""
+    """Make the checkpoint, run the competitors in turns, print."""
     if sys.argv[1:2] == ["--ours"]:
         return compress_ours(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -1,4 +1,4 @@
-"""Fuzzes what reads files of other people's making: recipes, manifests and packed weights, guided by coverage.
+"""Fuzz the readers of untrusted files, guided by coverage: recipes, manifests and packed weights.
 
 A reader may accept an input, or refuse it with an error of its own that has a message.  Everything else is a finding:
 another exception, a hang, memory out of proportion, a file opened outside the folder, a process, library or socket.
@@ -56,11 +56,11 @@ SNIPPETS = [
 
 
 class Finding(BaseException):
-    """The reader did what no input may make it do; no reader catches this."""
+    """The reader did something that no input may make it do; no reader catches this."""
 
 
 def make_seeds(reader: str, folder: Path) -> list[bytes]:
-    """Fill the folder that the reader works in; its inputs to begin with."""
+    """Fill the folder that the reader works in, and return its first inputs."""
     folder.joinpath("outside").write_text("beside the folder of the reader")
     inside = folder / "inside"
     if reader == "recipe":
@@ -85,7 +85,7 @@ def make_seeds(reader: str, folder: Path) -> list[bytes]:
 
 
 def make_bundle(folder: Path) -> None:
-    """A bundle as export writes it, of a packed linear and an embedding; its libraries are no libraries."""
+    """Write a bundle with a packed linear and an embedding, as export does; its libraries are placeholders."""
     import torch
 
     from compressor.export.bundle import write_bundle
@@ -129,14 +129,16 @@ def make_bundle(folder: Path) -> None:
 
 
 def load_tvm() -> None:
-    """As where TVM was imported before: the run-time library of the bundle, which is none, is not loaded."""
+    """Load TVM's own run-time library first, as an import of TVM would, so that the bundle's placeholder is not
+    loaded.
+    """
     tvm = importlib.util.find_spec("tvm")
     assert tvm is not None and tvm.origin is not None
     ctypes.CDLL(str(Path(tvm.origin).parent / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
 
 
 def read_recipe(folder: Path, data: bytes) -> None:
-    """The recipe, then overrides, separated by NUL; what loads must survive a round trip."""
+    """Read a recipe and overrides, separated by NUL; a recipe that loads must survive a round trip."""
     from compressor.errors import CompressorError
     from compressor.recipe.recipe import Recipe, load_recipe
 
@@ -157,7 +159,7 @@ def read_recipe(folder: Path, data: bytes) -> None:
 
 
 def refuses(read: Callable[[Path], object], path: Path) -> bool:
-    """Whether a reader of bundles refuses the path, in words that can be printed."""
+    """Return whether a reader of bundles refuses the path with a printable message."""
     from compressor_runtime import BundleError
 
     try:
@@ -169,7 +171,7 @@ def refuses(read: Callable[[Path], object], path: Path) -> bool:
 
 
 def read_manifest(folder: Path, data: bytes) -> None:
-    """The manifest of a bundle whose other files are whole."""
+    """Read the manifest of a bundle whose other files are whole."""
     from compressor_runtime import load
 
     from compressor.cli.contents import inspect_path
@@ -181,7 +183,7 @@ def read_manifest(folder: Path, data: bytes) -> None:
 
 
 def read_weights(folder: Path, data: bytes) -> None:
-    """The weights, under a manifest that agrees with their hash: their maker's own lie."""
+    """Read weights under a manifest that agrees with their hash, as their maker could write it."""
     from compressor_runtime import load, read_safetensors, sha256
 
     (folder / "weights.safetensors").write_bytes(data)
@@ -195,7 +197,7 @@ def read_weights(folder: Path, data: bytes) -> None:
 
 
 def check_message(error: Exception) -> None:
-    """An error for the user says something, in few words, that can be printed."""
+    """Check that an error for the user has a message that is short and printable."""
     message = str(error)
     message.encode()
     if not message.strip() or len(message) > 100_000 or re.search("[\0-\x08\x0b-\x1f]", message):
@@ -203,7 +205,7 @@ def check_message(error: Exception) -> None:
 
 
 def mutate_text(data: bytes, choose: random.Random, mutate: Callable[[bytes], bytes]) -> bytes:
-    """Lines of a recipe moved, repeated, dropped, given other values or others' lines."""
+    """Move, repeat or drop lines of a recipe, or give them other values."""
     lines = data.splitlines(keepends=True) or [b""]
     for _ in range(choose.randint(1, 3)):
         at = choose.randrange(len(lines) + 1)
@@ -227,7 +229,7 @@ def mutate_text(data: bytes, choose: random.Random, mutate: Callable[[bytes], by
 
 
 def mutate_json(data: bytes, choose: random.Random, mutate: Callable[[bytes], bytes]) -> bytes:
-    """A value of a JSON text replaced, dropped, moved or buried."""
+    """Replace, drop, move or nest a value of a JSON text."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -255,7 +257,7 @@ def mutate_json(data: bytes, choose: random.Random, mutate: Callable[[bytes], by
 
 
 def _some_place(content: Any, choose: random.Random) -> tuple[Any, Any]:
-    """A container and a key in it, the deeper the rarer; (None, None) where there is none."""
+    """Choose a container and a key in it, the deeper the rarer; (None, None) if there is none."""
     holder, key = None, None
     while isinstance(content, dict | list) and content and (holder is None or choose.random() < 0.8):
         holder, key = content, choose.choice(list(content) if isinstance(content, dict) else range(len(content)))
@@ -264,7 +266,7 @@ def _some_place(content: Any, choose: random.Random) -> tuple[Any, Any]:
 
 
 def mutate_weights(data: bytes, choose: random.Random, mutate: Callable[[bytes], bytes]) -> bytes:
-    """The header of a safetensors file as JSON, its length, or the data after it."""
+    """Change the header of a safetensors file as JSON, its length, or the data after it."""
     length = int.from_bytes(data[:8], "little")
     header, rest = data[8 : 8 + length], data[8 + length :]
     kind = choose.randrange(8)
@@ -283,7 +285,7 @@ Mutator = Callable[[bytes, random.Random, Callable[[bytes], bytes]], bytes]
 
 @dataclass(frozen=True)
 class Reader:
-    """One of the three: what runs an input in a folder, and what makes another input of one."""
+    """One of the three readers: a function that runs an input in a folder, and one that mutates an input."""
 
     run: Callable[[Path, bytes], None]
     mutate: Mutator
@@ -297,7 +299,7 @@ READERS = {
 
 
 class Guard:
-    """While it is on, opening files elsewhere, processes and sockets are findings (by Python's audit events)."""
+    """Guard that makes opening other files, processes and sockets findings, by Python's audit events."""
 
     def __init__(self, folder: Path, reads_anything: bool) -> None:
         self.folder, self.reads_anything, self.on = str(folder.resolve()), reads_anything, False
@@ -317,7 +319,7 @@ class Guard:
 
 
 def fuzz(reader: Reader, folder: Path, guard: Guard, arguments: list[str]) -> None:
-    """Run libFuzzer; the process ends in it."""
+    """Run libFuzzer, which ends the process."""
     import atheris
 
     def test(data: bytes) -> None:
@@ -343,7 +345,7 @@ def _virtual_bytes() -> int:
 
 
 def child(options: argparse.Namespace) -> None:
-    """The process that fuzzes: instruments, imports everything by running the seeds, and starts."""
+    """Run the process that fuzzes: instrument, import everything by running the seeds, and start."""
     import atheris
 
     with atheris.instrument_imports(

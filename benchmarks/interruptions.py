@@ -54,7 +54,7 @@ def run(recipe: str, output: Path, cache: Path) -> subprocess.CompletedProcess[s
 
 
 def bundle_sha256(bundle: Path) -> str:
-    """The manifest holds the hash of every other file."""
+    """Return the manifest's SHA-256; the manifest holds the hash of every other file."""
     return hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
 
 
@@ -111,9 +111,9 @@ def mounted(folder: Path, options: str) -> None:
 
 
 def fault(work: Path, base: Path, recipe: str, name: str, expected: str) -> dict[str, Any]:
-    """``<what>_<fault>``: the folder of the cache, the output or temporary files.
+    """Run with one fault, named ``<what>_<fault>``: what is the folder of the cache, the output or temporary files.
 
-    ``full`` and ``readonly`` are so from the start; ``filled`` runs full while the run is under way.
+    ``full`` and ``readonly`` hold from the start; ``filled`` becomes full while the run is under way.
     """
     what, kind = name.split("_")
     folder = fresh(work / name, base)

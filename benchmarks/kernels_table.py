@@ -1,4 +1,6 @@
-"""The Markdown of benchmarks/test_kernels_x86.py: ``python benchmarks/kernels_table.py out.json [FILE.md]``.
+"""Format the results of benchmarks/test_kernels_x86.py as Markdown.
+
+    python benchmarks/kernels_table.py out.json [FILE.md]
 
 FILE.md is benchmarks/results/kernels_x86.md where it is not given.
 """
@@ -25,7 +27,7 @@ _COLUMNS = ("format", "shape", "tokens", "ISA", "time, µs", "spread", "MB read"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown of what pytest-benchmark wrote."""
+    """Format the results of pytest-benchmark as Markdown."""
     rows = [row for row in results["benchmarks"] if "gb_per_s" in row["extra_info"]]
     if not rows:
         raise SystemExit("no benchmark of this file holds a bandwidth: was it made with --benchmark-disable?")

@@ -28,7 +28,7 @@ tune: {tune}
 
 
 def make_model(folder: Path, hidden: int = 2048, layers: int = 16) -> None:
-    """A Hugging Face folder: FFN 2.75 times as wide, heads of 64, a quarter of them for KV, vocabulary 32,000."""
+    """Make a Hugging Face folder: FFN 2.75 times as wide, heads of 64, a quarter of them for KV, vocabulary 32,000."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,7 +49,7 @@ def make_model(folder: Path, hidden: int = 2048, layers: int = 16) -> None:
 
 
 def tree_rss_bytes(pid: int) -> int:
-    """Resident bytes of a process and its descendants; pages that they share count once each."""
+    """Return resident bytes of a process and its descendants; shared pages count once for each process."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -70,7 +70,7 @@ def tree_rss_bytes(pid: int) -> int:
 
 
 def watched(command: list[str]) -> tuple[dict[str, Any], float, int]:
-    """Run a command that prints JSON: its output, seconds, and the peak RSS of its process tree."""
+    """Run a command that prints JSON; return its output, seconds, and the peak RSS of its process tree."""
     begin, peak, done = time.perf_counter(), 0, threading.Event()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

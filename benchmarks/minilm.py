@@ -53,19 +53,19 @@ METHODS = {
 
 
 def passes(scheme: str, method: str) -> list[dict[str, Any]]:
-    """What a recipe would say."""
+    """Return the passes as a recipe lists them."""
     first = [{"smoothquant": {"alpha": "search", "scheme": scheme}}] if method == "smoothquant" else []
     return [*first, {"gptq" if method == "gptq" else "rtn": {"scheme": scheme}}]
 
 
 def recipe_of(scheme: str, method: str, text: str) -> Recipe:
-    """A recipe that calibrates on 64 windows of 128 tokens."""
+    """Return a recipe that calibrates on 64 windows of 128 tokens."""
     calibration = {"text": text, "samples": 64, "sequence_length": 128}
     return Recipe.from_dict({"calibration": calibration, "passes": passes(scheme, method), "tune": "off"})
 
 
 def sentences(file: Path) -> list[str]:
-    """The file's sentences, in order."""
+    """Return the file's sentences, in order."""
     found = []
     for line in file.read_text(encoding="utf-8").replace("<|endoftext|>", "\n").splitlines():
         for sentence in () if line.strip().startswith("=") else re.split(r"(?<=[.!?])\s+", line.strip()):
@@ -75,7 +75,7 @@ def sentences(file: Path) -> list[str]:
 
 
 def cut(files: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """The texts to embed, and the sentences that are in none of them."""
+    """Return the texts to embed, and the sentences that are in none of them."""
     texts, others = [], []
     each = TEXTS // len(files) // len(LENGTHS) * len(LENGTHS)
     for file in files:
@@ -91,7 +91,7 @@ def cut(files: Sequence[Path]) -> tuple[list[str], list[str]]:
 
 
 def load_texts(model: Path, files: Sequence[Path]) -> tuple[Texts, list[str]]:
-    """The texts to embed in the model's tokens, and the sentences that are in none of them."""
+    """Return the texts to embed in the model's tokens, and the sentences that are in none of them."""
     chosen, others = cut(files)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     encoded = tokenizer(chosen, truncation=True, max_length=LONGEST)["input_ids"]
@@ -99,12 +99,12 @@ def load_texts(model: Path, files: Sequence[Path]) -> tuple[Texts, list[str]]:
 
 
 def load_bert(model: Path) -> Any:
-    """transformers' model in float32, the oracle."""
+    """Load transformers' model in float32, the oracle."""
     return transformers.BertModel.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
 
 
 def embedded(hidden: Callable[..., Any], texts: Texts) -> tuple[Tensor, float]:
-    """Embeddings, float64 [texts, H], and the milliseconds that a text took."""
+    """Return embeddings, float64 [texts, H], and the milliseconds per text."""
     hidden(*next(texts.batches()))  # the first call allocates
     begin, found = time.perf_counter(), []
     for ids, mask in texts.batches():
@@ -113,7 +113,7 @@ def embedded(hidden: Callable[..., Any], texts: Texts) -> tuple[Tensor, float]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     met = "reached" if row["embedding_cosine"] >= row["target"] else "MISSED"
     cells = [
         row["scheme"],
@@ -131,7 +131,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print one line a scheme, method and calibration text."""
+    """Measure and print one line per scheme, method and calibration text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path, nargs="+")

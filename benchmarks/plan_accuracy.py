@@ -31,7 +31,7 @@ target: x86
 
 
 def compress(*arguments: str, cache: Path) -> tuple[dict[str, Any], float]:
-    """Run ``compress ... --json``: what it printed, and seconds."""
+    """Run ``compress ... --json`` and return its output and seconds."""
     script = Path(sys.executable).with_name("compress")
     begin = time.perf_counter()
     done = subprocess.run(

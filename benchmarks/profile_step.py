@@ -1,4 +1,4 @@
-"""Where one step of a decoder's bundle spends its time, or one call of another's, by kernel.
+"""Profile one step of a decoder's bundle, or one call of another bundle, by kernel.
 
     python benchmarks/profile_step.py BUNDLE [--tokens 1] [--context 128] [--threads 2] [--repeats 20] [--json]
     python benchmarks/profile_step.py BUNDLE --inputs FILE.npz [--threads 2] [--repeats 20] [--json] [--cpu]
@@ -26,7 +26,7 @@ from compressor_runtime import load
 
 
 def decoder_step(loaded: Any, tokens: int, context: int) -> Callable[[], None]:
-    """Steps of so many tokens after so many others, always the same."""
+    """Return a call that decodes ``tokens`` tokens after ``context`` others, always the same."""
     ids = np.random.default_rng(0).integers(3, loaded.model["vocab_size"], (1, max(tokens, context)))
     session = loaded.session(capacity=tokens + context)
     if context:
@@ -40,7 +40,7 @@ def decoder_step(loaded: Any, tokens: int, context: int) -> Callable[[], None]:
 
 
 def network_call(loaded: Any, inputs: Path) -> Callable[[], None]:
-    """Calls with the same arrays."""
+    """Return a call with the same arrays each time."""
     with np.load(inputs) as stored:
         arrays = [stored[name] for name in stored.files]
 
@@ -51,7 +51,7 @@ def network_call(loaded: Any, inputs: Path) -> Callable[[], None]:
 
 
 def profile(loaded: Any, call: Callable[[], None], repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Milliseconds and calls of each kernel in a call."""
+    """Return milliseconds and number of calls of each kernel in a call."""
     steps: list[dict[str, list[float]]] = []
     begun = [0.0]
 
@@ -99,7 +99,7 @@ def main() -> None:
         call = decoder_step(loaded, options.tokens, options.context)
         what = f"{options.tokens} token(s) after {options.context}"
     else:
-        parser.error(f"{options.bundle} is no decoder: give its --inputs")
+        parser.error(f"{options.bundle} is not a decoder: give its --inputs")
     clock = time.process_time if options.cpu else time.perf_counter
     found = {"bundle": options.bundle.name, "what": what, **profile(loaded, call, options.repeats, clock)}
     if options.json:

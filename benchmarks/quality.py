@@ -34,7 +34,7 @@ OF_PACKED = ("bias_correction",)  # passes that only look at linears that are pa
 
 
 def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Who, method and format of every row, and what our child or the peer's driver is to do."""
+    """Return producer, method and format of every row, and the command for our child or the peer's driver."""
     for methods, formats in entry.get("ours", {}).items():
         for given in formats:
             options = given if isinstance(given, dict) else {"scheme" if isinstance(given, str) else "bits": given}
@@ -48,7 +48,7 @@ def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that a pass has, and what every pass leaves dense."""
+    """Return the options that a pass has, and the linears that every pass leaves dense."""
     known = {field.name for field in dataclasses.fields(PASSES.find(name))}
     if name not in OF_PACKED:
         options = {**options, "ignore": IGNORE}
@@ -56,7 +56,7 @@ def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Evaluator:
-    """The process that measures quality (quality_evaluate.py); it keeps the dense model's predictions."""
+    """Process that measures quality (quality_evaluate.py); it keeps the dense model's predictions."""
 
     def __init__(self, entry: dict[str, Any], ids: Path, environment: dict[str, str]) -> None:
         command = [sys.executable, str(HERE / "quality_evaluate.py"), json.dumps(entry), str(ids)]
@@ -65,7 +65,7 @@ class Evaluator:
         self._answer()  # of the dense model; by now the samples are in their file
 
     def measure(self, kind: str, folder: str) -> dict[str, Any]:
-        """The quality of a ``bundle``, or of a peer's ``folder``."""
+        """Measure the quality of a ``bundle``, or of a peer's ``folder``."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({kind: folder}) + "\n")
         self.process.stdin.flush()
@@ -80,7 +80,7 @@ class Evaluator:
 
 
 def measure_ours(row: dict[str, Any], entry: dict[str, Any], out: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Figures of passes of ours, whose bundle is then in ``out``."""
+    """Measure our passes, and leave the bundle in ``out``."""
     request = json.dumps({"data": entry, "passes": row["passes"], "bundle": out})
     command = [sys.executable, str(HERE / "quality_row.py")]
     return json.loads(_checked(command, environment, request))
@@ -89,7 +89,7 @@ def measure_ours(row: dict[str, Any], entry: dict[str, Any], out: str, environme
 def measure_peer(
     python: Path, row: dict[str, Any], entry: dict[str, Any], ids: Path, out: str, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Figures of a peer, whose dequantised model is then in ``out``."""
+    """Measure a peer, and leave its dequantised model in ``out``."""
     foreign = {**environment, "PYTHONPATH": str(ROOT)}  # there, and not here: some leave logs where they run
     command = [str(python), "-m", f"benchmarks.peers.{row['who']}", str(Path(entry["model"]).resolve()), str(ids), out]
     _checked([*command, row["method"], row["format"]], foreign, cwd=out)
@@ -104,7 +104,7 @@ def _checked(command: list[str], environment: dict[str, str], request: str = "",
 
 
 def stored_rows(store: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The rows that have been measured, by who, method and format."""
+    """Return the measured rows, by producer, method and format."""
     rows = json.loads(store.read_text(encoding="utf-8")) if store.exists() else []
     return {_key(row): row for row in rows}
 
@@ -114,7 +114,7 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Measure, store, and render what is stored."""
+    """Measure, store, and render the stored rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     entries = yaml.safe_load((HERE / "quality.yaml").read_text(encoding="utf-8"))
     parser.add_argument("model", choices=entries)

@@ -1,4 +1,4 @@
-"""Serves the quality of compressed models: requests as JSON lines on stdin, answers as JSON lines on stdout.
+"""Serve the quality of compressed models: requests as JSON lines on stdin, answers as JSON lines on stdout.
 
     python benchmarks/quality_evaluate.py ENTRY IDS
 

@@ -1,4 +1,4 @@
-"""Compresses a model by passes of ours: a request as JSON on stdin, the figures on stdout.
+"""Compress a model by passes of ours: a request as JSON on stdin, the figures on stdout.
 
 A request holds a model's entry of quality.yaml as ``data``, ``passes``, and the empty folder that gets the ``bundle``.
 """
@@ -33,13 +33,13 @@ _SEPARATOR = "<|endoftext|>"
 
 
 def cpu_s() -> float:
-    """User and system time of this process, all threads."""
+    """Return user and system time of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def texts(data: dict[str, Any], scratch: Path) -> tuple[str, str]:
-    """What to calibrate and what to evaluate on; the halves of one text meet at the end of a document."""
+    """Return the text to calibrate on and the text to evaluate on; one text is halved at the end of a document."""
     if "text" not in data:
         return data["calibration"], data["evaluation"]
     text = Path(data["text"]).read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def texts(data: dict[str, Any], scratch: Path) -> tuple[str, str]:
 
 
 def load_texts(data: dict[str, Any], dense: GraphModule) -> tuple[Samples, Tensor]:
-    """Samples of the calibration text, and the tokens to evaluate on."""
+    """Return samples of the calibration text, and the tokens to evaluate on."""
     model, vocab_size = Path(data["model"]), dense.meta["model"].vocab_size
     with tempfile.TemporaryDirectory() as scratch:
         learn, score = texts(data, Path(scratch))
@@ -62,7 +62,7 @@ def load_texts(data: dict[str, Any], dense: GraphModule) -> tuple[Samples, Tenso
 
 
 def stored_bits(bundle: Path, sites: dict[str, int]) -> float:
-    """Bits a weight that the bundle's file of weights holds for the given linears (name -> weights).
+    """Return the bits per weight that the bundle's file of weights holds for the given linears (name -> weights).
 
     Everything under a linear's name counts, but its bias.
     """
@@ -77,7 +77,7 @@ def stored_bits(bundle: Path, sites: dict[str, int]) -> float:
 def compress(
     dense: GraphModule, passes: list[dict[str, Any]], samples: Samples
 ) -> tuple[GraphModule, Context, Recipe, dict[str, Any]]:
-    """What passes of ours make of a model, and what that took."""
+    """Run passes of ours on a model; return the graph, context and recipe, and the time and memory that it took."""
     steps = [
         PASSES.find(name)(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         for step in passes
@@ -92,7 +92,7 @@ def compress(
 
 
 def bundled(dense: GraphModule, graph: GraphModule, context: Context, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Lower, write the bundle to ``folder``, and count what it stores of the linears that are compressed."""
+    """Lower, write the bundle to ``folder``, and count the bytes that it stores for the compressed linears."""
     weights = {site.name: site.in_features * site.out_features for site in linear_sites(dense)}
     for site in linear_sites(graph):
         del weights[site.name]  # left dense

@@ -1,4 +1,4 @@
-"""The Markdown of benchmarks/quality.py."""
+"""Format the results of benchmarks/quality.py as Markdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
 
 
 def _width(name: str) -> int:
-    """The first number of a format's name, or of a budget."""
+    """Return the first number of a format's name, or of a budget."""
     found = re.search(r"\d+", name)
     if found is None:
         raise ValueError(f"{name}: no width in the name of the format")

@@ -37,25 +37,25 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 def data_recipe(images: str, samples: int, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Recipe:
-    """A recipe without passes, of the images to evaluate on, some of which calibrate."""
+    """Make a recipe without passes, of the images to evaluate on, some of which calibrate."""
     source = {"images": images, "mean": list(mean), "std": list(std)}
     calibration = {**source, "samples": samples}
     return Recipe.from_dict({"calibration": calibration, "evaluation": source, "passes": [], "tune": "off"})
 
 
 def with_pass(data: Recipe, scheme: str, method: str) -> Recipe:
-    """The recipe with one pass, over convolutions too."""
+    """Return the recipe with one pass, over convolutions too."""
     return data.model_copy(update={"passes": (PASSES.find(method)(scheme=scheme, targets=TARGETS),)})
 
 
 def captured(module: nn.Module, images: Images) -> Any:
-    """The module's graph, for any number of images."""
+    """Capture the module's graph for any number of images."""
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     return capture(module, (images.inputs(slice(2)),), dynamic_shapes=shapes)
 
 
 def main() -> None:
-    """Measure and print one line a scheme and method."""
+    """Measure and print one line per scheme and method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("weights", type=Path)
     parser.add_argument("images")

@@ -1,4 +1,4 @@
-"""ResNets of CIFAR-10 in PyTorch alone, for benchmarks/resnet.py and for the other runtimes' environments."""
+"""ResNets of CIFAR-10 in plain PyTorch, for benchmarks/resnet.py and for the other runtimes' environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block(nn.Module):
         self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs, H, W] -> [B, outputs, H / stride, W / stride]."""
+        """Map [B, inputs, H, W] to [B, outputs, H / stride, W / stride]."""
         y = self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
         if self.added:
             x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.added, self.added))
@@ -39,14 +39,14 @@ class ResNet(nn.Module):
         self.linear = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 3, 32, 32] -> [B, 10]."""
+        """Map [B, 3, 32, 32] to [B, 10]."""
         x = self.layer3(self.layer2(self.layer1(relu(self.bn1(self.conv1(x))))))
         result: Tensor = self.linear(avg_pool2d(x, x.shape[3]).flatten(1))
         return result
 
 
 def load_resnet(weights: Path) -> ResNet:
-    """The ResNet whose weights these are, for inference."""
+    """Load the ResNet with these weights, for inference."""
     state = load_file(weights)
     module = ResNet(len({name.split(".")[1] for name in state if name.startswith("layer1.")}))
     module.load_state_dict(state)

@@ -66,7 +66,7 @@ BEST = best_isa()
 
 
 def compiled(func: tvm.tirx.PrimFunc, isa: Isa | None) -> Any:
-    """Code of one kernel for ``isa``; skips where this machine cannot execute it."""
+    """Compile one kernel for ``isa``; skip if this machine cannot execute it."""
     if isa is None or not X86().executes(isa):
         pytest.skip(f"this machine has no {isa.name if isa else 'instruction set that kernels are made for'}")
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
@@ -77,9 +77,10 @@ def compiled(func: tvm.tirx.PrimFunc, isa: Isa | None) -> Any:
 
 @pytest.fixture(scope="session")
 def read_bandwidth() -> float:
-    """Bytes a second of the kernel that only reads; the best of four turns through pieces as large as a weight.
+    """Measure bytes per second of the kernel that only reads: the best of four turns through pieces as large as a
+    weight.
 
-    A call over all of the bytes would take so long that something interrupts each on a machine that others use.
+    A call over all of the bytes would take so long that on a shared machine something interrupts each.
     """
     kernel, pieces = compiled(probe.read_bandwidth(), BEST), 16
     words = np.ones((probe.PARTS, WORKING_SET_BYTES // pieces >> 14, 4, 16), "int32")
@@ -94,7 +95,9 @@ def read_bandwidth() -> float:
 
 @pytest.fixture
 def measure(benchmark: Any, read_bandwidth: float) -> Callable[..., None]:
-    """``measure(kernel, arrays, bytes_read, operations, facts)``: time and what follows from it, for the table."""
+    """Return ``measure(kernel, arrays, bytes_read, operations, facts)``, which records the time and derived figures for
+    the table.
+    """
 
     def run(kernel: Any, arrays: Sequence[Any], bytes_read: int, operations: int, facts: dict[str, Any]) -> None:
         if benchmark.disabled:  # --benchmark-disable: whether everything runs
@@ -126,7 +129,7 @@ def measure(benchmark: Any, read_bandwidth: float) -> Callable[..., None]:
 
 @functools.lru_cache(maxsize=2)
 def packed_kernel(rows: int, columns: int, name: str, isa: Isa) -> tuple[Any, packed_linear.Schedule]:
-    """One kernel serves all numbers of tokens, and takes seconds to compile."""
+    """Compile one kernel, which serves all numbers of tokens; that takes seconds."""
     fmt, tiles = Format.parse(name), -(-rows // TILE_ROWS)
     schedule = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt, isa)[0]
     return compiled(packed_linear.packed_linear(rows, columns, fmt, False, isa, schedule), isa), schedule
@@ -134,7 +137,7 @@ def packed_kernel(rows: int, columns: int, name: str, isa: Isa) -> tuple[Any, pa
 
 @functools.lru_cache(maxsize=1)
 def packed_parts(rows: int, columns: int, name: str) -> list[Any]:
-    """Stored parts of a weight: any bits are codes of these formats; scales are ones and small numbers."""
+    """Make the stored parts of a weight: any bits are codes of these formats; scales are ones and small numbers."""
     fmt, random = Format.parse(name), np.random.default_rng(0)
     arrays = []
     for part, (kind, shape) in fmt.parts(rows, columns).items():
@@ -152,7 +155,9 @@ def packed_parts(rows: int, columns: int, name: str) -> list[Any]:
 
 
 def linear_cases() -> list[Any]:
-    """All formats on the best instruction set, some of them on each other one; tokens last, to compile once."""
+    """Yield all formats on the best instruction set, and some of them on each other one; tokens last, to compile
+    once.
+    """
     cases = [(name, *shape, BEST) for name in FORMATS for shape in SHAPES]
     others = [isa for isa in (AMX, AVX512_VNNI, AVX2) if isa != BEST and X86().executes(isa)]
     cases += [(name, *SHAPES[-1], isa) for isa in others for name in ON_EACH_ISA]
@@ -209,7 +214,9 @@ def attention_kernel() -> Any:
     ids=["decode-128", "decode-1024", "prompt-128", "prompt-512"],
 )
 def test_attention(past: int, new: int, measure: Callable[..., None]) -> None:
-    """Of a decoded token, which sees itself as well, or of a prompt, in which each token sees those before it."""
+    """Time attention of a decoded token, which sees itself as well, or of a prompt, in which each token sees those
+    before it.
+    """
     kernel, random = attention_kernel(), np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
@@ -232,7 +239,7 @@ def norm_kernel(width: int) -> Any:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rms_norm(tokens: int, measure: Callable[..., None]) -> None:
-    """Of one token the call itself is a large part of the time."""
+    """Time RMS norm; for one token the call itself is a large part of the time."""
     width, random = 2048, np.random.default_rng(0)
     read = [random.standard_normal(shape, "float32") for shape in ((1, tokens, width), (width,))]
     facts = {"family": "RMS norm", "format": "float32", "shape": str(width), "tokens": tokens, "isa": BEST.name}

@@ -36,7 +36,7 @@ FLAGS = (
 )  # fmt: skip
 PROMPT, NEW, LONG = 16, 32, 128
 CALLS = 3
-"""Of a prompt or text in a turn, whose median counts: engines take a few calls to their best code."""
+"""Calls of a prompt or text in a turn, whose median counts: engines take a few calls to their best code."""
 TEXTS = (16, 128)
 """Tokens of the texts that encoders get."""
 RACES = (
@@ -87,7 +87,7 @@ class Runtime:
 
 
 def label(provider: str, threads: int) -> str:
-    """An engine in words."""
+    """Return an engine's name."""
     return "WebGPU" if provider == "webgpu" else f"WebAssembly, {threads} thread{'s' if threads > 1 else ''}"
 
 
@@ -112,7 +112,7 @@ def runtimes(model: str, ours: Mapping[str, str], kind: str, precisions: tuple[s
 
 
 class Server(ThreadingHTTPServer):
-    """Counts the bytes that it sends."""
+    """Server that counts the bytes that it sends."""
 
     sent = 0
 
@@ -147,7 +147,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 @contextmanager
 def serving(folders: dict[str, Path]) -> Iterator[Server]:
-    """A server of some folders by name."""
+    """Serve some folders by name."""
     server = Server(("127.0.0.1", 0), partial(_Files, folders=folders))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -155,7 +155,7 @@ def serving(folders: dict[str, Path]) -> Iterator[Server]:
 
 
 def opened(browser: Browser, server: Server, runtime: Runtime, kind: str, ids: list[int]) -> Any:
-    """A runtime's page in a new profile, and what loading took, and the first answer."""
+    """Open a runtime's page in a new profile, and measure loading and the first answer."""
     page = browser.new_context().new_page()
     page.set_default_timeout(300_000)
     before, name = server.sent, "index.html" if runtime.ours else "web_onnxruntime.html"
@@ -175,7 +175,7 @@ def opened(browser: Browser, server: Server, runtime: Runtime, kind: str, ids: l
 
 
 def turn(page: Page, kind: str, ids: list[int]) -> tuple[dict[str, float], list[float]]:
-    """One round: times in ms, and outputs that tell whether all compute the same model."""
+    """Run one round; return times in ms, and outputs that tell whether all compute the same model."""
     page.bring_to_front()
     if kind == "decoder":
         found = page.evaluate("([ids, count]) => generate(ids, count)", [ids[:PROMPT], NEW])
@@ -189,7 +189,7 @@ def turn(page: Page, kind: str, ids: list[int]) -> tuple[dict[str, float], list[
 
 
 def race(browser: Browser, server: Server, racing: list[Runtime], kind: str, ids: list[int], rounds: int) -> Any:
-    """All in turns; the first round, in which kernels are compiled, does not count."""
+    """Run all in turns; the first round, in which kernels are compiled, does not count."""
     pages, rows, missing = {}, {}, {}
     for runtime in racing:
         try:
@@ -214,19 +214,19 @@ def race(browser: Browser, server: Server, racing: list[Runtime], kind: str, ids
 
 
 def likeness(outputs: Any, reference: Any) -> str:
-    """Whether a runtime computes what the first does: equal tokens, or the cosine of hidden states."""
+    """Return how near a runtime's outputs are to the first one's: equal tokens, or the cosine of hidden states."""
     if len(outputs) == NEW:
         return f"{int((outputs == reference).sum())} of {NEW} tokens"
     return f"cosine {outputs @ reference / np.linalg.norm(outputs) / np.linalg.norm(reference):.4f}"
 
 
 def spread(values: list[float]) -> str:
-    """Median, least and most."""
+    """Return median, least and most."""
     return f"{statistics.median(values):.1f} [{min(values):.1f}, {max(values):.1f}]"
 
 
 def table(title: str, result: Any) -> str:
-    """One line a runtime."""
+    """Format one line per runtime."""
     times, rows = result["times"], result["rows"]
     columns = list(next(iter(times.values())))
     lines = [f"## {title}", "", "| runtime | " + " | ".join(f"{c}, ms" for c in columns)

@@ -1,4 +1,4 @@
-"""The processes that runtimes run in, for benchmarks/x86_race.py, and how fast this CPU could be."""
+"""Processes that runtimes run in, for benchmarks/x86_race.py, and the peak speed of this CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST_S = 3600.0  # of one answer: a conversion, or compiling for the first prompt
+LONGEST_S = 3600.0  # for one answer: a conversion, or compiling for the first prompt
 
 
 class ChildError(Exception):
-    """A runtime that cannot be had or did not do what was asked; the message says why."""
+    """A runtime is not available or failed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Runtime:
     files: str
 
     def python(self, peers: Path) -> Path:
-        """The interpreter that runs the driver."""
+        """Return the interpreter that runs the driver."""
         return peers.absolute() / self.environment / "bin" / "python" if self.environment else Path(sys.executable)
 
 
 class Child:
-    """A driver's process; see benchmarks/peers/x86_serve.py for what it can be asked."""
+    """A driver's process; benchmarks/peers/x86_serve.py lists its requests."""
 
     def __init__(self, runtime: Runtime, peers: Path, model: Path, files: Path, threads: int, log: Path) -> None:
         self.runtime, self.log = runtime, log
@@ -62,7 +62,7 @@ class Child:
             )  # fmt: skip
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
-        """One request, one answer."""
+        """Send one request and return its answer."""
         assert self.process.stdin and self.process.stdout
         timer = threading.Timer(LONGEST_S, self.process.kill)
         timer.start()
@@ -84,7 +84,7 @@ class Child:
         return answer
 
     def stop(self) -> None:
-        """End it; it ends by itself when it reads no more."""
+        """End the process, which ends by itself when its input does."""
         assert self.process.stdin
         try:
             self.process.stdin.close()
@@ -95,13 +95,15 @@ class Child:
 
 
 def available_bytes() -> int:
-    """Memory that processes may still take."""
+    """Return the memory that processes may still take."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def peak_int8(work: Path, threads: int) -> dict[str, float]:
-    """Operations a second of one thread while so many run, by kind of instruction; empty without a compiler."""
+    """Measure operations per second of one of ``threads`` busy threads, by kind of instruction; empty without a
+    compiler.
+    """
     program, source = work / "peak_int8", Path(__file__).with_name("peak_int8.cpp")
     flags = ["-O2", "-pthread", "-mavx512f", "-mavx512vnni", "-mamx-tile", "-mamx-int8"]
     try:

@@ -38,7 +38,7 @@ PEERS = (
 
 
 class DecoderRace(Race):
-    """Prompts and greedy tokens; the logits behind a prompt show that all compute the same model."""
+    """Race of prompts and greedy tokens; the logits behind a prompt show that all compute the same model."""
 
     reference = PEERS[-1].name
 
@@ -49,24 +49,26 @@ class DecoderRace(Race):
         self.ids = [generator.randrange(3, vocabulary) for _ in range(max(PROMPTS))]
 
     def check(self, child: Child) -> NDArray[np.float64]:
-        """Logits [V] behind the first prompt."""
+        """Return the logits [V] behind the first prompt."""
         logits = self.track.work / "logits.npy"
         child.ask("check", ids=self.ids[: PROMPTS[0]], out=str(logits))
         return np.asarray(np.load(logits), np.float64).ravel()
 
     def measure(self, child: Child) -> dict[str, float]:
-        """Every prompt, and the median of the tokens."""
+        """Time every prompt, and the median of the tokens."""
         found = {f"prefill_{n}_s": child.ask("prefill", ids=self.ids[:n])["seconds"] for n in PROMPTS}
         steps = child.ask("decode", ids=self.ids[:DECODE_PROMPT], steps=STEPS)["seconds"]
         return {**found, "decode_s": statistics.median(steps)}
 
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """The cosine of the logits with the reference's."""
+        """Return the cosine of the logits with the reference's."""
         return {} if reference is None else {"cosine": float(cosines(outputs, reference))}
 
 
 def linear_weights(model: Path) -> dict[str, int]:
-    """Weights of the linears that every token of a prompt passes, and of the head, which only the last one does."""
+    """Return the weights of the linears that every token of a prompt passes, and of the head, which only the last
+    passes.
+    """
     config = json.loads((model / "config.json").read_text())
     hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     attention = 2 * hidden * hidden * (1 + config["num_key_value_heads"] / heads)
@@ -75,7 +77,7 @@ def linear_weights(model: Path) -> dict[str, int]:
 
 
 def smoke_bundle(model: Path, folder: Path) -> Runtime:
-    """The small model, rounded to nearest by us."""
+    """Make a bundle of the small model, rounded to nearest by us."""
     bundle, recipe = folder / "smoke-bundle", folder / "smoke.yaml"
     if not bundle.exists():
         recipe.write_text(RECIPE.format(model=model.absolute(), scheme="W4A8_G128", tune="off"))

@@ -59,7 +59,7 @@ PEERS = {
 
 
 class TaskRace(Race):
-    """Calls of one model, by batch."""
+    """Race of one model's calls, by batch."""
 
     reference = REFERENCE.name
 
@@ -68,7 +68,7 @@ class TaskRace(Race):
         self.task = task
 
     def check(self, child: Child) -> NDArray[np.float64]:
-        """All that quality is judged by."""
+        """Return all outputs that quality is judged by."""
         out, found = self.track.work / "output.npy", []
         for file in self.task.checks():
             child.ask("check", inputs=str(file), out=str(out))
@@ -77,7 +77,7 @@ class TaskRace(Race):
         return np.concatenate(found)
 
     def measure(self, child: Child) -> dict[str, float]:
-        """Every batch, the median of some calls."""
+        """Time every batch, as the median of some calls."""
         found = {}
         for batch, runs in self.task.runs.items():
             seconds = child.ask("time", inputs=str(self.task.case(batch)), runs=runs)["seconds"]
@@ -85,12 +85,12 @@ class TaskRace(Race):
         return found
 
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """The task's."""
+        """Return the task's quality."""
         return self.task.quality(outputs, reference)
 
 
 def bundles(task: Task, options: argparse.Namespace) -> list[Runtime]:
-    """Ours of this model, compressed if they are not there, and those that were given."""
+    """Return our bundles of this model, compressed if they are missing, and those given as options."""
     found = []
     for scheme, method in task.ours.items():
         folder = options.folder / f"{task.name}-{scheme}"

@@ -1,4 +1,4 @@
-"""The Markdown of benchmarks/x86_models.py."""
+"""Format the results of benchmarks/x86_models.py as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PyTorch's in float32, the mean and the least; accuracy: of 2,000 images.
 
 
 def table(result: dict[str, Any]) -> str:
-    """One part a model and number of threads, then versions and settings."""
+    """Format one part per model and number of threads, then versions and settings."""
     parts = [_HEADING]
     for model in result.values():
         for threads, race in model["threads"].items():

@@ -53,7 +53,7 @@ COLUMNS = (
     "decode, tokens/s",
 )  # fmt: skip
 WORST = 0.01
-"""How much more perplexity W4A8 may have than W4A16, by the same method."""
+"""Largest ratio of W4A8's perplexity to W4A16's, by the same method."""
 
 
 def measure(name: str, entry: dict[str, Any], scratch: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def measure(name: str, entry: dict[str, Any], scratch: Path, options: argparse.N
 
 
 def table(results: dict[str, Any]) -> str:
-    """A part a model, then whether the target is met."""
+    """Format one part per model, then whether the target is met."""
     lines = [HEADING.format(**results)]
     for name in dict.fromkeys(row["model"] for row in results["rows"]):
         rows = {(row["method"], row["scheme"]): row for row in results["rows"] if row["model"] == name}

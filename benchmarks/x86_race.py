@@ -31,12 +31,12 @@ SETTLE_S = 0.5  # threads of the runtime before wait for work, spinning
 
 @dataclass(frozen=True)
 class Track:
-    """What all runtimes of a race share.
+    """Settings that all runtimes of a race share.
 
     Attributes:
         model: the folder that drivers are given.
-        work: for what they make of it, and for logs.
-        peers: the folder of their environments.
+        work: folder of the files that they make of it, and of logs.
+        peers: folder of their environments.
     """
 
     model: Path
@@ -61,18 +61,18 @@ class Race(ABC):
 
     @abstractmethod
     def check(self, child: Child) -> NDArray[np.float64]:
-        """Outputs that show whether the runtime computes what it should."""
+        """Return outputs that show whether the runtime computes the model."""
 
     @abstractmethod
     def measure(self, child: Child) -> dict[str, float]:
-        """One turn; names of seconds end in ``_s``."""
+        """Take one turn; names of seconds end in ``_s``."""
 
     @abstractmethod
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """What outputs are worth, given the reference's."""
+        """Return the quality of outputs, given the reference's."""
 
     def run(self, repeats: int) -> None:
-        """A round to warm up, then those that count."""
+        """Run a round to warm up, then those that count."""
         try:
             for repeat in range(-1, repeats):
                 for runtime in self.runtimes:
@@ -104,7 +104,7 @@ class Race(ABC):
             self._stop(runtime.name)
 
     def _meter(self) -> Runtime | None:
-        """Whose process measures the read bandwidth: the first of ours."""
+        """Return the runtime whose process measures the read bandwidth: the first of ours."""
         ours = (r for r in self.runtimes if not r.environment and r.name not in self.missing)
         return next(ours, None)
 
@@ -139,7 +139,7 @@ class Race(ABC):
             child.stop()
 
     def result(self) -> dict[str, Any]:
-        """What was measured, ready for JSON."""
+        """Return the measurements, ready for JSON."""
         reference, rows = self.outputs.get(self.reference), {}
         for name, row in self.rows.items():
             if name not in self.missing:
@@ -151,13 +151,13 @@ class Race(ABC):
 
 
 def cosines(outputs: NDArray[np.float64], reference: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of vectors along the last axis."""
+    """Return cosines of vectors along the last axis."""
     lengths = np.linalg.norm(outputs, axis=-1) * np.linalg.norm(reference, axis=-1)
     return np.asarray((outputs * reference).sum(-1) / lengths)
 
 
 def arguments(description: str, threads: str, separator: str, smoke: str) -> argparse.ArgumentParser:
-    """The options that all races have; ``separator`` of the parts that ``--only`` takes."""
+    """Make a parser of the options that all races have; ``separator`` is that of the parts that ``--only`` takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=BUNDLE", help="a bundle of ours")
@@ -171,7 +171,7 @@ def arguments(description: str, threads: str, separator: str, smoke: str) -> arg
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, with the folder made, and what ``--smoke`` means."""
+    """Parse the options, make the folder, and apply ``--smoke``."""
     options = parser.parse_args()
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -181,13 +181,13 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def chosen(runtimes: Sequence[Runtime], only: str, separator: str) -> list[Runtime]:
-    """Those whose names have one of the parts."""
+    """Return the runtimes whose names have one of the parts."""
     parts = [part.lower() for part in only.split(separator) if part]
     return [r for r in runtimes if not parts or any(part in r.name.lower() for part in parts)]
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, and of what."""
+    """Describe the machine and the versions that were measured."""
     flags = host_flags()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return {

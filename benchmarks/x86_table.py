@@ -1,4 +1,4 @@
-"""The Markdown of benchmarks/x86_llm.py, and what it shares with benchmarks/x86_models_table.py."""
+"""Format the results of benchmarks/x86_llm.py as Markdown; benchmarks/x86_models_table.py shares parts of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """One part a number of threads, then versions, settings, and who is missing."""
+    """Format one part per number of threads, then versions, settings, and the runtimes that are missing."""
     machine, weights = result["machine"], result["linear_weights"]
     heading = _HEADING.format(
         model=result["model"], cpu=machine["cpu"], cpus=machine["cpus"], amx="yes" if machine["amx"] else "no",
@@ -44,7 +44,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def limits(race: dict[str, Any]) -> str:
-    """What the machine could do with this many threads."""
+    """Describe the machine's limits with this many threads."""
     bandwidth, peaks = race["bandwidth_bytes_per_s"], race["peak_int8_ops_per_s"]
     known = [f"read bandwidth {bandwidth / 1e9:.1f} GB/s"] if bandwidth else []
     known += [f"int8 peak by {kind} {rate / 1e12:.2f} Top/s" for kind, rate in peaks.items() if rate]
@@ -52,14 +52,14 @@ def limits(race: dict[str, Any]) -> str:
 
 
 def lines_of(columns: Sequence[str], rows: Sequence[Sequence[str]], missing: Mapping[str, str]) -> list[str]:
-    """A table's lines, and below it who is missing and why."""
+    """Format a table's lines, and below it the missing runtimes and the reasons."""
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(cells) + " |" for cells in rows]
     return [*lines, "", *(f"Missing: {name}: {why}\n" for name, why in missing.items())]
 
 
 def settings(rows: Mapping[str, Any], title: str) -> str:
-    """How each runtime was set up."""
+    """Describe how each runtime was set up."""
     return f"## {title}\n\n" + "".join(_about(name, row) for name, row in rows.items())
 
 
@@ -94,7 +94,7 @@ def _line(name: str, row: dict[str, Any], bandwidth: float | None, peak: float, 
 
 
 def rates(tokens: int, seconds: Sequence[float]) -> str:
-    """Tokens a second: the median, the least and the most."""
+    """Return tokens per second: the median, the least and the most."""
     middle, least, most = (tokens / t for t in (statistics.median(seconds), max(seconds), min(seconds)))
     return f"{middle:.1f} ({least:.1f}-{most:.1f})"
 

@@ -1,4 +1,4 @@
-"""What benchmarks/x86_models.py measures: folders of inputs for all runtimes, and our bundles."""
+"""Tasks of benchmarks/x86_models.py: folders of inputs for all runtimes, and our bundles."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from compressor.data.text import Samples, load_samples
 from compressor.evaluate.embeddings import pool
 
 LENGTH = 128  # tokens
-IMAGES = 256  # that calibrate
+IMAGES = 256  # for calibration
 
 
 class Task(ABC):
-    """A model with its data; ``folder`` is what drivers are given.
+    """A model with its data; ``folder`` is given to the drivers.
 
-    In it are task.json, `calibration.npz`, a `case-BATCH.npz` to time, and `check-NUMBER.npz` to judge by.
+    It contains task.json, `calibration.npz`, a `case-BATCH.npz` to time, and `check-NUMBER.npz` to judge by.
     """
 
     kind: ClassVar[str]
@@ -55,7 +55,7 @@ class Task(ABC):
 
     @abstractmethod
     def _make(self) -> dict[str, int]:
-        """Write the arrays; operations of a batch, by batch."""
+        """Write the arrays and return the operations, by batch."""
 
     @abstractmethod
     def compress(self, scheme: str, out: Path) -> None:
@@ -63,18 +63,18 @@ class Task(ABC):
 
     @abstractmethod
     def outputs(self, raw: NDArray[np.float32], inputs: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
-        """What is judged of a model's output."""
+        """Return the part of a model's output that is judged."""
 
     @abstractmethod
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """What outputs for all of `check-NUMBER.npz` are worth, given those of float32."""
+        """Return the quality of outputs for all of `check-NUMBER.npz`, given those of float32."""
 
     def case(self, batch: int) -> Path:
-        """Inputs to time."""
+        """Return the inputs to time."""
         return self.folder / f"case-{batch}.npz"
 
     def checks(self) -> list[Path]:
-        """Inputs to judge by, in order."""
+        """Return the inputs to judge by, in order."""
         return sorted(self.folder.glob("check-*.npz"))
 
     def _write(self, name: str, *arrays: Any) -> None:
@@ -86,7 +86,7 @@ class Task(ABC):
 
     @torch.no_grad()
     def _operations(self, network: Any) -> dict[str, int]:
-        """Two for each product of linears, convolutions and attention; what is not a product costs none."""
+        """Count two operations for each product of linears, convolutions and attention; other operators count none."""
         with np.load(self.case(1)) as arrays, FlopCounterMode(display=False) as counter:
             network(*(torch.from_numpy(arrays[name]) for name in arrays.files))
         return {str(batch): batch * counter.get_total_flops() for batch in self.runs}
@@ -122,18 +122,18 @@ class MiniLM(Task):
         return load_samples(spec, self.source, vocabulary)
 
     def compress(self, scheme: str, out: Path) -> None:
-        """As benchmarks/minilm.py does, calibrated on sentences that are not among the texts."""
+        """Compress as benchmarks/minilm.py does, calibrated on sentences that are not among the texts."""
         recipe = minilm.recipe_of(scheme, self.ours[scheme], str(self.folder / "others.txt"))
         write_bundle(capture(self.source), recipe, self._samples(scheme), out)
 
     def outputs(self, raw: NDArray[np.float32], inputs: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
-        """Embeddings."""
+        """Return embeddings."""
         mask = torch.as_tensor(inputs["attention_mask"])
         pooled: Tensor = pool(torch.as_tensor(raw), mask, (self.folder / "pooling.txt").read_text())  # type: ignore[arg-type]
         return pooled.numpy()
 
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """Cosines with the embeddings of float32: their mean, and the least."""
+        """Return the mean and the smallest cosine with the embeddings of float32."""
         if reference is None:
             return {}
         found = cosines(outputs, reference)
@@ -161,7 +161,7 @@ class ResNet56(Task):
         return self._operations(load_resnet(self.source))
 
     def compress(self, scheme: str, out: Path) -> None:
-        """As benchmarks/resnet.py does; static activations calibrate on images without their labels."""
+        """Compress as benchmarks/resnet.py does; static activations calibrate on images without their labels."""
         recipe = resnet.data_recipe(self.data[0], IMAGES)
         assert recipe.calibration is not None
         dense = resnet.captured(load_resnet(self.source), load_images(recipe.evaluation))
@@ -169,9 +169,9 @@ class ResNet56(Task):
         write_bundle(dense, resnet.with_pass(recipe, scheme, self.ours[scheme]), samples, out)
 
     def outputs(self, raw: NDArray[np.float32], inputs: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
-        """Logits."""
+        """Return logits."""
         return raw.astype(np.float64)
 
     def quality(self, outputs: NDArray[np.float64], reference: NDArray[np.float64] | None) -> dict[str, float]:
-        """The part of the images that are named rightly."""
+        """Return the fraction of the images that are classified correctly."""
         return {"accuracy": float((outputs.argmax(1) == np.load(self.folder / "labels.npy")).mean())}

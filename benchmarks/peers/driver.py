@@ -1,4 +1,4 @@
-"""What the drivers of all peers share: the job from the command line, the clock, and the files that come out.
+"""Parts that the drivers of all peers share: the job from the command line, the clock, and the files that come out.
 
 A driver runs in its peer's environment, from the checkout's folder:
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Job:
-    """What is asked for, and what has been measured.
+    """A request, and the figures measured for it.
 
     Attributes:
         ids: int64 [samples, sequence].
@@ -64,11 +64,11 @@ class Job:
         self.figures |= {"seconds": time.perf_counter() - begin, "cpu_s": _cpu_s() - began, "peak_rss_bytes": peak}
 
     def group_for(self, in_features: int) -> int:
-        """The group's size where it divides a row, else 0: peers want groups of one size."""
+        """Return the group size if it divides a row, else 0: peers need groups of equal size."""
         return self.group if self.group and in_features % self.group == 0 else 0
 
     def load(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The model, in the job's type or another."""
+        """Load the model, in the job's type or another."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype or self.dtype).eval()
@@ -103,7 +103,7 @@ class Job:
 
 
 def job() -> Job:
-    """The job of the command line."""
+    """Parse the job from the command line."""
     model, ids, out, method, name, *dtype = sys.argv[1:]
     found = re.fullmatch(r"(?:W(\d)A16|FP(\d)_(E\dM\d))(_ASYM)?(?:_G(\d+)|_C)", name)
     if found is None:
@@ -117,13 +117,13 @@ def job() -> Job:
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linears that are to be compressed, by name: all but the head."""
+    """Return the linears to compress, by name: all but the head."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in found.items() if name != "lm_head"}
 
 
 def weight_count(modules: Mapping[str, nn.Linear]) -> int:
-    """How many weights these linears have."""
+    """Return the number of weights of these linears."""
     return sum(module.in_features * module.out_features for module in modules.values())
 
 

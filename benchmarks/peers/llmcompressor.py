@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def scheme(task: Job, group: int, targets: list[str]) -> QuantizationScheme:
-    """The arguments of linears that share a group size; 0 is a scale a row."""
+    """Return the arguments of linears that share a group size; 0 is one scale per row."""
     strategy = QuantizationStrategy.GROUP if group else QuantizationStrategy.CHANNEL
     weights = QuantizationArgs(
         num_bits=task.bits, type="int", symmetric=task.symmetric, strategy=strategy, group_size=group or None,

@@ -25,7 +25,7 @@ _HQQ4, _HQQ = Int4ChooseQParamsAlgorithm.HQQ, IntxChooseQParamsAlgorithm.HQQ_SCA
 
 
 def configuration(task: Job, module: nn.Linear) -> AOBaseConfig:
-    """What a linear is told."""
+    """Return torchao's configuration of a linear."""
     group = task.group_for(module.in_features)
     if task.float_format:
         return Float8WeightOnlyConfig()
@@ -39,7 +39,7 @@ def configuration(task: Job, module: nn.Linear) -> AOBaseConfig:
 
 
 def parts(weight: Tensor) -> list[Tensor]:
-    """The tensors that a quantised weight is made of."""
+    """Return the tensors that a quantised weight consists of."""
     names, _ = weight.__tensor_flatten__()
     return [getattr(weight, name) for name in names]
 

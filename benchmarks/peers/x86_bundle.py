@@ -1,4 +1,4 @@
-"""A bundle of ours without torch: what the drivers x86_ours.py and x86_network_ours.py share."""
+"""Run a bundle of ours without torch: the part that the drivers x86_ours.py and x86_network_ours.py share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class BundleServer(Server):
         self.bundle = load(self.files, threads=self.threads)
 
     def weight_bytes(self) -> int:
-        """Of the weights' file."""
+        """Return the bytes of the weights' file."""
         return (self.files / "weights.safetensors").stat().st_size
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The read bandwidth of the machine, with this many threads."""
+        """Measure the read bandwidth of the machine, with this many threads."""
         if request["do"] == "bandwidth":
             return {"bytes_per_s": self.bundle.read_bandwidth()}
         return super().more(request)

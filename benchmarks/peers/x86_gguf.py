@@ -32,7 +32,7 @@ def read_safetensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor of transformers."""
+    """Return llama.cpp's name of a tensor of transformers."""
     stem = name.removesuffix(".weight")
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.weight"

@@ -51,11 +51,11 @@ class LlamaCpp(Runtime):
         self.settings = f"{self.variant}, cache f16; built with {', '.join(on)}"
 
     def reset(self) -> None:
-        """An empty cache."""
+        """Empty the cache."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens, which llama.cpp places by itself; the likeliest next one."""
+        """Append tokens, which llama.cpp places by itself, and return the likeliest next one."""
         tokens = (llama_cpp.llama_token * len(ids))(*ids)
         failed = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
         if failed:
@@ -63,12 +63,12 @@ class LlamaCpp(Runtime):
         return int(self.logits().argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         row = llama_cpp.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(row, (int(self.config["vocab_size"]),))
 
     def embedding_bytes(self) -> int:
-        """As the file says."""
+        """Return the bytes of the embedding table in the file."""
         from gguf import GGUFReader
 
         reader = GGUFReader(self.files / f"{self.variant}.gguf")

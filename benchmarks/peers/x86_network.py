@@ -27,6 +27,6 @@ class Encoder(nn.Module):
 
 
 def torch_network(task: dict[str, Any], attention: str = "sdpa") -> nn.Module:
-    """The task's model in float32, for inference."""
+    """Load the task's model in float32, for inference."""
     network = Encoder(task["source"], attention) if task["kind"] == "encoder" else load_resnet(Path(task["source"]))
     return network.eval().requires_grad_(False)

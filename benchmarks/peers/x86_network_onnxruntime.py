@@ -102,7 +102,7 @@ class OnnxRuntime(Network):
         )
 
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output."""
+        """Return the output."""
         found: NDArray[np.float32] = self.session.run(None, inputs)[0]
         return found
 

@@ -33,7 +33,9 @@ class OpenVINO(Network):
         openvino.save_model(graph, out / "openvino_model.xml", compress_to_fp16=False)
 
     def _dense(self) -> Any:
-        """Encoders by optimum-intel, as `optimum-cli export openvino` does; plain modules by OpenVINO itself."""
+        """Convert encoders by optimum-intel, as `optimum-cli export openvino` does, and plain modules by OpenVINO
+        itself.
+        """
         if self.task["kind"] == "encoder":
             from optimum.intel import OVModelForFeatureExtraction
 
@@ -67,7 +69,7 @@ class OpenVINO(Network):
         self.request = self.compiled.create_infer_request()
 
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output, where OpenVINO left it."""
+        """Return the output, in OpenVINO's own memory."""
         self.request.infer(self._fed(self.compiled, inputs), share_inputs=True)
         found: NDArray[np.float32] = self.request.get_output_tensor(0).data
         return found

@@ -22,18 +22,18 @@ class Torch(Network):
         """There is nothing to convert."""
 
     def load(self) -> None:
-        """As its users do."""
+        """Load it as its users do."""
         torch.set_num_threads(self.threads)
         self.network = torch_network(self.task)
 
     @torch.inference_mode()
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output."""
+        """Return the output."""
         found: NDArray[np.float32] = self.network(*map(torch.from_numpy, inputs.values())).numpy()
         return found
 
     def weight_bytes(self) -> int:
-        """Of the parameters."""
+        """Return the bytes of the parameters."""
         return sum(p.numel() * p.element_size() for p in self.network.parameters())
 
 

@@ -21,7 +21,7 @@ class OpenVINO(Runtime):
     packages = ("openvino", "nncf", "optimum-intel", "transformers", "torch")
 
     def convert(self, out: Path) -> None:
-        """What ``optimum-cli export openvino --weight-format int4 --sym --group-size 128 --ratio 1`` does."""
+        """Convert like ``optimum-cli export openvino --weight-format int4 --sym --group-size 128 --ratio 1``."""
         from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
         quantization = OVWeightQuantizationConfig(bits=4, sym=True, group_size=128, ratio=1.0)
@@ -49,12 +49,12 @@ class OpenVINO(Runtime):
         self.beam = np.zeros(1, np.int32)
 
     def reset(self) -> None:
-        """An empty state."""
+        """Empty the state."""
         self.request.reset_state()
         self.position = 0
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
         begin, self.position = self.position, self.position + len(ids)
         inputs = {
             "input_ids": np.array([ids]),
@@ -67,25 +67,25 @@ class OpenVINO(Runtime):
         return int(self._logits.argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return self._logits
 
     def embedding_bytes(self) -> int:
-        """NNCF stores the table in int8, a zero point and a float16 scale a row."""
+        """Return the table's bytes: NNCF stores it in int8, with a zero point and a float16 scale per row."""
         return self.embeddings + 3 * int(self.config["vocab_size"])
 
 
 def _word(value: object) -> str:
-    """A property's value, as short as it can be said."""
+    """Return a property's value in its shortest form."""
     name = getattr(value, "get_type_name", None)
     return str(name() if name else value)
 
 
 def _keep_last_position(graph: openvino.Model) -> None:
-    """The head multiplies the last position only."""
+    """Make the head multiply the last position only."""
     head = graph.output("logits").get_node().input_value(0).get_node()
     if head.get_type_name() != "MatMul":
-        raise ValueError(f"the head is no MatMul but a {head.get_type_name()}")
+        raise ValueError(f"the head is not a MatMul but a {head.get_type_name()}")
     hidden = head.input_value(0)
     most = np.iinfo(np.int64).max
     last = ops.slice(hidden, np.array([-1]), np.array([most]), np.array([1]), np.array([1]))

@@ -41,12 +41,14 @@ class OrtGenAI(Runtime):
         self.parameters.set_search_options(max_length=_CAPACITY, do_sample=False)
 
     def reset(self) -> None:
-        """A new generator; the first token of a prompt finds it empty."""
+        """Make a new generator; the first token of a prompt finds it empty."""
         self.generator = onnxruntime_genai.Generator(self.loaded, self.parameters)
         self.chosen = False
 
     def step(self, ids: list[int]) -> int:
-        """A prompt is computed when it is appended; a chosen token when the next one is asked for."""
+        """Append tokens and return the likeliest next one; a chosen token is computed when the next one is asked
+        for.
+        """
         if not self.chosen:
             self.generator.append_tokens(ids)
         self.generator.generate_next_token()
@@ -54,11 +56,11 @@ class OrtGenAI(Runtime):
         return int(self.generator.get_next_tokens()[0])
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return np.asarray(self.generator.get_output("logits"), np.float32)[0, -1]
 
     def embedding_bytes(self) -> int:
-        """The builder stores the table in float32."""
+        """Return the bytes of the table, which the builder stores in float32."""
         return 4 * self.embeddings
 
 

@@ -20,24 +20,24 @@ class Ours(BundleServer, Runtime):
         self.settings = f"bundle {self.files.name}, cache {self.bundle.model['cache_format']}"
 
     def reset(self) -> None:
-        """A new session."""
+        """Start a new session."""
         self.session = self.bundle.session(capacity=_CAPACITY)
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
         self._logits: NDArray[np.float32] = self.session.step(np.array([ids]))[0, -1]
         return int(self._logits.argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return self._logits
 
     def embedding_bytes(self) -> int:
-        """The bundle says itself what a token reads."""
+        """Return the bytes that a token does not read, which follow from the manifest."""
         return self.weight_bytes() - self.bytes_per_token()
 
     def bytes_per_token(self) -> int:
-        """As the manifest has it."""
+        """Return the manifest's figure."""
         return int(self.bundle.model["weight_bytes_per_token"])
 
 

@@ -1,4 +1,4 @@
-"""What the drivers of runtimes share: requests on stdin, answers on stdout, and the clock.
+"""Parts that the drivers of runtimes share: requests on stdin, answers on stdout, and the clock.
 
 A driver runs in its runtime's environment, from the checkout's folder:
 
@@ -52,7 +52,7 @@ class Server(ABC):
     packages: ClassVar[tuple[str, ...]]
     """Distributions whose versions are reported."""
     settings: str = ""
-    """How the model is stored and computed, in words."""
+    """Storage and arithmetic of the model, in words."""
 
     def __init__(self, model: Path, files: Path, variant: str, threads: int) -> None:
         self.model, self.files, self.variant, self.threads = model, files, variant, threads
@@ -66,12 +66,12 @@ class Server(ABC):
         """Make ready to compute."""
 
     def weight_bytes(self) -> int:
-        """Bytes of the files that hold weights: all but texts."""
+        """Return the bytes of the files that hold weights: all but texts."""
         texts = {".json", ".xml", ".py", ".md", ".txt", ".jinja"}
         return sum(f.stat().st_size for f in self.files.rglob("*") if f.is_file() and f.suffix not in texts)
 
     def facts(self) -> dict[str, Any]:
-        """What is told of the loaded model."""
+        """Return versions, settings and weight bytes of the loaded model."""
         versions = {name: importlib.metadata.version(name) for name in self.packages}
         return {"versions": versions, "settings": self.settings, "weight_bytes": self.weight_bytes()}
 
@@ -89,7 +89,7 @@ class Server(ABC):
         return self.more(request)
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Requests of some runtimes only."""
+        """Answer a request that only some runtimes know."""
         raise ValueError(f"{request}: unknown")
 
     def _prepare(self) -> dict[str, Any]:
@@ -117,15 +117,15 @@ class Runtime(Server):
 
     @abstractmethod
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
 
     @abstractmethod
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
 
     @abstractmethod
     def embedding_bytes(self) -> int:
-        """Bytes of the embedding table, if it is not the head's as well."""
+        """Return the bytes of the embedding table, if it is not the head's as well."""
 
     def bytes_per_token(self) -> int:
         """Bytes of weights that a token's step reads."""
@@ -175,16 +175,16 @@ class Network(Server):
 
     @abstractmethod
     def run(self, inputs: Arrays) -> NDArray[np.float32]:
-        """The output, of which the next call may take the memory."""
+        """Return the output, whose memory the next call may reuse."""
 
     def calibration(self) -> list[Arrays]:
-        """What quantisation may look at: a batch of one each."""
+        """Return the inputs that quantisation may use: batches of one."""
         arrays = read_arrays(self.model / "calibration.npz")
         count = len(next(iter(arrays.values())))
         return [{name: array[i : i + 1] for name, array in arrays.items()} for i in range(count)]
 
     def more(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Outputs and times."""
+        """Return outputs and times."""
         what = request["do"]
         if what == "check":
             np.save(request["out"], self.run(read_arrays(Path(request["inputs"]))))

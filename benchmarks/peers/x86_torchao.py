@@ -25,7 +25,7 @@ class Torch(Runtime):
     packages = ("torch", "transformers", "torchao")
 
     def convert(self, out: Path) -> None:
-        """The whole module as a pickle, for linears of torchao are not to be had in a Hugging Face folder."""
+        """Save the whole module as a pickle, since torchao's linears cannot be saved in a Hugging Face folder."""
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16).eval()
         if self.variant == "bfloat16":
             model.save_pretrained(out)
@@ -51,7 +51,7 @@ class Torch(Runtime):
         self.settings = f"int4 asym g128 (tinygemm), head int4, embeddings bfloat16, compiled, cache of {_CAPACITY}"
 
     def reset(self) -> None:
-        """An empty cache; compiled code wants one of a fixed size."""
+        """Empty the cache; compiled code needs one of a fixed size."""
         config = self.network.config
         if self.variant == "bfloat16":
             self.cache: Any = DynamicCache(config=config)
@@ -59,14 +59,14 @@ class Torch(Runtime):
             self.cache = StaticCache(config=config, max_cache_len=_CAPACITY)
 
     def step(self, ids: list[int]) -> int:
-        """Append tokens; the likeliest next one."""
+        """Append tokens and return the likeliest next one."""
         inputs = torch.tensor([ids])
         out = self.forward(input_ids=inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self._logits = out.logits[0, -1]
         return int(self._logits.argmax())
 
     def logits(self) -> NDArray[np.float32]:
-        """Of the last step, [V]."""
+        """Return the logits of the last step, [V]."""
         return self._logits.float().numpy()
 
     def embedding_bytes(self) -> int:

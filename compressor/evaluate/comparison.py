@@ -144,7 +144,8 @@ def _until_decided(
     """Take repeats up to the first of the looks at which all gates on these timings are decided, and return the
     timings.
     """
-    begin, taken = time.monotonic(), 0
+    begin = time.monotonic()
+    taken = 0
     for look in LOOKS:
         while taken < look and (taken < _LEAST or time.monotonic() - begin < _PATIENCE_S):
             take()

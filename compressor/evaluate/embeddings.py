@@ -21,7 +21,8 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
         hidden: last hidden states [B, S, H].
         mask: [B, S], 1 for tokens and 0 for the padding behind them.
     """
-    states, kept = hidden.double(), mask.bool()[..., None]
+    states = hidden.double()
+    kept = mask.bool()[..., None]
     if pooling == "cls":
         return states[:, 0]
     if pooling == "max":
@@ -41,7 +42,8 @@ def measure_embeddings(hidden: Hidden, dense: Hidden, texts: Texts, reporter: Re
         for ids, mask in texts.batches():
             found.append(torch.cosine_similarity(embedded(hidden, ids, mask), embedded(dense, ids, mask)))
             task.advance(len(ids))
-    cosines, tokens = torch.cat(found), sum(map(len, texts.ids))
+    cosines = torch.cat(found)
+    tokens = sum(map(len, texts.ids))
     return EvalResult(
         embedding_cosine=float(cosines.mean()),
         embedding_cosine_min=float(cosines.min()),

@@ -62,7 +62,8 @@ class GateResult:
         return text if self.timing is None else f"{text}; {self._certainty(self.timing)}"
 
     def _certainty(self, timing: Timing) -> str:
-        count, ends = len(timing.samples), timing.interval
+        count = len(timing.samples)
+        ends = timing.interval
         repeats = f"{count} repeat{'s' * (count > 1)}"
         if ends is None:
             return f"undecided at {CONFIDENCE:.0%} after {repeats}, too few for an interval: median"
@@ -73,7 +74,9 @@ class GateResult:
 
     def _digits(self, figure: float) -> str:
         """Format a figure in the unit as written, with enough digits to show on which side of the limit it is."""
-        compare, value, text = _OPERATORS[self.gate.op], figure / self.gate.factor, ""
+        compare = _OPERATORS[self.gate.op]
+        value = figure / self.gate.factor
+        text = ""
         for digits in (4, 6, 9, 17):
             text = f"{value:.{digits}g}"
             if "e+" in text:

@@ -91,7 +91,8 @@ def bundle_quality(
         return EvalResult()
     with start() as process:
         if isinstance(data, Images):
-            batch, classify = image_batch(dense.graph, _IMAGES), graph_classes(dense.graph)
+            batch = image_batch(dense.graph, _IMAGES)
+            classify = graph_classes(dense.graph)
             return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)
         if isinstance(data, Texts):
             return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)

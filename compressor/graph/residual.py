@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.folding import Unabsorbable
+from compressor.graph.folding import CannotFold
 from compressor.graph.provenance import describe
 from compressor.graph.sites import Site, linear_sites
 
@@ -75,7 +75,7 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
         width = int(node.meta["val"].shape[-1])
         try:
             found.append(_Reading(graph, refuse, ordered).result(width))
-        except Unabsorbable as reason:
+        except CannotFold as reason:
             found.append(Residual(ordered[0], width, reason=str(reason)))
     return found
 
@@ -137,16 +137,16 @@ class _Reading:
         reading = [norm for norm in layer_norms if norm.args[0] in self.members]
         for norm in reading:
             if len(norm.args) < 5 or norm.args[1] != [width]:
-                raise Unabsorbable(f"{describe(norm)} is over more than its channels, or of unknown epsilon")
+                raise CannotFold(f"{describe(norm)} is over more than its channels, or of unknown epsilon")
         centered = bool(reading)
         norms, readers, exits = self._uses(centered)
         for what, places in (("comes in", entries), ("is read", exits)):
             if len(places) > 1:
                 named = " and ".join(f"{describe(node)} ({why})" for node, why in places[:2])
-                raise Unabsorbable(f"it {what} where no parameter can be rotated, more than once: {named}")
+                raise CannotFold(f"it {what} where no parameter can be rotated, more than once: {named}")
         entry, leave = (places[0] if places else None for places in (entries, exits))
         if entry is not None and entry[0].meta["val"].dtype != torch.float32:
-            raise Unabsorbable(f"{describe(entry[0])} is not float32")
+            raise CannotFold(f"{describe(entry[0])} is not float32")
         made_of = (tuple(self.writers), tuple(self.tables))
         return Residual(self.ordered[0], width, *made_of, tuple(norms), tuple(readers), entry, leave, centered)
 
@@ -190,7 +190,7 @@ class _Reading:
                 if user in self.members or user.target in _SIZES:
                     continue
                 if user.args[0] is not member or user.args.count(member) > 1:
-                    raise Unabsorbable(f"it is also read by {describe(user)}")
+                    raise CannotFold(f"it is also read by {describe(user)}")
                 if user.target is _LAYER_NORM or (user.target is _RMS_NORM and not centered):
                     behind, reason = self._behind(user)
                     if reason:
@@ -201,7 +201,7 @@ class _Reading:
                 elif user in self.sites and not centered and not _fixed_weight(self.sites[user], self.refuse):
                     readers.append((self.sites[user], None))
                 else:
-                    raise Unabsorbable(f"it is also read by {describe(user)}")
+                    raise CannotFold(f"it is also read by {describe(user)}")
         return norms, readers, exits
 
     def _behind(self, norm: Node) -> tuple[list[Site], str]:

@@ -27,7 +27,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.formats.rounded_activations import round_activations
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.numerics.nearest import awq_quantize
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import output_error, scaled_work
@@ -60,7 +60,7 @@ def balance_scale(size: Tensor, weights: Sequence[Tensor], alpha: float, beta: f
     return scale / (scale.max() * scale.min()).sqrt()
 
 
-def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
     """Return the scale, float64 [in], with the least error of the outputs, with ranges clipped and activations rounded.
 
     The candidates include scales of one, so the result is never worse than those on the kept rows.
@@ -71,7 +71,7 @@ def search_balance(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absor
 
     sizes = (inputs.mean_abs,) if fmt.activations is None else (inputs.mean_abs, inputs.absmax)
     tries = [balance_scale(size, weights, *strengths) for size in sizes for strengths in _STRENGTHS]
-    return min(tries, key=lambda s: output_error(inputs.rows, weights, absorber.shared(s).float(), fmt, cut))
+    return min(tries, key=lambda s: output_error(inputs.rows, weights, target.shared(s).float(), fmt, cut))
 
 
 class RoundedInputs(Hessian):
@@ -120,7 +120,8 @@ class Abq(Pass):
         with ctx.reporter.task("abq", 2 * len(sites)) as task:
             scale_groups(graph, ctx, "abq", sites, task, partial(search_balance, fmt))
             blocks = Blocks(ctx, "abq", self, task, decides=samples.sha256, chained=True)
-            formats, statistic = {site.name: fmt for site in sites}, partial(RoundedInputs, fed=fmt.activations)
+            formats = {site.name: fmt for site in sites}
+            statistic = partial(RoundedInputs, fed=fmt.activations)
             self._gptq.quantize_sites(graph, ctx, "abq", formats, blocks, statistic)
         graph.recompile()
         return graph

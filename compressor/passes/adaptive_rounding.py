@@ -147,7 +147,8 @@ class AdaptiveRounding(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
-        name, fmt = "adaptive_rounding", choose_format(self.scheme, self.group_size)
+        name = "adaptive_rounding"
+        fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, name, fmt, self.targets, self.ignore)
         samples = ctx.calibration(name)
         with ctx.reporter.task(name, len(sites)) as task:
@@ -197,7 +198,8 @@ def adaptive_rounding_work(
     A step of the optimiser is one product with the Hessian and some forty operators on pieces of the weight.  A sweep
     of the descent is two products, and per column the operations of a GPTQ column.
     """
-    size, chunks = rows * columns, -(-rows // ROUNDING_ROWS)
+    size = rows * columns
+    chunks = -(-rows // ROUNDING_ROWS)
     work = _observer_work(rows, columns, fmt, observer)
     work.update({
         "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from compressor.calibration.statistics import Inputs
 from compressor.formats.format import Format
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.numerics.nearest import awq_quantize
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes, search_scale
 from compressor.pipeline.context import Context
@@ -92,5 +92,5 @@ class Awq(Pass):
         )
 
 
-def _search(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
-    return search_scale(inputs.rows, weights, fmt, _STRENGTHS, partial(awq_scale, inputs.mean_abs), absorber.shared)
+def _search(fmt: Format, inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
+    return search_scale(inputs.rows, weights, fmt, _STRENGTHS, partial(awq_scale, inputs.mean_abs), target.shared)

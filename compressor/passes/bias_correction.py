@@ -115,7 +115,8 @@ class BiasCorrection(Pass):
                 graph, samples.ids, chosen, means, CalibrationOptions(with_dense=dense, spill=ctx.spill)
             ).groups():
                 for site in group:
-                    was, packed = by_name[site.name], packed_weight(graph, site)
+                    was = by_name[site.name]
+                    packed = packed_weight(graph, site)
                     weight = dense.get_parameter(was.weight_name).detach()
                     bias = None if was.bias_name is None else dense.get_parameter(was.bias_name).detach()
                     mean = inputs.now(packed.format.activations)
@@ -134,9 +135,11 @@ class BiasCorrection(Pass):
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Plan each linear on a graph without weights."""
         chosen, _ = self._choose(graph)
-        names, plans = {site.name for site in chosen}, []
+        names = {site.name for site in chosen}
+        plans = []
         for site in packed_sites(graph):
-            size, shape = packed_weight(graph, site).nbytes, (site.out_features, site.in_features)
+            size = packed_weight(graph, site).nbytes
+            shape = (site.out_features, site.in_features)
             if site.name not in names:
                 plans.append(SitePlan(site.name, *shape, "", size, size, "its bias stays as it is"))
                 continue

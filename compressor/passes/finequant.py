@@ -99,7 +99,8 @@ class Finequant(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear; records have its format, a note counts the linears per format."""
-        smallest, limit = choose_format(self.scheme), self.threshold
+        smallest = choose_format(self.scheme)
+        limit = self.threshold
         sites = choose_sites(graph, "finequant", self._coarse, self.targets, self.ignore)
         with ctx.reporter.task("finequant", len(sites)) as task:
             blocks = Blocks(ctx, "finequant", self, task, chained=False)

@@ -18,7 +18,7 @@ from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.rounded_activations import round_activations
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import range_cuts
@@ -57,7 +57,8 @@ def exponent_shifts(absmax: Tensor, strength: float) -> Tensor:
     Returns:
         float64 [in]; 1 for channels without input.
     """
-    size, used = absmax.double(), absmax > 0
+    size = absmax.double()
+    used = absmax > 0
     if not bool(used.any()):
         return torch.ones_like(size)
     exponent = torch.log2(torch.where(used, size, 1.0))
@@ -85,10 +86,14 @@ def llm_fp4_quantize(
     """
     if not bool(torch.isfinite(mean_square).all()):
         raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
-    y, fed = x @ weight.t(), fmt.activations
+    y = x @ weight.t()
+    fed = fmt.activations
     tries = [rtn_quantize(weight, fmt)]
     tries += [awq_quantize(weight, mean_square, replace(fmt, element=e)) for e in layouts(fmt.bits, 0)]
-    dense, best, seen, scale = [dequantize(packed) for packed in tries], 0, x, None
+    dense = [dequantize(packed) for packed in tries]
+    best = 0
+    seen = x
+    scale = None
 
     def lost(rows: Tensor, index: int) -> float:
         return float(total((y - rows @ dense[index].t()).double().square()))
@@ -106,7 +111,8 @@ def llm_fp4_quantize(
         if fed is not None:
             fed, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
             seen = round_activations(x, fed, scale)
-    chosen, norm = tries[best], float(total(y.double().square())) or 1.0
+    chosen = tries[best]
+    norm = float(total(y.double().square())) or 1.0
     packed = chosen.with_parts(replace(chosen.format, activations=fed)).fed_with(scale)
     return packed, lost(seen, best) / norm, start / norm
 
@@ -165,7 +171,8 @@ class LlmFp4(Pass):
                 graph, samples.ids, sites, Inputs, CalibrationOptions(store=blocks, spill=ctx.spill)
             ).groups():
                 for site in group:
-                    weight, absmax = graph.get_parameter(site.weight_name).detach().float(), float(inputs.absmax.max())
+                    weight = graph.get_parameter(site.weight_name).detach().float()
+                    absmax = float(inputs.absmax.max())
                     with naming(site):
                         found = llm_fp4_quantize(weight, inputs.rows, inputs.mean_square, absmax, fmt)
                     packed, error, rtn = found
@@ -188,15 +195,16 @@ def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt:
     Scales are powers of two, so the graph computes the same bits as before.
     """
 
-    def choose(inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+    def choose(inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
         shifts = partial(exponent_shifts, inputs.absmax)
-        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, absorber.shared)
+        return search_scale(inputs.rows, weights, fmt, _STRENGTHS, shifts, target.shared)
 
     scale_groups(graph, ctx, "llm_fp4", sites, task, choose)
 
 
 def _work(rows: int, columns: int, fmt: Format) -> Work:
-    size, fed = rows * columns, fmt.activations
+    size = rows * columns
+    fed = fmt.activations
     count = len(layouts(fmt.bits, 0))
     sides = 0 if fed is None else _ROUNDS * (_CUTS * len(layouts(fed.bits, 1)) + count)
     work = Counter({key: count * value for key, value in scaled_work(rows, columns, fmt, 0).items()})

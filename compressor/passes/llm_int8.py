@@ -104,5 +104,6 @@ class LlmInt8(Pass):
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
         fmt = dataclasses.replace(fmt, float_columns=1)
-        formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False)
+        formats = {site.name: fmt for site in sites}
+        gathering = Gathering(False, False, squares=False)
         return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, gathering)

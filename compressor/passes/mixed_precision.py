@@ -95,7 +95,9 @@ class MixedPrecision(Pass):
 
         Under a budget of divergence, another note states the expected divergence and the measured one.
         """
-        name, formats, budget = "mixed_precision", self.formats, self.budget
+        name = "mixed_precision"
+        formats = self.formats
+        budget = self.budget
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
         samples = ctx.calibration(name)
         self.requires(graph, ctx)
@@ -173,7 +175,8 @@ def sensitivities(
     """
     few = split_samples(graph, ids, _TOKENS)[0]
     (dense,) = run_outputs(SegmentRunner(graph, [few]), Silent())
-    run, names = SegmentRunner(graph, [few], ctx.spill), {site.name for site in sites}
+    run = SegmentRunner(graph, [few], ctx.spill)
+    names = {site.name for site in sites}
     squares = {
         site.name: inputs.mean_square
         for group, inputs in CalibrationRun(

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from compressor.errors import CompressorError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, meta_packed, pack
-from compressor.graph.folding import Unabsorbable, find_absorber, is_attention
+from compressor.graph.folding import CannotFold, find_scale_target, is_attention
 from compressor.graph.provenance import describe
 from compressor.graph.residual import Residual, find_residuals, norm_parameters
 from compressor.graph.rewrite import drop_dead_parameters, insert_packed, set_parameter
@@ -93,7 +93,8 @@ class Rotation(Pass):
                 task.advance()
         for what, places in left.items():
             if places:
-                names, reason = ", ".join(name for name, _ in places), places[0][1]
+                names = ", ".join(name for name, _ in places)
+                reason = places[0][1]
                 ctx.notes.append(f"rotation: not rotated: {what} {names}: {reason}{' (the first)' * (len(places) > 1)}")
         if not streams and not heads:
             ctx.notes.append("rotation: there is neither a residual stream nor attention: nothing is rotated")
@@ -112,7 +113,7 @@ def _leaving(left: list[tuple[str, str]], name: str) -> Iterator[None]:
     """Record the name and the reason where something cannot be rotated, and go on."""
     try:
         yield
-    except Unabsorbable as reason:
+    except CannotFold as reason:
         left.append((name, str(reason)))
 
 
@@ -120,10 +121,11 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
     """Replace the stream x by gain * x R; norms divide by the gain again, and their epsilon is scaled to match."""
     ends = [end for end in (found.entry, found.exit) if end is not None]
     if found.reason:
-        raise Unabsorbable(found.reason)
+        raise CannotFold(found.reason)
     if ends and not is_hadamard(found.width):
-        raise Unabsorbable(f"no Hadamard matrix of {found.width} channels is known here; {ends[0][1]}")
-    signs, gain = random_signs(found.width, generator), 1.0
+        raise CannotFold(f"no Hadamard matrix of {found.width} channels is known here; {ends[0][1]}")
+    signs = random_signs(found.width, generator)
+    gain = 1.0
     if found.centered:
         signs = torch.ones_like(signs)
     turn = partial(_turn, signs=signs, centered=found.centered)
@@ -178,15 +180,15 @@ def _rotate_values(
     graph: GraphModule, group: Sequence[Site], chosen: Collection[str], generator: torch.Generator
 ) -> None:
     """Rotate each head's values by the rows that produce them, and rotate back by the columns that read them."""
-    absorber, readers = find_absorber(graph, group[0].input)
-    assert absorber.shares is not None
-    kv_heads, repeat, width = absorber.shares
-    makers = [site for site in linear_sites(graph) if site.weight_name in absorber.parameters]
+    target, readers = find_scale_target(graph, group[0].input)
+    assert target.shares is not None
+    kv_heads, repeat, width = target.shares
+    makers = [site for site in linear_sites(graph) if site.weight_name in target.parameters]
     if fixed := [site.name for site in (*makers, *readers) if site.name not in chosen]:
-        raise Unabsorbable(f"{fixed[0]} is left as it is")
+        raise CannotFold(f"{fixed[0]} is left as it is")
     signs = random_signs(kv_heads * width, generator)
     shared = signs.view(kv_heads, 1, width).expand(-1, repeat, -1).reshape(-1)
-    for name in absorber.parameters:
+    for name in target.parameters:
         _change(graph, name, lambda rows: rotate(rows.movedim(0, -1), signs, width).movedim(-1, 0))
     for site in readers:
         _change(graph, site.weight_name, lambda weight: rotate(weight, shared, width))

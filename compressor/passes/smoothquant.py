@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.numerics.scale_search import search_scale
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -80,8 +80,8 @@ class Smoothquant(Pass):
         tries = len(_STRENGTHS) if self.alpha == "search" else 0
         return plan_dense_sites(graph, chosen, Gathering(False, False, squares=False), tries, fmt)
 
-    def _choose(self, fmt: Format, inputs: Inputs, weights: Sequence[Tensor], absorber: Absorber) -> Tensor:
+    def _choose(self, fmt: Format, inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
         scale_of = partial(smooth_scale, inputs.absmax, weights)
         if self.alpha == "search":
-            return search_scale(inputs.rows, weights, fmt, _STRENGTHS, scale_of, absorber.shared)
+            return search_scale(inputs.rows, weights, fmt, _STRENGTHS, scale_of, target.shared)
         return scale_of(self.alpha)

@@ -94,7 +94,8 @@ class Squeezellm(Pass):
         """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
-        formats, gathering = {site.name: fmt for site in sites}, Gathering(False, False, squares=False, gradients=True)
+        formats = {site.name: fmt for site in sites}
+        gathering = Gathering(False, False, squares=False, gradients=True)
         return plan_sites(graph, formats, self.ignore, squeezellm_work, rtn_working_bytes, gathering)
 
 

@@ -1,4 +1,4 @@
-"""Run passes in order, and give them what they share: choosing sites, replacing, recording, resuming, planning.
+"""Run passes in order, and share among them: choosing sites, replacing, recording, resuming, planning.
 
 Invariant: knows no pass by name.
 """

@@ -60,7 +60,7 @@ class Pass(ABC):
 
     @property
     def runs_samples(self) -> bool:
-        """Whether :meth:`run` takes the calibration samples through the graph beyond the runs that the plan's sites
+        """True if :meth:`run` takes the calibration samples through the graph beyond the runs that the plan's sites
         state.
         """
         return False
@@ -84,7 +84,9 @@ class Pipeline:
         """Run all passes and return the graph; errors of a pass are raised unchanged."""
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
-            begin, blocks, reused = time.perf_counter(), ctx.blocks, ctx.reused
+            begin = time.perf_counter()
+            blocks = ctx.blocks
+            reused = ctx.reused
             self._remember(index, graph, ctx)
             graph = step.run(graph, ctx)
             graph.recompile()  # passes need not recompile

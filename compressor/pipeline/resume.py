@@ -51,7 +51,8 @@ class Blocks:
             return False
         for site, fields in zip(sites, found.records, strict=True):
             if fields["format"]:
-                fmt, shape = Format.parse(fields["format"]), (site.out_features, site.in_features)
+                fmt = Format.parse(fields["format"])
+                shape = (site.out_features, site.in_features)
                 parts = {part: found.tensors[f"{site.name}.{part}"] for part in fmt.parts(*shape)}
                 replace_linear(graph, site, PackedWeight(parts, fmt, shape))
             else:

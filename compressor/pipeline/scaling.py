@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
-from compressor.graph.folding import Absorber, Unabsorbable, find_absorber
+from compressor.graph.folding import CannotFold, ScaleTarget, find_scale_target
 from compressor.graph.provenance import describe
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits
@@ -19,8 +19,8 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.sites import naming
 from compressor.progress import Task
 
-ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], Absorber], Tensor]
-"""(statistics of the inputs, weights float32 [out, in] of all linears that read them, absorber) -> scale float64 [in],
+ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], ScaleTarget], Tensor]
+"""(statistics of the inputs, weights float32 [out, in] of all linears that read them, target) -> scale float64 [in],
 positive.
 """
 
@@ -36,10 +36,10 @@ def scale_groups(
     Returns:
         Mean square of each site's scaled inputs, float64 [in], by site name.
     """
-    ids, squares = ctx.calibration(pass_name).ids, {}
-    for group, inputs in CalibrationRun(
-        graph, ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
-    ).groups():
+    ids = ctx.calibration(pass_name).ids
+    squares = {}
+    options = CalibrationOptions(true_sequential=False, spill=ctx.spill)
+    for group, inputs in CalibrationRun(graph, ids, sites, Inputs, options).groups():
         weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
         with naming(group[0]):
             scale = scale_inputs(graph, ctx, pass_name, group, partial(choose, inputs, weights))
@@ -50,26 +50,26 @@ def scale_groups(
 
 
 def scale_inputs(
-    graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[Absorber], Tensor]
+    graph: GraphModule, ctx: Context, pass_name: str, group: Sequence[Site], choose: Callable[[ScaleTarget], Tensor]
 ) -> Tensor | None:
     """Scale the input channels of a group of sites that read the same tensor, if the scale can be folded in front of
     them.
 
     Args:
-        choose: the absorber -> scale float64 [in], positive.
+        choose: target -> scale float64 [in], positive.
     Returns:
         The scale as applied, float32 [in], or None if it cannot be folded. Notes say so, and name copied norms.
     """
     names = ", ".join(site.name for site in group)
     try:
-        absorber, readers = find_absorber(graph, group[0].input)
-    except Unabsorbable as reason:
+        target, readers = find_scale_target(graph, group[0].input)
+    except CannotFold as reason:
         ctx.notes.append(f"{pass_name}: {names}: inputs are not scaled: {reason}")
         return None
-    scale = few_bits(absorber.shared(choose(absorber))).float()
-    absorber.apply(graph, readers, scale)
-    if absorber.copied is not None:
-        other = next(user for user in absorber.copied.users)
-        norm = f"{describe(absorber.copied)}, which is also read by {describe(other)}"
+    scale = few_bits(target.shared(choose(target))).float()
+    target.apply(graph, readers, scale)
+    if target.copied is not None:
+        other = next(user for user in target.copied.users)
+        norm = f"{describe(target.copied)}, which is also read by {describe(other)}"
         ctx.notes.append(f"{pass_name}: {names}: inputs are scaled in a copy of {norm}")
     return scale

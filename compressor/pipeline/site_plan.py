@@ -25,7 +25,7 @@ _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, byte
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a pass runs calibration samples.
+    """Runs of the calibration samples that a pass needs.
 
     Attributes:
         true_sequential, with_dense: arguments of :class:`compressor.calibration.calibrate.CalibrationRun`.
@@ -86,7 +86,8 @@ def plan_sites(
     ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
     plans = []
     for site in linear_sites(graph):
-        weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
+        weight = graph.get_parameter(site.weight_name)
+        shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
         if site.name not in formats:
             why = "stays dense: ignored" if site.name in ignored else "stays dense: no target matches it"
@@ -109,9 +110,11 @@ def plan_dense_sites(
     """
     plans = []
     for site in sites:
-        weight, shape = graph.get_parameter(site.weight_name), (site.out_features, site.in_features)
+        weight = graph.get_parameter(site.weight_name)
+        shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
-        note, work = "scaled, where something absorbs it", dict(scaled_work(*shape, fmt, tries, chosen=False))
+        note = "scaled, where the scale can be folded"
+        work = dict(scaled_work(*shape, fmt, tries, chosen=False))
         kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
         plans.append(kept)
     return plans

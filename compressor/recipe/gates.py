@@ -121,7 +121,8 @@ class Gate:
         """
         if metric not in METRICS:
             raise RecipeError(f"unknown metric; {nearest(metric, METRICS)}")
-        known, shown = METRICS[metric], repr(text)[:80]
+        known = METRICS[metric]
+        shown = repr(text)[:80]
         if known.units is None:
             answer = {"true": True, "false": False}.get(str(text).lower() if isinstance(text, str | bool) else "")
             if answer is None:
@@ -145,7 +146,7 @@ class Gate:
 
     @property
     def relative(self) -> bool:
-        """Whether the bound is a multiple of the dense model's figure."""
+        """True if the bound is a multiple of the dense model's figure."""
         return self.unit == _DENSE
 
     @property

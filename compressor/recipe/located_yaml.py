@@ -200,7 +200,8 @@ class _Values:
         return values
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
-        text, tag = str(node.value), str(node.tag).removeprefix("tag:yaml.org,2002:")
+        text = str(node.value)
+        tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
         try:
             if tag == "null":
                 return None

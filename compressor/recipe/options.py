@@ -79,7 +79,8 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
     """
     from compressor.registry import TARGETS
 
-    target, path = source.data["target"], ("target",)
+    target = source.data["target"]
+    path = ("target",)
     name: Any = target
     options: Any = None
     if isinstance(target, dict) and len(target) == 1:

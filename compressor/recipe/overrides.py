@@ -66,7 +66,8 @@ def _pass_path(source: Source, which: str, origin: Origin) -> KeyPath:
     if len(places) > 1:
         options = " or ".join(f"passes.{place}" for place in places)
         raise RecipeError(f"{origin}: the recipe has {which!r} {len(places)} times; address one as {options}")
-    place, name = places[0], names[places[0]]
+    place = places[0]
+    name = names[places[0]]
     if not isinstance(passes[place], dict):
         passes[place] = {name: {}}
     elif passes[place][name] is None:

@@ -196,7 +196,8 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     Raises:
         RecipeError: the text is none of these.
     """
-    key, origin = ("evaluation" if evaluation else "calibration"), Origin("--data")
+    key = "evaluation" if evaluation else "calibration"
+    origin = Origin("--data")
     source = Source({}, {(): origin})
     if is_file(Path(text)) and not text.endswith((".yaml", ".yml")):
         source.graft((key,), {"text": text}, Source({}, {(): origin}))
@@ -280,7 +281,8 @@ def _build_gates(source: Source, problems: list[str]) -> tuple[Gate, ...]:
 
 def _explain(source: Source, problem: Mapping[str, Any]) -> str:
     """Rewrite one of pydantic's problems as a located message."""
-    path, message = tuple(problem["loc"]), str(problem["msg"]).removeprefix("Value error, ")
+    path = tuple(problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         sections: dict[object, type[Section]] = {"calibration": TextSpec, "evaluation": EvaluationSpec}
         section = sections.get(path[0], Recipe) if len(path) > 1 else Recipe

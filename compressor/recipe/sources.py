@@ -87,7 +87,8 @@ def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
         source.data.pop("extends", None)
         return source
     seen = [*seen, path.resolve()]
-    name, origin = source.data.pop("extends"), source.origin(("extends",))
+    name = source.data.pop("extends")
+    origin = source.origin(("extends",))
     if not isinstance(name, str):
         raise source.error(("extends",), f"{name!r} is not the path or the name of a recipe")
     written = origin.folder / name

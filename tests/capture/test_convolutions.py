@@ -14,7 +14,7 @@ from compressor.capture.capture import capture
 from compressor.capture.convolutions import dense_convolutions
 from compressor.data.text import Samples
 from compressor.formats.packing import dequantize
-from compressor.graph.folding import Unabsorbable, find_absorber
+from compressor.graph.folding import CannotFold, find_scale_target
 from compressor.graph.sites import linear_sites
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.rtn import Rtn
@@ -180,12 +180,12 @@ def test_channels_of_patches_are_scaled_where_a_convolution_makes_them() -> None
     module, x = prepared(Residual()), images(4, 3, 8, 8)
     graph = capture(module, (x,))
     sites = {site.name: site for site in linear_sites(graph)}
-    absorber, readers = find_absorber(graph, sites["second"].input)
-    assert absorber.parameters == ("first.weight", "first.bias") and absorber.shares == (1, 9, 12)
+    target, readers = find_scale_target(graph, sites["second"].input)
+    assert target.parameters == ("first.weight", "first.bias") and target.shares == (1, 9, 12)
     assert [site.name for site in readers] == ["second"]
     for name in ("stem", "first", "short", "linear"):
-        with pytest.raises(Unabsorbable):
-            find_absorber(graph, sites[name].input)
+        with pytest.raises(CannotFold):
+            find_scale_target(graph, sites[name].input)
     context = Context(samples=Samples(x, torch.empty(0), "", "by chance"))
     smooth = Smoothquant(targets=("Linear", "Conv2d")).run(graph, context)
     smooth.recompile()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.graph.folding import Unabsorbable, find_absorber
+from compressor.graph.folding import CannotFold, find_scale_target
 from compressor.graph.model import weight_bytes
 from compressor.graph.segments import segments
 from compressor.graph.sites import group_by_input, linear_sites
@@ -53,13 +53,13 @@ def logits(graph: GraphModule) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(("make", "absorbed"), [
+@pytest.mark.parametrize(("make", "folded"), [
     # what is behind: attention's and the MLP's norm, the values through attention, a factor of the product, relu
     (llama, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}),
     (opt, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
     (gpt2, {"c_attn", "c_fc"}),
 ])  # fmt: skip
-def test_the_function_stays_whatever_absorbs(make: object, absorbed: set[str]) -> None:
+def test_the_function_stays_whatever_takes_the_scale(make: object, folded: set[str]) -> None:
     graph: GraphModule = make()  # type: ignore[operator]
     before, ctx, rng = logits(graph), Context(), torch.Generator().manual_seed(0)
     scaled = set()
@@ -70,12 +70,12 @@ def test_the_function_stays_whatever_absorbs(make: object, absorbed: set[str]) -
         if scale is not None:
             scaled |= {site.name.rpartition(".")[2] for site in group}
             assert torch.equal(graph.get_parameter(group[0].weight_name), weight.float() * scale)
-    assert scaled == absorbed
+    assert scaled == folded
     after = logits(graph)
     assert float((after - before).norm() / before.norm()) < 1e-5
     named = " ".join(note.partition(": inputs are not scaled: ")[0] for note in ctx.notes)
     everything = {site.name.rpartition(".")[2] for site in linear_sites(graph)}
-    assert all(name in named for name in everything - absorbed) and not any(f".{name}" in named for name in absorbed)
+    assert all(name in named for name in everything - folded) and not any(f".{name}" in named for name in folded)
 
 
 def test_linears_behind_a_post_norm_read_a_scaled_copy_of_it() -> None:
@@ -107,10 +107,10 @@ def test_linears_behind_a_post_norm_read_a_scaled_copy_of_it() -> None:
 def test_heads_that_share_values_share_a_scale() -> None:
     graph = llama()
     group = next(g for g in group_by_input(linear_sites(graph)) if g[0].name.endswith("o_proj"))
-    absorber, _ = find_absorber(graph, group[0].input)
-    assert absorber.shares == (2, 2, 16) and absorber.parameters == ("model.layers.0.self_attn.v_proj.weight",)
+    target, _ = find_scale_target(graph, group[0].input)
+    assert target.shares == (2, 2, 16) and target.parameters == ("model.layers.0.self_attn.v_proj.weight",)
     scale = torch.arange(1.0, 65.0)
-    shared = absorber.shared(scale).view(2, 2, 16)
+    shared = target.shared(scale).view(2, 2, 16)
     assert torch.equal(shared[:, 0], shared[:, 1])
     assert torch.equal(shared[:, 0], scale.view(2, 2, 16).amax(1))
 
@@ -135,8 +135,8 @@ def test_reasons_name_what_is_in_the_way() -> None:
         ("fifth", "also read by add"),
     ]:  # fmt: skip
         site = next(s for s in linear_sites(graph) if s.name == name)
-        with pytest.raises(Unabsorbable, match=reason):
-            find_absorber(graph, site.input)
+        with pytest.raises(CannotFold, match=reason):
+            find_scale_target(graph, site.input)
 
 
 def test_a_tied_weight_is_left_alone() -> None:
@@ -145,5 +145,5 @@ def test_a_tied_weight_is_left_alone() -> None:
     )
     graph = capture(tiny(config))
     head = linear_sites(graph)[-1]
-    with pytest.raises(Unabsorbable, match="is tied"):
-        find_absorber(graph, head.input)
+    with pytest.raises(CannotFold, match="is tied"):
+        find_scale_target(graph, head.input)

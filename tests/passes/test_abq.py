@@ -13,7 +13,7 @@ from compressor.data.text import load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
-from compressor.graph.folding import Absorber
+from compressor.graph.folding import ScaleTarget
 from compressor.host.resources import resource
 from compressor.numerics.nearest import awq_quantize
 from compressor.numerics.scale_search import output_error
@@ -50,7 +50,7 @@ def test_a_searched_scale_is_never_worse_and_helps_with_salient_channels(name: s
     x = torch.randn(256, 64, generator=rng)
     x[:, [3, 40]] *= 30
     weights, inputs = [torch.randn(48, 64, generator=rng)], seen(x)
-    scale = search_balance(fmt, inputs, weights, Absorber(())).float()
+    scale = search_balance(fmt, inputs, weights, ScaleTarget(())).float()
     cut = lambda w, s, f: awq_quantize(w, inputs.mean_square / s.double().square(), f)  # noqa: E731
     found, unscaled = (output_error(inputs.rows, weights, s, fmt, cut) for s in (scale, torch.ones(64)))
     assert found < 0.95 * unscaled
@@ -95,5 +95,5 @@ def test_bad_input() -> None:
         Abq("BIP2")
     with pytest.raises(CompressorError, match="NaN"):
         search_balance(
-            Format.parse("BIP2A8_G32"), seen(torch.ones(4, 32)), [torch.full((2, 32), float("nan"))], Absorber(())
+            Format.parse("BIP2A8_G32"), seen(torch.ones(4, 32)), [torch.full((2, 32), float("nan"))], ScaleTarget(())
         )

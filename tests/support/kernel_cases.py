@@ -1,4 +1,4 @@
-"""What tests of kernels and programs share: both compiled and run in this process; random packed linears."""
+"""Helpers of tests of kernels and programs: compile and run them in this process; make random packed linears."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from compressor.graph.caches import empty_caches
 from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor
-WIDTHS = [x86.AVX512_VNNI, x86.AVX2]  # others differ in bit planes, or in tiles for several tokens, only
+WIDTHS = [x86.AVX512_VNNI, x86.AVX2]  # others differ only in bit planes, or in tiles for several tokens
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
-SPLIT = 2e-5  # the same where 16 of the 24 bits of activations take part
+SPLIT = 2e-5  # of the largest output, where only 16 of the 24 mantissa bits of activations are used
 
 
 def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
@@ -41,7 +41,9 @@ def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
 
 
 def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> torch.Tensor:
-    """Call with torch operands (None is left out), the output last; NaN shows what was not written."""
+    """Call the kernel with torch operands (None is left out), the output last; NaN shows elements that were not
+    written.
+    """
     result = tvm.runtime.tensor(torch.full(out, float("nan")).numpy())
     arrays = [t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in operands if t is not None]
     kernel(*(tvm.runtime.tensor(t.numpy()) for t in arrays), result)
@@ -85,13 +87,13 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
 def check_packed_linear(
     fmt: Format, isa: Isa, pick: random.Random, rng: torch.Generator, *, is_small: bool = True
 ) -> None:
-    """A ragged shape and a bias by chance, for one token and several.
+    """Check one to 17 tokens of a random ragged shape, with a bias by chance, against the operator in PyTorch.
 
-    Kernels are small: what a block does is said again for each of its tiles and tokens, and LLVM takes the square of
-    that, so that blocks of 2 x 3 see the same code as the tuner's blocks, and take a tenth of the time.
+    Blocks are small by default: generated code repeats a block's body for each of its tiles and tokens, and LLVM takes
+    the square of that, so blocks of 2 x 3 test the same code as the tuner's, in a tenth of the time.
 
     Args:
-        is_small: otherwise one of the tuner's schedules.
+        is_small: otherwise one of the tuner's schedules is taken.
     """
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(9, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
@@ -113,7 +115,7 @@ def check_packed_linear(
 
 
 class Program:
-    """A library run in this process, without being linked."""
+    """Library that runs in this process, without being linked."""
 
     def __init__(self, graph: GraphModule, library: Library) -> None:
         self.vm = relax.VirtualMachine(library.executable, tvm.cpu())
@@ -130,6 +132,6 @@ class Program:
         return self.vm["main"](*given, self.parameters).numpy()
 
     def caches(self, batch: int, capacity: int) -> list[Any]:
-        """NaN, also of packed scales, shows where a kernel reads what nothing has written."""
+        """Make caches of NaN, and of 255 in packed ones, which show if a kernel reads what nothing has written."""
         empty = [cache.numpy() for cache in empty_caches(self.info, batch, capacity)]
         return [tvm.runtime.tensor(np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype)) for x in empty]

@@ -1,4 +1,4 @@
-"""Bundles with shared libraries out of parts, for tests that make none by a run."""
+"""Make bundles with shared libraries from parts, for tests that make none by a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTS = {field.name for field in dataclasses.fields(BundleFacts)}
 
 
 def write_native_bundle(destination: Path, parts: Mapping[str, Any]) -> Path:
-    """A bundle of ``parts``, the fields of NativeParts and of BundleFacts."""
+    """Write a bundle of ``parts``, the fields of NativeParts and of BundleFacts."""
     facts = {name: value for name, value in parts.items() if name in _FACTS}
     others = {name: value for name, value in parts.items() if name not in _FACTS}
     with publishing(destination) as folder:

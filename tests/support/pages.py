@@ -1,4 +1,4 @@
-"""What tests of a bundle's page share: a bundle of the reference model, Chromium, and a server."""
+"""Fixtures for tests of a bundle's page: a bundle of the reference model, Chromium, and a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READY = "window.ready || !document.getElementById('error').hidden"
 def made(
     tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
 ) -> tuple[Path, GraphModule]:
-    """What the shipped recipe gives, and the graph that was lowered."""
+    """Return the bundle of the shipped recipe, and the graph that was lowered."""
     require_tool("wasm-ld")
     graphs: list[GraphModule] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def made(
 
 @pytest.fixture(scope="session")
 def browser(require_tool: Callable[[str], Path]) -> Iterator[Any]:
-    """Chromium; without the package that drives it the test is skipped, and in CI it fails."""
+    """Start Chromium; without playwright the test is skipped, and in CI it fails."""
     if os.environ.get("CI"):
         import playwright.sync_api as playwright
     else:
@@ -101,7 +101,7 @@ def open_page(browser: Any, serve: Callable[[Path], str]) -> Iterator[Callable[.
 
 
 def greedy(graph: GraphModule, count: int) -> list[int]:
-    """The likeliest continuation of PROMPT by the graph in PyTorch."""
+    """Return the likeliest continuation of PROMPT by the graph in PyTorch."""
     ids, logits = list(PROMPT), GraphLogits(graph)
     for _ in range(count):
         ids.append(int(np.argmax(np.asarray(logits(np.array([ids])))[0, -1])))

@@ -1,4 +1,4 @@
-"""A tiny language model with kernels of its own: what a run-time is tested with."""
+"""A tiny language model with kernels of its own, for tests of the run-time."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def build_library(file: Path) -> None:
 
 
 def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
-    """What compressor.export.vectors would store, by the model's own arithmetic; every third column."""
+    """Return the vectors that compressor.export.vectors would store, by the model's own arithmetic; every third
+    column.
+    """
     ids = np.random.default_rng(1).integers(0, VOCAB, (2, 18))
     logits = np.array([model.logits(list(row[: i + 1])) for row in ids for i in range(18)])
     rows, columns = np.arange(len(logits)), np.arange(0, VOCAB, 3)

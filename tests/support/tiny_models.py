@@ -1,4 +1,4 @@
-"""What tests of programs share: tiny random models of several architectures, packed without calibration."""
+"""Tiny random models of several architectures for tests of programs, packed without calibration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
 
 
 def build(config: Any, kind: Any = None) -> nn.Module:
-    """A random model whose weights are large enough for caps, windows and norms to matter."""
+    """Build a random model whose weights are large enough for caps, windows and norms to matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = (kind or transformers.AutoModelForCausalLM).from_config(config).eval()

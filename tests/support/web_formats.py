@@ -1,4 +1,4 @@
-"""What tests of kernels for browsers share, whichever engine runs them."""
+"""Formats and errors for tests of kernels for browsers, on either engine."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class WebConverter:
 
     def _rounded(self, importer: Any, x: Any, fmt: Format, input_scale: Any) -> list[Any]:
         """Emit the rounding of activations as a format's linears read them, once for all linears that share it."""
-        columns, leading = int(x.ty.shape[-1]), list(x.ty.shape)[:-1]
+        columns = int(x.ty.shape[-1])
+        leading = list(x.ty.shape)[:-1]
         layout = activations.Rounded.of(columns, fmt) if fmt.integer_products else None
         key = (x, input_scale, fmt.activations, layout)
         if key in self._fed:

@@ -102,7 +102,8 @@ def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
         with contextlib.suppress(s_tir.ScheduleError):  # outputs and reductions cannot be inlined
             sch.compute_inline(block)
     for block in sch.get_child_blocks(root):
-        loops, kinds = sch.get_loops(block), [v.iter_type for v in sch.get(block).iter_vars]
+        loops = sch.get_loops(block)
+        kinds = [v.iter_type for v in sch.get(block).iter_vars]
         spatial = 0
         while spatial < min(len(loops), len(kinds)) and kinds[spatial] == tirx.IterVar.DataPar:
             spatial += 1

@@ -147,7 +147,8 @@ def specialised(source: str, constants: Mapping[str, int], *, half: bool = False
     """
     declared = "".join(f"const {name}: u32 = {value}u;\n" for name, value in constants.items())
     if half:
-        declared, source = "enable f16;\n" + declared, source.replace(SINGLE, HALF_PRECISION)
+        declared = "enable f16;\n" + declared
+        source = source.replace(SINGLE, HALF_PRECISION)
     return declared + "\n".join(_written_out(source.split("\n"), constants, {}))
 
 
@@ -162,7 +163,8 @@ def _written_out(lines: Sequence[str], constants: Mapping[str, int], numbers: Ma
             yield _NUMBER.sub(lambda found: str(numbers[found[1]]), lines[i])
             i += 1
             continue
-        end, depth = i + 1, 1
+        end = i + 1
+        depth = 1
         while depth:
             depth += (_BEGIN.fullmatch(lines[end]) is not None) - (lines[end].strip() == _END)
             end += 1

@@ -80,7 +80,8 @@ def compile_program(
         UsageError: the target has no kernel for an operator or a format.
         VerificationError: a phase turned packed weights into dense ones, or something cannot be expressed in WGSL.
     """
-    converter, program = WebConverter(), reexport(graph)
+    converter = WebConverter()
+    program = reexport(graph)
     info = graph.meta["model"]
     activations = fixed_sizes(program)
     _make_narrow(program.graph)
@@ -120,8 +121,11 @@ def compile_wasm(
         UsageError: the target has no kernel for an operator or a format.
         VerificationError: a phase turned packed weights into dense ones, or the module cannot be linked.
     """
-    converter, program = Converter(isa, Tuner("off", 1, None, isa.name)), reexport(graph)
-    info, target, module = graph.meta["model"], wasm_target(isa), WasmModule(isa)
+    converter = Converter(isa, Tuner("off", 1, None, isa.name))
+    program = reexport(graph)
+    info = graph.meta["model"]
+    target = wasm_target(isa)
+    module = WasmModule(isa)
     activations = fixed_sizes(program)
     fuse(program.graph)
     mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))

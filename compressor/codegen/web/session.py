@@ -83,7 +83,8 @@ class Session:
     def __init__(self, program: Program, batch: int, capacity: int) -> None:
         self._program, self._batch, self._capacity = program, batch, capacity
         self.position = 0
-        names, inputs = {"B": batch, "T": capacity}, program.content["inputs"]
+        names = {"B": batch, "T": capacity}
+        inputs = program.content["inputs"]
         self._types = {x["name"]: x["dtype"] for x in inputs}
         shapes = {x["name"]: x["shape"] for x in inputs if "_cache_" in x["name"]}
         self._caches = {

@@ -24,11 +24,14 @@ def quads_of(fmt: Format, word_of: str) -> Iterator[str]:
         word_of: name of the chunk's words; ``{}`` stands for the number.
     """
     for quad in range(fmt.chunk_columns // 4):
-        terms, offset, first = [], 0, 0
+        terms = []
+        offset = 0
+        first = 0
         for width in fmt.planes:
             per_word = 8 // width
             word, shift = first + quad // per_word, width * (quad % per_word)
-            held, mask = word_of.format(word), ((1 << width) - 1) * 0x01010101
+            held = word_of.format(word)
+            mask = ((1 << width) - 1) * 0x01010101
             term = held if width == 8 else f"(({held} >> {shift}u) & 0x{mask:08x}u)"
             terms.append(f"({term} << {offset}u)" if offset else term)
             offset, first = offset + width, first + fmt.chunk_columns * width // 32

@@ -194,7 +194,8 @@ def _opened(func: tirx.PrimFunc) -> tirx.PrimFunc:
     for key, value in (("device_id", 0), ("device_type", _CPU)):  # device of its own buffers
         body = tirx.AttrStmt(tvm.ir.StringImm("default"), key, tirx.const(value, "int32"), body)
     done = tirx.stmt.Return(tirx.const(0, "int32"))  # -1 if its own buffers cannot be allocated
-    params, statements = [*addresses, *numbers], tirx.SeqStmt([*bound, body, done])
+    params = [*addresses, *numbers]
+    statements = tirx.SeqStmt([*bound, body, done])
     return tirx.PrimFunc(params, statements, tvm.ir.PrimType("int32"), func.attrs)
 
 

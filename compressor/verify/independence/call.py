@@ -17,7 +17,7 @@ from compressor.verify.independence.labels import SHARED, CannotProve, Entries, 
 class Call:
     """One call of an operator on fake tensors."""
 
-    args: dict[str, Any]  # by the names of the operator's schema, defaults filled in
+    args: dict[str, Any]  # by the schema's names, defaults filled in
     out: Any
     label_of: Callable[[Tensor], Label]
     batch: sympy.Expr
@@ -95,7 +95,8 @@ def avoid(label: Entries, touched: Sequence[int], what: str) -> Entries:
 
 def dims_of(call: Call, name: str) -> list[int]:
     """Return the dimensions that an argument names, counted from the front; None or an empty list means all."""
-    rank, given = call.args["self"].dim(), call.args.get(name)
+    rank = call.args["self"].dim()
+    given = call.args.get(name)
     if given is None or given == []:
         return list(range(rank))
     return [int(dim) % max(rank, 1) for dim in (given if isinstance(given, (list, tuple)) else [given])]

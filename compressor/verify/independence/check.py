@@ -33,7 +33,7 @@ from compressor.graph.provenance import module_path
 from compressor.verify.independence.flow import Flow, Sizes
 from compressor.verify.independence.labels import ONE, SHARED, Entries, Mixed, same_size, size_of, sizes_of
 
-_BATCH = "batch"  # the name of a torch.export.Dim that says where the entries of a plain module's input lie
+_BATCH = "batch"  # name of the torch.export.Dim along which the entries of a plain module's input lie
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Leak:
     node: str
     operator: str
     reason: str  # in words
-    module: str  # path of the module that the node comes from; empty where the graph does not say
-    line: str  # "file:line" of the model's code; empty where the graph does not say
+    module: str  # path of the module that the node comes from; empty if unknown
+    line: str  # "file:line" of the model's code; empty if unknown
 
     def __str__(self) -> str:
         where = ", ".join(part for part in (f"in {self.module}" if self.module else "", self.line) if part)
@@ -125,7 +125,7 @@ def _run(graph: GraphModule, flow: Flow, mode: FakeTensorMode, env: dict[Node, A
                 try:
                     with flow:
                         env[node] = interpreter.run_node(node)
-                except Exception as error:  # whatever PyTorch raises where it cannot go on without data
+                except Exception as error:  # any error of PyTorch that needs data
                     line = first_line(error, "")
                     flow.escape(f"it cannot be followed without data ({type(error).__name__}: {line})")
                     return flow.escaped

@@ -204,7 +204,8 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _mark_each(self, results: Sequence[Tensor], labels: Sequence[Label]) -> None:
         for result, label in zip(results, labels, strict=True):
             if isinstance(label, Entries):
-                sizes, places = sizes_of(result), product([label.outer, self.batch, label.inner])
+                sizes = sizes_of(result)
+                places = product([label.outer, self.batch, label.inner])
                 if label.dim >= len(sizes) or not same_size(sizes[label.dim], places):
                     raise CannotProve(
                         f"dimension {label.dim} of {list(result.shape)} is not the entries' {places} places"

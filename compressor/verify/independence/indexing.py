@@ -58,7 +58,8 @@ def index(call: Call) -> Label:
 
 def index_put(call: Call) -> Label:
     """Label x after ``x[i, None, j] = values``."""
-    indexing, values = _Indexing.of(call), call.args["values"]
+    indexing = _Indexing.of(call)
+    values = call.args["values"]
     rank = call.args["self"].dim()
     free = {indexing.place(dim): dim for dim in range(rank) if dim not in indexing.indexed}
     labels = indexing.labels(call)

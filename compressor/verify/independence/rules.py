@@ -38,25 +38,29 @@ def _last(count: int) -> Rule:
     """Make the rule of an operator that combines elements within the last ``count`` dimensions."""
 
     def rule(call: Call) -> Label:
-        label, rank = call.only("self"), call.args["self"].dim()
+        label = call.only("self")
+        rank = call.args["self"].dim()
         return avoid(label, range(rank - count, rank), "combines elements of")
 
     return rule
 
 
 def _reduce(call: Call) -> Label:
-    label, dims = call.only("self"), dims_of(call, "dim")
+    label = call.only("self")
+    dims = dims_of(call, "dim")
     avoid(label, dims, "reduces")
     return label if call.args.get("keepdim") else label.at(label.dim - sum(dim < label.dim for dim in dims))
 
 
 def _normalized(call: Call) -> Label:
-    rank, count = call.args["input"].dim(), len(call.args["normalized_shape"])
+    rank = call.args["input"].dim()
+    count = len(call.args["normalized_shape"])
     return avoid(call.only("input"), range(rank - count, rank), "normalises over")
 
 
 def _group_norm(call: Call) -> Label:
-    label, source = call.only("input"), call.args["input"]
+    label = call.only("input")
+    source = call.args["input"]
     if not same_size(size_of(call.args["N"]), size_of(source.shape[0])):
         raise CannotProve("it is told another batch size than its operand has")
     return avoid(label, range(1, source.dim()), "normalises over")
@@ -88,7 +92,8 @@ def _contraction(operands: dict[str, str], result: str, added: str = "") -> Rule
 
 
 def _convolution(call: Call) -> Label:
-    label, rank = call.only("input"), call.args["input"].dim()
+    label = call.only("input")
+    rank = call.args["input"].dim()
     return avoid(label, range(rank - call.args["weight"].dim() + 1, rank), "sums over")
 
 

@@ -33,13 +33,15 @@ def _view_dtype(call: Call) -> Label:
 
 def permute(call: Call) -> Label:
     """Label a tensor with its dimensions reordered."""
-    label, rank = call.only("self"), call.args["self"].dim()
+    label = call.only("self")
+    rank = call.args["self"].dim()
     return label.at([int(dim) % rank for dim in call.args["dims"]].index(label.dim))
 
 
 def transpose(call: Call) -> Label:
     """Label a tensor with two dimensions swapped: transpose and t."""
-    label, rank = call.only("self"), call.args["self"].dim()
+    label = call.only("self")
+    rank = call.args["self"].dim()
     a, b = (call.args.get(name, default) % rank for name, default in (("dim0", 0), ("dim1", rank - 1)))
     return label.at({a: b, b: a}.get(label.dim, label.dim))
 
@@ -52,7 +54,8 @@ def unsqueeze(call: Call) -> Label:
 
 def squeeze(call: Call) -> Label:
     """Label a tensor without its dimensions of size 1: those named, or all."""
-    label, source = call.only("self"), call.args["self"]
+    label = call.only("self")
+    source = call.args["self"]
     asked = dims_of(call, "dim")
     if any(isinstance(source.shape[dim], torch.SymInt) for dim in asked):
         raise CannotProve(f"which dimensions of {_shape(source)} go depends on sizes that vary")
@@ -78,7 +81,8 @@ def repeat(call: Call) -> Label:
 
 def drop(call: Call) -> Label:
     """Label a tensor with one dimension dropped: select and unbind."""
-    label, dim = call.only("self"), call.dim()
+    label = call.only("self")
+    dim = call.dim()
     avoid(label, [dim], "picks one place of")
     return label.at(label.dim - (dim < label.dim))
 
@@ -111,21 +115,24 @@ def slice_scatter(call: Call) -> Label:
 
 def select_scatter(call: Call) -> Label:
     """Label a tensor after writing one place of a dimension."""
-    dim, source = call.dim(), call.entries("src")
+    dim = call.dim()
+    source = call.entries("src")
     shifted = None if source is None else source.at(source.dim + (source.dim >= dim))
     return avoid(agree([call.entries("self"), shifted]), [dim], "writes one place of")
 
 
 def diagonal(call: Call) -> Label:
     """Label a diagonal: two dimensions merge into one, the last."""
-    label, pair = call.only("self"), [call.dim("dim1"), call.dim("dim2")]
+    label = call.only("self")
+    pair = [call.dim("dim1"), call.dim("dim2")]
     avoid(label, pair, "takes the diagonal of")
     return label.at(label.dim - sum(dim < label.dim for dim in pair))
 
 
 def pad(call: Call) -> Label:
     """Label a tensor that is padded with constants, the last dimension first; negative widths crop."""
-    rank, pads = call.args["self"].dim(), call.args["pad"]
+    rank = call.args["self"].dim()
+    pads = call.args["pad"]
     touched = [rank - 1 - i // 2 for i, pad in enumerate(pads) if not (isinstance(pad, int) and pad == 0)]
     return avoid(call.only("self"), touched, "pads or crops")
 
