@@ -52,14 +52,14 @@ class Texts:
     pooling: Pooling
 
     def facts(self) -> dict[str, str | int]:
-        """What they are, for the lock."""
+        """Return number, pooling and SHA-256 of the texts, for the lock."""
         digest = hashlib.sha256()
         for ids in self.ids:
             digest.update(len(ids).to_bytes(8, "little") + ids.numpy().astype("<i8").tobytes())
         return {"texts": len(self.ids), "pooling": self.pooling, "sha256": digest.hexdigest()}
 
     def batches(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Ids [B, S] with padding behind them, and masks [B, S] of 1 for tokens and 0 for padding."""
+        """Yield ids int64 [B, S], padded at the end, and masks float32 [B, S] of 1 for tokens and 0 for padding."""
         for first in range(0, len(self.ids), _BATCH):
             batch = self.ids[first : first + _BATCH]
             padded = torch.nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
@@ -70,7 +70,7 @@ class Texts:
 def load_embedding_texts(
     spec: EvaluationSpec, samples: Samples | None, folder: Path | None, vocab_size: int, positions: int
 ) -> Texts:
-    """The texts to embed: those of the specification, or windows of what calibration did not sample.
+    """Return the texts to embed: those of the specification, or windows that calibration did not sample.
 
     Args:
         folder: holds the tokenizer, and how the model pools.

@@ -37,12 +37,12 @@ class Images:
     source: str
 
     def inputs(self, which: slice = slice(None)) -> Tensor:
-        """Some of them as a model reads them, float32 [n, channels, height, width]."""
+        """Return images as a model reads them, scaled: float32 [n, channels, height, width]."""
         scaled = (self.pixels[which].float() / 255 - self.mean) / self.std
         return scaled.permute(0, 3, 1, 2).contiguous()
 
     def picked(self, places: Tensor) -> Images:
-        """Those at the places, int64 [m], in their order."""
+        """Return the images at ``places``, int64 [m], in their order."""
         labels = None if self.labels is None else self.labels[places]
         return Images(self.pixels[places], labels, self.mean, self.std, self.source)
 

@@ -14,8 +14,10 @@ from compressor.recipe.recipe import Recipe
 
 
 def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:
-    """Samples to calibrate on, and tokens, texts to embed or labelled images to evaluate on; None for what the recipe
-    does not have.
+    """Load the samples to calibrate on and the data to evaluate on: tokens, texts to embed or labelled images.
+
+    Returns:
+        Samples and evaluation data; None for each that the recipe does not have.
 
     Raises:
         UsageError: data of the wrong kind, or too little; a gate on quality and nothing to measure it on.

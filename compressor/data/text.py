@@ -43,7 +43,7 @@ class Samples:
     source: str
 
     def facts(self) -> dict[str, str | int]:
-        """What a bundle says about its calibration."""
+        """Return source, number and SHA-256 of the samples, for the bundle's manifest."""
         length = {} if self.ids.is_floating_point() else {"sequence_length": self.ids.shape[1]}
         return {"source": self.source, "samples": len(self.ids), **length, "sha256": self.sha256}
 
@@ -103,10 +103,10 @@ def load_evaluation(
 
 
 def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: int, longest: int) -> list[Tensor]:
-    """The first texts of a source that have ``spec.tokens`` tokens together, int64 [at most ``longest``] each.
+    """Return the first texts of a source that have ``spec.tokens`` tokens together, int64 [at most ``longest``] each.
 
-    A text is a paragraph: what lies between blank lines, documents or rows.  Each gets the special tokens that the
-    tokenizer puts around a text; what makes it too long is cut off, as by transformers.
+    A text is a paragraph: blank lines, documents and rows end it.  Each gets the special tokens that the tokenizer
+    puts around a text.  Longer texts are cut off, as by transformers.
 
     Raises:
         UsageError: there is no text, or the tokenizer is not the model's.
@@ -229,7 +229,7 @@ def _texts(spec: DataSource) -> Iterator[str]:
 
 
 def _paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    """What lies between blank lines, documents or rows."""
+    """Yield paragraphs: the text between blank lines, documents or rows."""
     lines: list[str] = []
     for line in chain.from_iterable(text.replace(_SEPARATOR, "\n\n").splitlines() for text in texts):
         if line.strip():

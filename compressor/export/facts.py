@@ -62,7 +62,11 @@ def run_facts(
 
 
 def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
-    """A parameter that the kernels take; raises CompressorError when the graph lacks it."""
+    """Return a parameter that the kernels take.
+
+    Raises:
+        CompressorError: the graph lacks it.
+    """
     try:
         return graph.get_parameter(name)
     except AttributeError as error:
@@ -70,7 +74,7 @@ def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
 
 
 def model_facts(graph: GraphModule) -> dict[str, Any]:
-    """What the manifest says of the model."""
+    """Return the manifest's entry about the model."""
     info: ModelInfo = graph.meta["model"]
     cache_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
     read = {"weight_bytes_per_token": weight_bytes_per_token(graph), "cache_bytes_per_token": cache_bytes}

@@ -15,7 +15,7 @@ from compressor.host.cache import replace_file
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
-    """Keep measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
+    """Write measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
     try:
         replace_file(bundle / "measurements.json", _json(measurements))
     except OSError as error:
@@ -23,7 +23,7 @@ def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
 
 
 def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Every file in ``folder`` with its size and SHA-256, not computed again if ``known``, and those of its pieces."""
+    """Return size, SHA-256 (taken from ``known`` where it has one) and pieces of every file in ``folder``."""
     from compressor_runtime.check import PIECE_BYTES, sha256
     from compressor_runtime.cpu import available_cores
 
@@ -40,7 +40,7 @@ def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]
 
 
 def with_total(manifest: dict[str, Any]) -> bytes:
-    """The manifest as JSON with ``bundle_bytes``: all files and the manifest itself, measurements not included."""
+    """Return the manifest as JSON with ``bundle_bytes``: all files and the manifest itself, without measurements."""
     files_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     text, total = b"", -1
     while total != files_bytes + len(text):  # the number is part of the text that it counts
@@ -54,7 +54,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The same data with numbers that JSON does not have as text: "inf", "-inf", "nan"."""
+    """Replace numbers that JSON does not have by text: "inf", "-inf", "nan"."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ _HERE = -100  # AT_FDCWD
 
 @contextmanager
 def publishing(destination: Path) -> Iterator[Path]:
-    """A new folder beside ``destination`` that takes its place when the block ends well, and vanishes otherwise.
+    """Make a folder beside ``destination`` that takes its place when the block ends well, and vanishes otherwise.
 
     What the block wrote is on the disk before it gets its name.  A bundle that was there stays whole until then.
     """

@@ -112,7 +112,7 @@ _FILES: Mapping[int, tuple[str, ...]] = {
 
 
 def check_schema(content: Mapping[str, Any]) -> Manifest:
-    """The manifest, checked.
+    """Check a manifest against its schema.
 
     Raises:
         VerificationError: names the fields that are missing or wrong.

@@ -106,7 +106,7 @@ def _content(file: Path) -> bytes:
 
 
 def _library() -> tuple[Any, Any]:
-    """The modules ``serialization`` and ``ed25519`` of the package cryptography."""
+    """Import the modules ``serialization`` and ``ed25519`` of the package cryptography."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519

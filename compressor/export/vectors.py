@@ -45,7 +45,7 @@ _PACK_CACHE = torch.ops.compressor.pack_cache.default
 
 
 def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
-    """Inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
+    """Compute inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
 
     A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder two of up to 16, one with
     padding; a module its example inputs.  Of each output, seen as rows of its last dimension, at most 64 rows and 1,024
@@ -89,7 +89,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
 
 def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Inputs; outputs as they are, and of each trial.  All are one batch, so that each weight is unpacked once."""
+    """Return inputs, and outputs without noise and of each trial.
+
+    All runs are one batch, so that each weight is unpacked once.
+    """
     limit = info.max_positions or _PROMPT_TOKENS + _STEPS
     prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.kind == "decoder" else 0)))
     length = min(prompt + _STEPS, limit) if info.kind == "decoder" else prompt
@@ -152,7 +155,7 @@ class _Exact(Interpreter):
         return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
 
     def _disturbed(self, y: Tensor, size: float = _ROUNDING) -> Tensor:
-        """The tensor, float64, with noise in the entries that have it."""
+        """Return the tensor with noise in the batch entries from ``noisy_from`` on, float64."""
         if self._noisy_from is None:
             return y
         noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
@@ -160,7 +163,7 @@ class _Exact(Interpreter):
 
 
 def _widened(value: Any) -> Any:
-    """Float tensors as float64, and float64 for float types."""
+    """Widen float tensors to float64, and float types to ``torch.float64``."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

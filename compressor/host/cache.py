@@ -28,7 +28,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def partial_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder ``.<name>.<random>.partial`` in ``parent``, removed at the end of the block unless it was renamed.
+    """Make a folder ``.<name>.<random>.partial`` in ``parent``; remove it at the block's end unless it was renamed.
 
     Those of the same name that processes left behind which are no more are removed first.
 
@@ -76,7 +76,7 @@ def _make_locked(parent: Path, name: str) -> tuple[Path, int]:
 
 
 def read_entries(file: Path) -> dict[str, Any]:
-    """What a JSON file of the cache holds by name; a file that is missing or makes no sense holds nothing."""
+    """Return the entries of a JSON file of the cache, by name; none if it is missing or not valid."""
     try:
         entries = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -68,7 +68,7 @@ class Child:
         return self._answer()
 
     def receive(self, size_bytes: int) -> bytes:
-        """The bytes that follow an answer."""
+        """Receive the bytes that follow an answer."""
         assert self._process.stdout is not None
         data = self._process.stdout.read(size_bytes)
         if len(data) < size_bytes:

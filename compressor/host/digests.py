@@ -44,7 +44,7 @@ _MODEL_FILES = (
 
 
 def read_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read now and in pieces.
+    """Return the hexadecimal SHA-256 of a file, read now and in pieces.
 
     Raises:
         OSError: it cannot be read.
@@ -57,7 +57,7 @@ def read_sha256(path: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """As :func:`read_sha256`, from the cache folder when the file did not change since it was last read.
+    """Return a file's hexadecimal SHA-256, from the cache folder when the file did not change since it was last read.
 
     A file counts as unchanged when its place, inode, size and both times are the same.  What was written to within the
     last two seconds is not remembered.  A store that cannot be written costs time only.
@@ -123,7 +123,7 @@ def tensors_sha256(items: Iterable[tuple[str, Tensor]]) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """SHA-256 of this package's source code and of the run-time that bundles get."""
+    """Return the SHA-256 of this package's source code and of the run-time that bundles get."""
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     sources = {name: path for name, path in files.items() if not name.startswith("_data/")}  # copies, in a wheel
     for module in ("compressor_runtime", "compressor_selfcheck"):
@@ -138,6 +138,6 @@ def code_digest() -> str:
 
 
 def digest(*parts: object) -> str:
-    """SHA-256 of plain data."""
+    """Return the SHA-256 of plain data."""
     text = json.dumps(parts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

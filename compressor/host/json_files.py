@@ -12,7 +12,7 @@ _LARGEST_BYTES = 64 << 20  # the index of a model of 100,000 tensors takes a ten
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
         CaptureError: it is no regular file, too large, or something else than a JSON object.

@@ -28,12 +28,12 @@ class Memory:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """The memory that is free for this process, by the system, its control groups (v1 and v2) and its own limits.
+    """Return the memory that is free for this process, by the system, its control groups (v1, v2) and its own limits.
 
     Args:
         proc, cgroups: where the two file systems are mounted.
     Raises:
-        OSError: ``proc`` is no proc file system.
+        OSError: ``proc`` is not a proc file system.
     """
     status = _kilobytes(proc / "self" / "status")
     held = status["VmRSS"]
@@ -57,13 +57,13 @@ def free_disk(folder: Path) -> tuple[int, int]:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """The lines ``Name:  123 kB`` of a file in /proc, in bytes."""
+    """Parse the lines ``Name:  123 kB`` of a file in /proc; return bytes by name."""
     rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
 def _memory_groups(listing: Path, cgroups: Path) -> Iterator[tuple[Path, int, int]]:
-    """(folder, limit, bytes in use that cannot be given back) of the process's control groups and those above them."""
+    """Yield (folder, limit, bytes in use that cannot be given back) of the process's control groups and parents."""
     if not listing.is_file():
         return
     for line in listing.read_text(encoding="utf-8").splitlines():
@@ -94,7 +94,7 @@ def _reclaimable(stat: Path, names: tuple[str, ...]) -> int:
 
 
 def cpu_name() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -102,7 +102,7 @@ def cpu_name() -> str:
 
 
 def host_flags() -> frozenset[str]:
-    """CPU flags of this machine as Linux names them; empty where it is no x86-64 Linux."""
+    """Return this machine's CPU flags as Linux names them; empty where it is not an x86-64 Linux."""
     info = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not info.exists():
         return frozenset()

@@ -13,7 +13,7 @@ Kind = Literal["recipes", "calibration", "models", "export"]
 
 
 def resource(kind: Kind) -> Path:
-    """The folder that holds the shipped ``kind``.
+    """Return the folder that holds the shipped ``kind``.
 
     A wheel carries the folders as ``compressor/_data/<kind>``; in a checkout (an editable install, or the
     repository's root on the path) they are the siblings of the package.

@@ -89,7 +89,9 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def map_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, memory-mapped; who writes to one has a copy of these pages in memory.
+    """Map the tensors of a safetensors file into memory.
+
+    The mapping is private: a write to a tensor copies its pages.
 
     The file must have been validated (``safetensors.safe_open``) or written by :func:`write_safetensors`.  A tensor at
     an address that its type does not allow is copied.
@@ -122,7 +124,7 @@ class Spill:
         self.folder = folder
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of zeros in a file without a name.
+        """Return zeros in a mapped temporary file.
 
         Raises:
             CompressorError: the disk has no room for it.

@@ -20,5 +20,5 @@ def wait_passively() -> None:
 
 
 def given_environment() -> dict[str, str]:
-    """The environment as the user gave it: for processes that are measured."""
+    """Return the environment as the user gave it, for processes that are measured."""
     return {name: value for name, value in os.environ.items() if name not in _set_here}

@@ -39,7 +39,7 @@ class Budget:
 
 
 def only_budget(pass_name: str, given: Mapping[str, float | str | None]) -> Budget:
-    """The one budget that is given.
+    """Return the one budget that is given.
 
     Args:
         given: by kind; text with a unit as gates have it.
@@ -65,7 +65,7 @@ def choose_formats(
     budget: Budget,
     prices: Mapping[str, float] | None,
 ) -> dict[str, Format]:
-    """A format for each site: the least sum of costs within the budget; of a budget of divergence, the least bytes.
+    """Choose a format for each site: the least sum of costs within the budget, or the least bytes within a divergence.
 
     Args:
         graph: with the sites still dense.
@@ -106,7 +106,7 @@ _UNITS = {"bits": "bytes; add a smaller scheme", "weight_bytes": "bytes; add a s
 
 
 def linear_seconds(rows: int, columns: int, tokens: int, fmt: Format, prices: Mapping[str, float]) -> float:
-    """A packed linear's time at best: its bytes at the memory's bandwidth or its operations at the peak, the longer."""
+    """Return a packed linear's least time, seconds: reading its bytes or computing its products, the longer of both."""
     product = 2.0 * rows * columns * tokens * prices["int8_op" if fmt.integer_products else "matmul_flop"]
     return max(product, fmt.packed_bytes(rows, columns) * prices["read_byte"])
 
@@ -146,5 +146,5 @@ def _tokens(graph: GraphModule, sites: Sequence[Site]) -> dict[str, int]:
 
 
 def _size(size: Any) -> int:
-    """A dimension's size; of a symbolic one, the example's."""
+    """Return a dimension's size; for a symbolic one, the example's."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -59,5 +59,5 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
 
 
 def amount(value: float) -> str:
-    """A number for people, whatever its size."""
+    """Format a number for messages, whatever its size."""
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

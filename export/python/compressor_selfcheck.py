@@ -53,7 +53,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
 
 @contextmanager
 def _vectors(bundle: Bundle) -> Iterator[dict[str, NDArray[Any]]]:
-    """The stored vectors, in a block whose errors mean that they do not suit the model."""
+    """Yield the stored vectors to a block whose errors mean that they do not suit the model."""
     file = bundle.path / VECTORS
     if VECTORS not in bundle.manifest["files"]:
         raise DamagedBundleError(f"{bundle.path}: has no {VECTORS} to compare with; compress the model again")
@@ -80,7 +80,7 @@ def _inputs(stored: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
 
 
 def output_errors(table: NDArray[np.float64], stored: Mapping[str, NDArray[Any]], number: int) -> dict[str, float]:
-    """Errors of one output, as a matrix of rows of its last dimension."""
+    """Return the errors of one output, given as rows of its last dimension."""
     expected = stored[f"output_{number}"].astype(np.float64)
     rows, columns = stored[f"rows_{number}"], stored[f"columns_{number}"]
     difference, size = float(np.linalg.norm(table[rows][:, columns] - expected)), float(np.linalg.norm(expected))
@@ -93,7 +93,7 @@ def output_errors(table: NDArray[np.float64], stored: Mapping[str, NDArray[Any]]
 
 
 def measure(bundle: Bundle) -> tuple[float, float | None]:
-    """Milliseconds of the very first call, and of a token after it (median; decoders only), for one sequence.
+    """Measure the very first call and a token after it (median; decoders only), for one sequence; return milliseconds.
 
     The first call of a decoder has the stored prompt, that of another model all stored inputs.
     """
@@ -114,7 +114,7 @@ def measure(bundle: Bundle) -> tuple[float, float | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a bundle and print what was found; the process's exit code."""
+    """Check a bundle and print the findings; return the process's exit code."""
     parser = argparse.ArgumentParser(description="Check a Compressor bundle on this machine.")
     here = Path(__file__).resolve().parent
     parser.add_argument("bundle", nargs="?", type=Path, default=here, help="the bundle's folder (default: %(default)s)")
