@@ -31,7 +31,7 @@ from compressor.capture.meta_model import (
     folder_shadow,
     memory_shadow,
 )
-from compressor.capture.normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
@@ -221,7 +221,7 @@ def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _bind(
-    graph: fx.Graph, layout: StoredLayout, read: Callable[[str], Tensor], buffers: set[str], info: ModelInfo
+    graph: fx.Graph, layout: Normalized, read: Callable[[str], Tensor], buffers: set[str], info: ModelInfo
 ) -> GraphModule:
     """Give the graph its tensors, each in the form that its users expect."""
     tensors: dict[str, Tensor] = {}
@@ -244,6 +244,7 @@ def _bind(
     drop_dead_parameters(module)
     count = sum(parameter.numel() for parameter in module.parameters())
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
+    module.meta["rules"] = layout.outcomes
     return module
 
 
@@ -270,6 +271,6 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any,
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
-    rewrite_convolutions(captured)
+    captured.meta["rules"] += rewrite_convolutions(captured)
     captured.meta["inputs"] = (tuple(args), dynamic_shapes)
     return captured

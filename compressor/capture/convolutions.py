@@ -1,20 +1,26 @@
-"""Convolutions as linears over patches, and batch norms folded into what is in front of them.
+"""Rewrite convolutions as linears over patches, and fold batch norms into what is in front of them.
 
-A 2-d convolution becomes ``dense_linear(patches(x), weight, bias)``, its weight as [out, kernel rows * kernel columns *
-in], so that every pass, format and kernel of linears serves it.  Between convolutions channels stay last.
+    conv2d(x) [N, C, H, W]             becomes   permute -> patches -> dense_linear -> permute
+    linear or conv2d -> batch_norm     becomes   linear or conv2d, its weight and bias scaled
+    batch_norm elsewhere               becomes   permute -> mul -> add -> permute
+    permute -> relu -> permute         becomes   relu: channels stay last between convolutions
+
+The weight becomes [out, kernel rows * kernel columns * in], so that every pass, format and kernel of linears serves it.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import drop_dead_parameters, set_parameter
+from compressor.graph.rules import Outcome, apply, why_not
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 _CONVOLUTIONS = (
@@ -27,32 +33,124 @@ _NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export 
 _TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
 
-def rewrite_convolutions(graph: GraphModule) -> None:
+def rewrite_convolutions(graph: GraphModule) -> list[Outcome]:
     """Fold batch norms, rewrite convolutions, and let element-wise operators keep the channels last; in place.
 
-    Batch norms that nothing can take in become a product and a sum.  Convolutions that are no linear over patches stay
+    Batch norms that cannot be folded become a product and a sum.  Convolutions that are not linears over patches stay
     as they are; :func:`dense_convolutions` names them.
+
+    Returns:
+        What each rule did.
     """
-    for node in list(graph.graph.nodes):
-        if node.target in (_NORM, _NORM_ALONE) and _is_inference(node):
-            _rewrite_batch_norm(graph, node)
-    for node in list(graph.graph.nodes):
-        if node.target in _CONV2D and not _obstacle(node):
-            _rewrite_conv2d(graph, node)
-    for node in list(graph.graph.nodes):
-        _keep_channels_last(graph, node)
+    outcomes = apply([BatchNorm(graph)], graph.graph)
+    outcomes += apply([Conv2d(graph)], graph.graph)
+    outcomes += apply([DropPermutes(), ChannelsLast(graph)], graph.graph)
     drop_dead_parameters(graph)
     graph.graph.lint()
+    return outcomes
 
 
 def dense_convolutions(graph: GraphModule) -> list[str]:
-    """The convolutions that are no linears over patches and stay as they are, a line each with the reason."""
+    """List the convolutions that stay as they are, a line each with the reason."""
     found = []
     for node in graph.graph.nodes:
         if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS:
             name = module_path(node) or node.name
             found.append(f"{name}: stays dense: {_obstacle(node) or 'its weight is shared or computed'}")
     return found
+
+
+@dataclass
+class BatchNorm:
+    """A batch norm with stored statistics is folded into what is in front, or becomes a product and a sum."""
+
+    graph: GraphModule
+    name = "batch norm"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a batch norm."""
+        return node if node.target in (_NORM, _NORM_ALONE) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for a fixed affine map: stored statistics, and parameters that the graph holds."""
+        return why_not((not _is_inference(match), "its statistics are those of the batch, or a parameter is computed"))
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Fold it, or put two operators in its place."""
+        _rewrite_batch_norm(self.graph, match)
+
+
+@dataclass
+class Conv2d:
+    """A 2-d convolution becomes a linear over patches, channels last."""
+
+    graph: GraphModule
+    name = "convolution to a linear over patches"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a convolution of any number of dimensions."""
+        return node if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS else None
+
+    def check(self, match: Node) -> str:
+        """Ask for one linear over patches."""
+        return _obstacle(match)
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Put permutation, patches, linear and permutation in its place."""
+        _rewrite_conv2d(self.graph, match)
+
+
+class DropPermutes:
+    """A permutation of channels to the end drops out behind one to the front."""
+
+    name = "permutations dropped"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match the pair."""
+        return node if _is_permute(node, _TO_LAST) and _is_permute(node.args[0], _TO_FIRST) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for nothing: the pair never has an effect."""
+        return ""
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Let the readers read what the pair reads; dead nodes are dropped at the end."""
+        source: Any = match.args[0]
+        match.replace_all_uses_with(source.args[0])
+
+
+@dataclass
+class ChannelsLast:
+    """An element-wise operator between convolutions reads images whose channels are last."""
+
+    graph: GraphModule
+    name = "element-wise operator with channels last"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match an element-wise operator of which an input was permuted to channels first."""
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return node if pointwise and any(_is_permute(arg, _TO_FIRST) for arg in node.args) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for images alone as inputs."""
+        read = [arg for arg in match.args if isinstance(arg, Node)]
+        values = [arg.meta["val"] for arg in read]
+        return why_not(
+            (len(read) < len(match.all_input_nodes), "it reads tensors in a list or by keyword"),
+            (any(not isinstance(x, Tensor) or x.dim() != 4 for x in values), "an input is not an image [N, C, H, W]"),
+        )
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Permute the inputs that have channels first, and the output instead."""
+        read = [arg for arg in match.args if isinstance(arg, Node)]
+        last: dict[Any, Any] = {
+            arg: arg.args[0] if _is_permute(arg, _TO_FIRST) else _permuted(self.graph, match, arg, _TO_LAST)
+            for arg in read
+        }
+        args = tuple(last[arg] if isinstance(arg, Node) else arg for arg in match.args)
+        y = _call(self.graph, match, match.target, args, match.meta["val"].permute(_TO_LAST))
+        y.kwargs = match.kwargs
+        match.replace_all_uses_with(_permuted(self.graph, match, y, _TO_FIRST))
 
 
 def _obstacle(node: Node) -> str:
@@ -126,27 +224,6 @@ def _rewrite_conv2d(graph: GraphModule, node: Node) -> None:
     y = _call(graph, node, _OPS.dense_linear.default, (y, weight, bias), value)
     node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
     graph.graph.erase_node(node)
-
-
-def _keep_channels_last(graph: GraphModule, node: Node) -> None:
-    """Where an element-wise operator reads images whose channels come first again, let it read them as they were."""
-    given: tuple[Any, ...] = node.args
-    if _is_permute(node, _TO_LAST) and _is_permute(given[0], _TO_FIRST):
-        node.replace_all_uses_with(given[0].args[0])
-        return
-    read = [arg for arg in given if isinstance(arg, Node)]
-    if (
-        torch.Tag.pointwise not in getattr(node.target, "tags", ())
-        or not any(_is_permute(arg, _TO_FIRST) for arg in read)
-        or len(read) < len(node.all_input_nodes)
-        or any(not isinstance(arg.meta["val"], Tensor) or arg.meta["val"].dim() != 4 for arg in read)
-    ):
-        return
-    last = {arg: arg.args[0] if _is_permute(arg, _TO_FIRST) else _permuted(graph, node, arg, _TO_LAST) for arg in read}
-    args = tuple(last[arg] if isinstance(arg, Node) else arg for arg in given)
-    y = _call(graph, node, node.target, args, node.meta["val"].permute(_TO_LAST))
-    y.kwargs = node.kwargs
-    node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
 
 
 def _is_permute(node: Any, order: list[int]) -> bool:

@@ -23,6 +23,7 @@ from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
 from compressor.codegen.tuning import Tuner
+from compressor.graph.rules import listing
 from compressor.host.machine import cpu_name
 
 
@@ -138,9 +139,11 @@ def lower_graph(
     """
     converter = Converter(isa, tuner)
     program = reexport(graph)
-    fuse_convolutions(program.graph)
+    outcomes = fuse_convolutions(program.graph)
     activations, kind = fixed_sizes(program), graph.meta["model"].kind
-    fuse(program.graph)
+    outcomes += fuse(program.graph)
+    if dump is not None:
+        dump("fuse", listing(outcomes))
     mod, parameters = import_program(program, converter.table(), Importer(kind == "decoder"))
     mod = _add_probe(mod)
     with tvm_target:

@@ -30,6 +30,7 @@ from compressor.codegen.web.kernels.top_k import MOST, top_k
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
+from compressor.graph.rules import listing
 
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "decoder": {"ids": ("B", "S"), "keep": ("R",), "k_cache_0": ("B", "", "T", "")},
@@ -123,7 +124,9 @@ def compile_wasm(
     converter, program = Converter(isa, Tuner("off", 1, None, isa.name)), reexport(graph)
     info, target, module = graph.meta["model"], wasm_target(isa), WasmModule(isa)
     activations = fixed_sizes(program)
-    fuse(program.graph)
+    outcomes = fuse(program.graph)
+    if dump is not None:
+        dump("fuse", listing(outcomes))
     mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))
     with target:
         steps = [*web_phases(), ("schedule_elementwise", ScheduleElementwise())]
