@@ -274,9 +274,9 @@ def test_a_table_for_people_a_dump_and_the_time_of_passes(
         "00_capture.py", "00_normalise.txt", "01_rtn.py", "lower_01_fuse.txt", "lower_02_bundle_parameters.py",
     ]  # fmt: skip
     assert len(dumped) == 4 + len(phases())
-    assert "linear: " in (tmp_path / "dump" / "00_normalise.txt").read_text()
-    fused = (tmp_path / "dump" / "lower_01_fuse.txt").read_text()
-    assert "  matched  " in fused and "  left     " in fused
+    normalised, fused = ((tmp_path / "dump" / name).read_text() for name in (dumped[1], dumped[3]))
+    assert "\nlinear: " in normalised and "  left     " in normalised and " it turns " in normalised
+    assert "  matched  packed_linear (model.layers.0.self_attn.q_proj)\n" in fused
     assert "packed_linear" in (tmp_path / "dump" / "01_rtn.py").read_text()
     manifests = [json.loads((path / "manifest.json").read_text()) for path in (tmp_path / "out", Path(ran["bundle"]))]
     assert manifests[0]["files"]["weights.safetensors"] == manifests[1]["files"]["weights.safetensors"]
