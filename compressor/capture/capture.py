@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or id, or a module in memory, to a graph that passes rewrite and kernels are made from.
+"""Capture a Hugging Face folder or id, or a module in memory, as a graph that passes rewrite and kernels are made from.
 
 A decoder is captured once, with explicit positions and a key-value cache, so that calibration, prefill and decode
 share one graph.  What is exported is the model's shadow (:mod:`compressor.capture.meta_model`); the checkpoint's
@@ -96,7 +96,7 @@ def reexport(graph: GraphModule) -> ExportedProgram:
 
 
 def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
-    """Example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
+    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
     batch, longest = Dim("batch", min=1), info.max_positions or None
     ids = torch.zeros(2, 5, dtype=torch.int64)
     if info.kind == "encoder":
@@ -213,7 +213,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Each distinct parameter and buffer: its first name, and all its names."""
+    """Return the first name of each distinct parameter and buffer, with all its names."""
     groups: dict[int, list[str]] = {}
     for name, tensor in _tensors(model).items():
         groups.setdefault(id(tensor), []).append(name)

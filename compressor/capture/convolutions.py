@@ -154,16 +154,16 @@ class ChannelsLast:
 
 
 def _obstacle(node: Node) -> str:
-    """Why a convolution is no linear over patches; empty where it is one."""
+    """Return why a convolution is not a linear over patches; empty where it is one."""
     if node.target not in _CONV2D:
-        return f"{node.target} is no 2-d convolution"
+        return f"{node.target} is not a 2-d convolution"
     x, weight, _, _, padding, dilation, groups = _arguments(node)
     if groups != 1:
-        return f"each of its {groups} groups reads other channels, so it is no one linear over patches"
+        return f"each of its {groups} groups reads other channels, so it is not one linear over patches"
     if not (_is_parameter(weight) and len(weight.users) == 1):
         return "its weight is shared or computed"
     if x.meta["val"].dim() != 4 or x.meta["val"].dtype != torch.float32:
-        return f"its input is no batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
+        return f"its input is not a batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
     spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
     if padding == "same" and any(span % 2 for span in spans):
         return "`same` pads one side more than the other for a kernel of even size"
@@ -171,14 +171,14 @@ def _obstacle(node: Node) -> str:
 
 
 def _arguments(node: Node) -> Any:
-    """Input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
+    """Return input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
     given: tuple[Any, ...] = node.args
     x, weight, bias, stride, padding, dilation, groups = given + (None, 1, 0, 1, 1)[len(given) - 2 :]
     return x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
 
 
 def _pair(value: Any) -> Any:
-    """Two numbers, of which one may stand for both; a word as it is."""
+    """Return two numbers, of which one may stand for both; a word as it is."""
     values = [value] if isinstance(value, int) else value
     return [*values, *values] if len(values) == 1 else values
 
@@ -188,7 +188,7 @@ def _is_parameter(node: Any) -> TypeGuard[Node]:
 
 
 def _call(graph: GraphModule, before: Node, target: Any, args: tuple[Any, ...], value: Tensor) -> Node:
-    """A new node in front of another, whose provenance it gets."""
+    """Add a call in front of a node, whose provenance it gets."""
     with graph.graph.inserting_before(before):
         node = graph.graph.call_function(target, args)
     node.meta = {**before.meta, "val": value}
@@ -200,7 +200,7 @@ def _permuted(graph: GraphModule, before: Node, x: Node, order: list[int]) -> No
 
 
 def _parameter(graph: GraphModule, before: Node, name: str, value: Tensor, like: Tensor) -> Node:
-    """A new parameter in front of a node; ``like`` is any fake tensor."""
+    """Add a parameter in front of a node; ``like`` is any fake tensor."""
     set_parameter(graph, name, value)
     with graph.graph.inserting_before(before):
         node = graph.graph.get_attr(name)
@@ -231,14 +231,14 @@ def _is_permute(node: Any, order: list[int]) -> bool:
 
 
 def _is_inference(node: Node) -> bool:
-    """Whether a batch norm is a fixed affine map: it takes stored statistics, and the graph holds all that it takes."""
+    """Return whether a batch norm is a fixed affine map: its statistics are stored, its parameters in the graph."""
     gain, shift, *statistics = node.args[1:5]
     held = [*statistics, *(arg for arg in (gain, shift) if arg is not None)]
     return all(_is_parameter(arg) for arg in held) and (node.target is _NORM_ALONE or node.args[5] is False)
 
 
 def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, as rows of the weight in front or as a product and a sum."""
+    """Replace ``(x - mean) / sqrt(var + eps) * weight + bias``: scale the weight in front, or multiply and add."""
     args: Any = node.args
     x, gain, shift, mean, variance = args[:5]
     scale = (_held(graph, variance.target) + (args[7] if node.target is _NORM else args[6])).rsqrt()
@@ -256,14 +256,14 @@ def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
 
 
 def _held(graph: GraphModule, name: str) -> Tensor:
-    """A parameter or buffer in float64; on the meta device where parameters are, whose values nobody has read."""
+    """Return a parameter or buffer in float64, on the meta device where the graph's parameters are."""
     path, _, leaf = name.rpartition(".")
     value: Tensor = getattr(graph.get_submodule(path), leaf)
     return value.detach().double().to("meta" if any(held.is_meta for held in graph.parameters()) else "cpu")
 
 
 def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | None:
-    """The linear or convolution that makes x, with the map ``scale * y + offset`` of its outputs taken in; or None."""
+    """Fold ``scale * y + offset`` into the linear or convolution that makes x, and return it; None if it cannot be."""
     if x.target not in (*_CONV2D, _OPS.dense_linear.default) or len(x.users) > 1:
         return None
     args: Any = x.args
@@ -284,7 +284,7 @@ def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | 
 
 
 def _affine(graph: GraphModule, node: Node, x: Node, scale: Tensor, offset: Tensor) -> Node:
-    """The map as two operators over the last dimension."""
+    """Apply the map as a product and a sum over the last dimension."""
     dims = x.meta["val"].dim()
     name = module_path(node) or node.name
     y = _permuted(graph, node, x, [0, *range(2, dims), 1])

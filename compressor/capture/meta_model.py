@@ -188,7 +188,7 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
 
 
 def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
-    """What a transformers model is, by its configuration's architecture.
+    """Tell decoders from encoders by the architecture that the configuration names.
 
     Raises:
         CaptureError: it is neither, or is quantised already; the message begins with ``place``.

@@ -72,7 +72,7 @@ def cast_half_embeddings(graph: fx.Graph, dtypes: dict[str, torch.dtype]) -> Non
 
 
 def keeps_storage(node: fx.Node) -> bool:
-    """Whether every use of this parameter reads it in the type it is stored in (linear or embedding weight)."""
+    """Return whether every use of a parameter reads it in the type it is stored in (linear or embedding weight)."""
     return all(
         (user.target is _ours.dense_linear.default and user.args[1] is node and user.args[0] is not node)
         or (user.target is _aten.embedding.default and user.args[0] is node)

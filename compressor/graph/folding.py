@@ -1,4 +1,4 @@
-"""What in front of a group of linears can take a scale of their input channels over, without a new kind of operator.
+"""Find the operator that a per-channel input scale can be folded into (SmoothQuant, AWQ), if there is one.
 
 ``x -> x / s`` together with ``W -> W diag(s)`` leaves every output as it is (Xiao et al. 2023, SmoothQuant, arXiv
 2211.10438, eq. 3).  The division is free where whatever makes ``x`` has a parameter for each of its channels.  That is
@@ -44,7 +44,7 @@ class Absorber:
     copied: Node | None = None
 
     def shared(self, scale: Tensor) -> Tensor:
-        """The scale with one value for all channels that come from one: the largest.  float [in] -> [in]."""
+        """Return the scale with one value, the largest, for all channels that come from one.  float [in] -> [in]."""
         if self.shares is None:
             return scale
         runs, repeat, width = self.shares
@@ -77,7 +77,7 @@ class Unabsorbable(Exception):
 
 
 def find_absorber(graph: GraphModule, x: Node) -> tuple[Absorber, list[Site]]:
-    """What can absorb a scale of a tensor that linears read, and the linears among its readers.
+    """Find the parameters that a per-channel scale of a tensor can be folded into, and the linears that read it.
 
     Raises:
         Unabsorbable: there is none; says why.
@@ -134,12 +134,12 @@ def _absorb(node: Node) -> Absorber:
 
 
 def is_attention(x: Node) -> bool:
-    """Whether a tensor is what attention gives, its heads side by side."""
+    """Return whether a tensor is the output of attention, its heads side by side."""
     return x.target in _SHAPES and isinstance(x.args[0], Node) and x.args[0].target in _ATTENTION
 
 
 def _through_patches(patches: Node) -> Absorber:
-    """What makes the images' channels: zeros around an image have any scale."""
+    """Fold into the operator that makes the images' channels: padding is zero at any scale."""
     args: Any = patches.args
     inner = _absorb(_only(args[0]))
     if inner.shares is not None:
@@ -149,7 +149,7 @@ def _through_patches(patches: Node) -> Absorber:
 
 
 def _through_attention(attention: Node) -> Absorber:
-    """The linear behind the values: ``transpose(view(linear, [..., heads, width]), 1, 2)``.
+    """Fold into the linear that makes the values, ``transpose(view(linear, [..., heads, width]), 1, 2)``.
 
     The values also leave the graph for the cache: that is the bundle's own, and scaled alike.
     """

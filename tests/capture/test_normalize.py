@@ -111,7 +111,7 @@ def test_convolutions_and_the_reasons_of_those_that_stay() -> None:
     torch.testing.assert_close(graph(x), module(x))
     assert reasons(graph, "batch norm") == [""]
     assert reasons(graph, "convolution to a linear over patches") == [
-        "", "each of its 2 groups reads other channels, so it is no one linear over patches",
+        "", "each of its 2 groups reads other channels, so it is not one linear over patches",
     ]  # fmt: skip
     assert "" in reasons(graph, "element-wise operator with channels last")
     (module_path,) = {o.module for o in graph.meta["rules"] if o.rule.startswith("convolution") and not o.matched}

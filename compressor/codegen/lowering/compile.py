@@ -1,4 +1,4 @@
-"""FX -> Relax -> kernels: one readable list of phases, and a check of the stored bytes after each."""
+"""Lower FX to Relax to kernels: one readable list of phases, and a check of the stored bytes after each."""
 
 from __future__ import annotations
 

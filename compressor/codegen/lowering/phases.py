@@ -23,7 +23,7 @@ _PROBE = "read_bandwidth"
 
 
 def phases() -> list[tuple[str, tvm.transform.Pass]]:
-    """The phases from the imported program to what the virtual machine runs.
+    """List the phases from the imported program to what the virtual machine runs.
 
     TVM's default list folds constants, which would evaluate packed weights back to dense ones; this one does not.
     """
