@@ -37,7 +37,7 @@ def export_program(
     Raises:
         CaptureError: names the module and the line that stopped it.
     """
-    with torch.no_grad(), explaining(root or module, name):
+    with torch.no_grad(), error_context(root or module, name):
         program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
@@ -102,7 +102,7 @@ def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
+def error_context(root: nn.Module | None, name: str) -> Iterator[None]:
     """Turn every error inside into a CaptureError that names the module, file and line."""
     try:
         with quiet_fake_tensors():

@@ -16,7 +16,7 @@ from compressor.errors import CompressorError, VerificationError, first_line
 
 
 @contextmanager
-def naming(phase: str) -> Iterator[None]:
+def error_context(phase: str) -> Iterator[None]:
     """Turn errors of TVM into a VerificationError that names the phase; leave ours as they are."""
     try:
         yield
@@ -61,7 +61,7 @@ def import_program(
 ) -> tuple[tvm.IRModule, list[str]]:
     """Return the Relax program, with parameters as inputs after the others, and their names."""
     kind = torch.export.graph_signature.InputKind
-    with naming("import"):
+    with error_context("import"):
         mod = importer.from_exported_program(
             program,
             keep_params_as_input=True,

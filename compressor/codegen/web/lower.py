@@ -18,7 +18,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, import_program, naming
+from compressor.codegen.lowering.importer import Importer, error_context, import_program
 from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
@@ -135,7 +135,7 @@ def compile_wasm(
     content = _write(writer, mod, parameters, info.kind)
     known = {record["name"]: record for record in converter.records}
     kernels = [known.get(name) or {"name": name, "isa": isa.name, **writer.details[name]} for name in writer.kernels]
-    with naming("generate"):
+    with error_context("generate"):
         linked = module.link()
     return WebProgram(content | {"memory_flag": memory_flag(linked)}, _used(writer), writer.constants, kernels), linked
 
@@ -163,7 +163,7 @@ def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind
     inputs = _inputs(mod, parameters)
     names = _size_names(kind, inputs)
     references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
-    with naming("generate"):
+    with error_context("generate"):
         output, shape = writer.write(names, references)
     return {
         "inputs": [
