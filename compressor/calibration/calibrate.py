@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from compressor.calibration.segment_runner import Stream, split_samples
 from compressor.calibration.statistics import Statistic
 from compressor.errors import CompressorError
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site, group_by_input
 from compressor.host.tensor_files import Spill
@@ -82,7 +82,7 @@ def stream(
     """
     batches = split_samples(graph, ids, micro_batch_tokens)
     run = Stream(graph, batches, spill, rounded)
-    beside = with_dense if isinstance(with_dense, GraphModule) else twin(graph) if with_dense else None
+    beside = with_dense if isinstance(with_dense, GraphModule) else clone_graph(graph) if with_dense else None
     dense = Stream(beside, batches, spill, rounded) if beside is not None else None
     dense_segments = segments(dense.graph) if dense else []
     names = {site.name for site in sites}

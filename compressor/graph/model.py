@@ -37,7 +37,7 @@ def weight_bytes(graph: GraphModule) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in graph.parameters())
 
 
-def twin(graph: GraphModule) -> GraphModule:
+def clone_graph(graph: GraphModule) -> GraphModule:
     """Copy a graph but not its parameters: rewriting one graph leaves the other as it is."""
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
