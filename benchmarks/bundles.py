@@ -18,7 +18,7 @@ from compressor.codegen.backend import make_backend
 from compressor.data.text import Samples
 from compressor.export.bundle import write_bundle as finish
 from compressor.export.facts import run_facts
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe
@@ -34,7 +34,7 @@ def write_bundle(
         the compressed graph, and the seconds that its passes took.
     """
     begin, context = time.perf_counter(), Context(samples=samples)
-    graph = Pipeline(recipe.passes).run(twin(dense), context)
+    graph = Pipeline(recipe.passes).run(clone_graph(dense), context)
     seconds = time.perf_counter() - begin
     folder.mkdir(parents=True)
     lower(dense, graph, recipe, context, folder, threads, tune)

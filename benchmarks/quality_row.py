@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_evaluation, load_samples
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
 from compressor.host.machine import peak_rss_bytes
 from compressor.host.tensor_files import map_safetensors
@@ -84,7 +84,7 @@ def compress(
         for name, options in step.items()
     ]
     recipe = Recipe.from_dict({"model": str(dense.meta["model"].source), "passes": steps, "tune": "off"})
-    graph, context = twin(dense), Context(samples=samples)
+    graph, context = clone_graph(dense), Context(samples=samples)
     begin, began = time.perf_counter(), cpu_s()
     graph = Pipeline(steps).run(graph, context)
     spent = {"seconds": time.perf_counter() - begin, "cpu_s": cpu_s() - began, "peak_rss_bytes": peak_rss_bytes()}

@@ -19,7 +19,7 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.statistics import Statistic
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
 from compressor.host.tensor_files import Spill
@@ -99,7 +99,7 @@ class CalibrationRun(Generic[S]):
         batches = split_samples(graph, ids, options.micro_batch_tokens)
         self._run = SegmentRunner(graph, batches, options.spill, options.rounded)
         given = options.with_dense
-        beside = given if isinstance(given, GraphModule) else twin(graph) if given else None
+        beside = given if isinstance(given, GraphModule) else clone_graph(graph) if given else None
         self._dense = None if beside is None else SegmentRunner(beside, batches, options.spill, options.rounded)
         self._dense_segments = [] if beside is None else segments(beside)
         self._done = 0  # segments that the hidden states have passed

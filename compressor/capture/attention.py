@@ -1,4 +1,4 @@
-"""What a transformers model sees while it is captured: an attention function, a cache and a mask of ours.
+"""Give a transformers model our own attention function, cache and mask while it is captured.
 
 A model that runs with the attention implementation ``compressor`` calls :func:`_attend` in place of its own
 attention, and finds a :class:`Recorder` in place of its cache.  Each attention layer then becomes one call of
@@ -81,19 +81,19 @@ class Recorder:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are given explicitly."""
+        """Return zero: positions are given explicitly."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Zero: see :meth:`get_seq_length`."""
+        """Return zero: positions are given explicitly."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys that a mask would cover; ours is made in the operator."""
+        """Return length and offset of the keys that a mask would cover; ours is made in the operator."""
         return query_length, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
 
@@ -102,7 +102,7 @@ _RECORDER: ContextVar[Recorder] = ContextVar("compressor_capture")
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Attention layers that run inside report to this recorder."""
+    """Let the attention layers that run inside report to this recorder."""
     token = _RECORDER.set(recorder)
     try:
         yield recorder
@@ -119,7 +119,7 @@ def register_attention() -> None:
 
 @contextmanager
 def mask_requests() -> Iterator[None]:
-    """Inside, models get a :class:`MaskRequest` for each mask they ask for; outside they get None."""
+    """Give models a :class:`MaskRequest` for each mask that they ask for inside; outside they get None."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     # The model asks the class-level mapping whether the name exists, so that is where it has to be.
@@ -144,7 +144,7 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The transformers attention function: query [B, H, S, D], key and value [B, Hkv, S, D] -> [B, S, H, D]."""
+    """Attend as transformers asks: query [B, H, S, D], key and value [B, Hkv, S, D] -> [B, S, H, D]."""
     recorder = _RECORDER.get()
     name = recorder.names.get(module, type(module).__name__)
     unknown = [k for k, v in others.items() if k not in _NEUTRAL and v is not None and v is not False]

@@ -1,7 +1,7 @@
-"""From a Hugging Face folder or id, or a module in memory, to a graph that passes rewrite and kernels are made from.
+"""Capture a Hugging Face folder or id, or a module in memory, as a graph that passes rewrite and kernels are made from.
 
 A decoder is captured once, with explicit positions and a key-value cache, so that calibration, prefill and decode
-share one graph.  What is exported is the model's shadow (:mod:`compressor.capture.meta_model`); the checkpoint's
+share one graph.  What is exported is the model's meta model (:mod:`compressor.capture.meta_model`); the checkpoint's
 tensors, memory-mapped, are bound to the finished graph.
 """
 
@@ -22,16 +22,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
-from compressor.capture.export import explaining, export_program, unlift
+from compressor.capture.export import error_context, export_program, unlift
 from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
-    Shadow,
+    MetaModel,
     fake_parameters,
-    folder_shadow,
-    memory_shadow,
+    folder_meta_model,
+    memory_meta_model,
 )
-from compressor.capture.normalize import StoredLayout, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
@@ -80,12 +80,12 @@ def capture(
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
             raise CaptureError(f"{type(model).__name__} is a plain module: give example_inputs to capture it with")
-        shadow = memory_shadow(model, weights)
+        meta_model = memory_meta_model(model, weights)
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: example_inputs and dynamic_shapes are for modules, not for folders and ids")
     else:
-        shadow = folder_shadow(model, trust_remote_code, weights)
-    return _capture_shadow(shadow)
+        meta_model = folder_meta_model(model, trust_remote_code, weights)
+    return _capture_meta_model(meta_model)
 
 
 def reexport(graph: GraphModule) -> ExportedProgram:
@@ -96,7 +96,7 @@ def reexport(graph: GraphModule) -> ExportedProgram:
 
 
 def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
-    """Example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
+    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
     batch, longest = Dim("batch", min=1), info.max_positions or None
     ids = torch.zeros(2, 5, dtype=torch.int64)
     if info.kind == "encoder":
@@ -109,27 +109,27 @@ def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
     return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
 
 
-def _capture_shadow(shadow: Shadow) -> GraphModule:
-    model, config = shadow.model, shadow.model.config.get_text_config()
+def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
+    model, config = meta_model.model, meta_model.model.config.get_text_config()
     facts: dict[str, Any] = {
-        "kind": shadow.kind,
-        "name": shadow.name,
+        "kind": meta_model.kind,
+        "name": meta_model.name,
         "architecture": type(model).__name__,
         "max_positions": getattr(config, "max_position_embeddings", None) or 0,
         "vocab_size": config.vocab_size if getattr(config, "vocab_size", None) else 0,
-        "eos_ids": shadow.eos_ids,
-        "bos_id": shadow.bos_id,
-        "source": shadow.folder,
-        "config_sha256": shadow.config_sha256,
+        "eos_ids": meta_model.eos_ids,
+        "bos_id": meta_model.bos_id,
+        "source": meta_model.folder,
+        "config_sha256": meta_model.config_sha256,
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)
-    probe = _probe_decoder if shadow.kind == "decoder" else _probe_encoder
-    program, found = probe(shadow, mode, facts["max_positions"])
+    probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
+    program, found = probe(meta_model, mode, facts["max_positions"])
     info = ModelInfo(**facts, **found)
     with mode:
         args, shapes = example_call(info)
-    exported = export_program(program, args, shapes, shadow.name, root=model)
+    exported = export_program(program, args, shapes, meta_model.name, root=model)
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
@@ -144,7 +144,7 @@ def _capture_shadow(shadow: Shadow) -> GraphModule:
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    weights = map_weights(shadow.source, stored, needed, model.base_model_prefix, ignored, unstored)
+    weights = map_weights(meta_model.source, stored, needed, model.base_model_prefix, ignored, unstored)
 
     def read(name: str) -> Tensor:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
@@ -152,58 +152,60 @@ def _capture_shadow(shadow: Shadow) -> GraphModule:
     return _bind(graph, layout, read, set(buffers) | set(constants), info)
 
 
-def _probe_decoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Run the shadow once without a cache, to find its layers and check what its attention asks for."""
-    model = shadow.model
-    _require_arguments(shadow, "input_ids", "position_ids", "past_key_values")
+def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Run the meta model once without a cache, to find its layers and check what its attention asks for."""
+    model = meta_model.model
+    _require_arguments(meta_model, "input_ids", "position_ids", "past_key_values")
     program = DecoderProgram(model)
     with mode:
         ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
     recorder = Recorder(program.names, position=position)
-    with torch.no_grad(), mode, mask_requests(), explaining(model, shadow.name):
+    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
         program.run(recorder, ids, keep)
     sizes = {(tensor.shape[1], tensor.shape[3]) for tensor in recorder.keys.values()}
     layers = len(recorder.keys)
     if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.calls) != layers:
         raise CaptureError(
-            f"{shadow.name}: {layers} layers of {type(model).__name__} store keys and values and "
+            f"{meta_model.name}: {layers} layers of {type(model).__name__} store keys and values and "
             f"{len(recorder.calls)} attend through transformers' attention interface; every layer must do both once "
             "(recurrent, hybrid and self-made attention are not covered)"
         )
     if len(sizes) != 1:
-        raise CaptureError(f"{shadow.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered")
-    with explaining(None, shadow.name):
+        raise CaptureError(
+            f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
+        )
+    with error_context(None, meta_model.name):
         check_masks(recorder.calls, causal=True, positions=positions or 4096)
     kv_heads, head_dim = next(iter(sizes))
     return program, {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _probe_encoder(shadow: Shadow, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
-    model = shadow.model
-    _require_arguments(shadow, "input_ids", "attention_mask")
+def _probe_encoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
+    model = meta_model.model
+    _require_arguments(meta_model, "input_ids", "attention_mask")
     program = EncoderProgram(model)
     with mode:
         ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.float32)
     recorder = Recorder(program.names, mask=mask)
-    with torch.no_grad(), mode, mask_requests(), explaining(model, shadow.name):
+    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
         program.run(recorder, ids)
     if not recorder.calls:
         raise CaptureError(
-            f"{shadow.name}: no layer of {type(model).__name__} attends through transformers' attention interface; "
+            f"{meta_model.name}: no layer of {type(model).__name__} attends through transformers' attention interface; "
             "capture it as a module with example inputs"
         )
-    with explaining(None, shadow.name):
+    with error_context(None, meta_model.name):
         check_masks(recorder.calls, causal=False, positions=positions or 4096)
     return program, {"layers": len(recorder.calls)}
 
 
-def _require_arguments(shadow: Shadow, *names: str) -> None:
-    known = inspect.signature(shadow.model.forward).parameters
+def _require_arguments(meta_model: MetaModel, *names: str) -> None:
+    known = inspect.signature(meta_model.model.forward).parameters
     absent = [name for name in names if name not in known]
     if absent:
-        cls = type(shadow.model)
+        cls = type(meta_model.model)
         raise CaptureError(
-            f"{shadow.name}: {cls.__name__}.forward ({inspect.getsourcefile(cls)}) takes no {', '.join(absent)}; "
+            f"{meta_model.name}: {cls.__name__}.forward ({inspect.getsourcefile(cls)}) takes no {', '.join(absent)}; "
             "capture it as a module with example inputs"
         )
 
@@ -213,7 +215,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Each distinct parameter and buffer: its first name, and all its names."""
+    """Return the first name of each distinct parameter and buffer, with all its names."""
     groups: dict[int, list[str]] = {}
     for name, tensor in _tensors(model).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -221,7 +223,7 @@ def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _bind(
-    graph: fx.Graph, layout: StoredLayout, read: Callable[[str], Tensor], buffers: set[str], info: ModelInfo
+    graph: fx.Graph, layout: Normalized, read: Callable[[str], Tensor], buffers: set[str], info: ModelInfo
 ) -> GraphModule:
     """Give the graph its tensors, each in the form that its users expect."""
     tensors: dict[str, Tensor] = {}
@@ -244,6 +246,7 @@ def _bind(
     drop_dead_parameters(module)
     count = sum(parameter.numel() for parameter in module.parameters())
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
+    module.meta["rules"] = layout.outcomes
     return module
 
 
@@ -270,6 +273,6 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any,
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
-    rewrite_convolutions(captured)
+    captured.meta["rules"] += rewrite_convolutions(captured)
     captured.meta["inputs"] = (tuple(args), dynamic_shapes)
     return captured

@@ -1,20 +1,26 @@
-"""Convolutions as linears over patches, and batch norms folded into what is in front of them.
+"""Rewrite convolutions as linears over patches, and fold batch norms into what is in front of them.
 
-A 2-d convolution becomes ``dense_linear(patches(x), weight, bias)``, its weight as [out, kernel rows * kernel columns *
-in], so that every pass, format and kernel of linears serves it.  Between convolutions channels stay last.
+    conv2d(x) [N, C, H, W]             becomes   permute -> patches -> dense_linear -> permute
+    linear or conv2d -> batch_norm     becomes   linear or conv2d, its weight and bias scaled
+    batch_norm elsewhere               becomes   permute -> mul -> add -> permute
+    permute -> relu -> permute         becomes   relu: channels stay last between convolutions
+
+The weight becomes [out, kernel rows * kernel columns * in], so that every pass, format and kernel of linears serves it.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import drop_dead_parameters, set_parameter
+from compressor.graph.rules import Outcome, apply, why_not
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 _CONVOLUTIONS = (
@@ -27,26 +33,25 @@ _NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export 
 _TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
 
-def rewrite_convolutions(graph: GraphModule) -> None:
+def rewrite_convolutions(graph: GraphModule) -> list[Outcome]:
     """Fold batch norms, rewrite convolutions, and let element-wise operators keep the channels last; in place.
 
-    Batch norms that nothing can take in become a product and a sum.  Convolutions that are no linear over patches stay
+    Batch norms that cannot be folded become a product and a sum.  Convolutions that are not linears over patches stay
     as they are; :func:`dense_convolutions` names them.
+
+    Returns:
+        What each rule did.
     """
-    for node in list(graph.graph.nodes):
-        if node.target in (_NORM, _NORM_ALONE) and _is_inference(node):
-            _rewrite_batch_norm(graph, node)
-    for node in list(graph.graph.nodes):
-        if node.target in _CONV2D and not _obstacle(node):
-            _rewrite_conv2d(graph, node)
-    for node in list(graph.graph.nodes):
-        _keep_channels_last(graph, node)
+    outcomes = apply([BatchNorm(graph)], graph.graph)
+    outcomes += apply([Conv2d(graph)], graph.graph)
+    outcomes += apply([DropPermutes(), ChannelsLast(graph)], graph.graph)
     drop_dead_parameters(graph)
     graph.graph.lint()
+    return outcomes
 
 
 def dense_convolutions(graph: GraphModule) -> list[str]:
-    """The convolutions that are no linears over patches and stay as they are, a line each with the reason."""
+    """List the convolutions that stay as they are, a line each with the reason."""
     found = []
     for node in graph.graph.nodes:
         if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS:
@@ -55,17 +60,110 @@ def dense_convolutions(graph: GraphModule) -> list[str]:
     return found
 
 
+@dataclass
+class BatchNorm:
+    """A batch norm with stored statistics is folded into what is in front, or becomes a product and a sum."""
+
+    graph: GraphModule
+    name = "batch norm"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a batch norm."""
+        return node if node.target in (_NORM, _NORM_ALONE) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for a fixed affine map: stored statistics, and parameters that the graph holds."""
+        return why_not((not _is_inference(match), "its statistics are those of the batch, or a parameter is computed"))
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Fold it, or put two operators in its place."""
+        _rewrite_batch_norm(self.graph, match)
+
+
+@dataclass
+class Conv2d:
+    """A 2-d convolution becomes a linear over patches, channels last."""
+
+    graph: GraphModule
+    name = "convolution to a linear over patches"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a convolution of any number of dimensions."""
+        return node if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS else None
+
+    def check(self, match: Node) -> str:
+        """Ask for one linear over patches."""
+        return _obstacle(match)
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Put permutation, patches, linear and permutation in its place."""
+        _rewrite_conv2d(self.graph, match)
+
+
+class DropPermutes:
+    """A permutation of channels to the end drops out behind one to the front."""
+
+    name = "permutations dropped"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match the pair."""
+        return node if _is_permute(node, _TO_LAST) and _is_permute(node.args[0], _TO_FIRST) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for nothing: the pair never has an effect."""
+        return ""
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Let the readers read what the pair reads; dead nodes are dropped at the end."""
+        source: Any = match.args[0]
+        match.replace_all_uses_with(source.args[0])
+
+
+@dataclass
+class ChannelsLast:
+    """An element-wise operator between convolutions reads images whose channels are last."""
+
+    graph: GraphModule
+    name = "element-wise operator with channels last"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match an element-wise operator of which an input was permuted to channels first."""
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return node if pointwise and any(_is_permute(arg, _TO_FIRST) for arg in node.args) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for images alone as inputs."""
+        read = [arg for arg in match.args if isinstance(arg, Node)]
+        values = [arg.meta["val"] for arg in read]
+        return why_not(
+            (len(read) < len(match.all_input_nodes), "it reads tensors in a list or by keyword"),
+            (any(not isinstance(x, Tensor) or x.dim() != 4 for x in values), "an input is not an image [N, C, H, W]"),
+        )
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Permute the inputs that have channels first, and the output instead."""
+        read = [arg for arg in match.args if isinstance(arg, Node)]
+        last: dict[Any, Any] = {
+            arg: arg.args[0] if _is_permute(arg, _TO_FIRST) else _permuted(self.graph, match, arg, _TO_LAST)
+            for arg in read
+        }
+        args = tuple(last[arg] if isinstance(arg, Node) else arg for arg in match.args)
+        y = _call(self.graph, match, match.target, args, match.meta["val"].permute(_TO_LAST))
+        y.kwargs = match.kwargs
+        match.replace_all_uses_with(_permuted(self.graph, match, y, _TO_FIRST))
+
+
 def _obstacle(node: Node) -> str:
-    """Why a convolution is no linear over patches; empty where it is one."""
+    """Return why a convolution is not a linear over patches; empty where it is one."""
     if node.target not in _CONV2D:
-        return f"{node.target} is no 2-d convolution"
+        return f"{node.target} is not a 2-d convolution"
     x, weight, _, _, padding, dilation, groups = _arguments(node)
     if groups != 1:
-        return f"each of its {groups} groups reads other channels, so it is no one linear over patches"
+        return f"each of its {groups} groups reads other channels, so it is not one linear over patches"
     if not (_is_parameter(weight) and len(weight.users) == 1):
         return "its weight is shared or computed"
     if x.meta["val"].dim() != 4 or x.meta["val"].dtype != torch.float32:
-        return f"its input is no batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
+        return f"its input is not a batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
     spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
     if padding == "same" and any(span % 2 for span in spans):
         return "`same` pads one side more than the other for a kernel of even size"
@@ -73,14 +171,14 @@ def _obstacle(node: Node) -> str:
 
 
 def _arguments(node: Node) -> Any:
-    """Input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
+    """Return input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
     given: tuple[Any, ...] = node.args
     x, weight, bias, stride, padding, dilation, groups = given + (None, 1, 0, 1, 1)[len(given) - 2 :]
     return x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
 
 
 def _pair(value: Any) -> Any:
-    """Two numbers, of which one may stand for both; a word as it is."""
+    """Return two numbers, of which one may stand for both; a word as it is."""
     values = [value] if isinstance(value, int) else value
     return [*values, *values] if len(values) == 1 else values
 
@@ -90,7 +188,7 @@ def _is_parameter(node: Any) -> TypeGuard[Node]:
 
 
 def _call(graph: GraphModule, before: Node, target: Any, args: tuple[Any, ...], value: Tensor) -> Node:
-    """A new node in front of another, whose provenance it gets."""
+    """Add a call in front of a node, whose provenance it gets."""
     with graph.graph.inserting_before(before):
         node = graph.graph.call_function(target, args)
     node.meta = {**before.meta, "val": value}
@@ -102,7 +200,7 @@ def _permuted(graph: GraphModule, before: Node, x: Node, order: list[int]) -> No
 
 
 def _parameter(graph: GraphModule, before: Node, name: str, value: Tensor, like: Tensor) -> Node:
-    """A new parameter in front of a node; ``like`` is any fake tensor."""
+    """Add a parameter in front of a node; ``like`` is any fake tensor."""
     set_parameter(graph, name, value)
     with graph.graph.inserting_before(before):
         node = graph.graph.get_attr(name)
@@ -128,40 +226,19 @@ def _rewrite_conv2d(graph: GraphModule, node: Node) -> None:
     graph.graph.erase_node(node)
 
 
-def _keep_channels_last(graph: GraphModule, node: Node) -> None:
-    """Where an element-wise operator reads images whose channels come first again, let it read them as they were."""
-    given: tuple[Any, ...] = node.args
-    if _is_permute(node, _TO_LAST) and _is_permute(given[0], _TO_FIRST):
-        node.replace_all_uses_with(given[0].args[0])
-        return
-    read = [arg for arg in given if isinstance(arg, Node)]
-    if (
-        torch.Tag.pointwise not in getattr(node.target, "tags", ())
-        or not any(_is_permute(arg, _TO_FIRST) for arg in read)
-        or len(read) < len(node.all_input_nodes)
-        or any(not isinstance(arg.meta["val"], Tensor) or arg.meta["val"].dim() != 4 for arg in read)
-    ):
-        return
-    last = {arg: arg.args[0] if _is_permute(arg, _TO_FIRST) else _permuted(graph, node, arg, _TO_LAST) for arg in read}
-    args = tuple(last[arg] if isinstance(arg, Node) else arg for arg in given)
-    y = _call(graph, node, node.target, args, node.meta["val"].permute(_TO_LAST))
-    y.kwargs = node.kwargs
-    node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
-
-
 def _is_permute(node: Any, order: list[int]) -> bool:
     return isinstance(node, Node) and node.target is _ATEN.permute.default and node.args[1] == order
 
 
 def _is_inference(node: Node) -> bool:
-    """Whether a batch norm is a fixed affine map: it takes stored statistics, and the graph holds all that it takes."""
+    """Return whether a batch norm is a fixed affine map: its statistics are stored, its parameters in the graph."""
     gain, shift, *statistics = node.args[1:5]
     held = [*statistics, *(arg for arg in (gain, shift) if arg is not None)]
     return all(_is_parameter(arg) for arg in held) and (node.target is _NORM_ALONE or node.args[5] is False)
 
 
 def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, as rows of the weight in front or as a product and a sum."""
+    """Replace ``(x - mean) / sqrt(var + eps) * weight + bias``: scale the weight in front, or multiply and add."""
     args: Any = node.args
     x, gain, shift, mean, variance = args[:5]
     scale = (_held(graph, variance.target) + (args[7] if node.target is _NORM else args[6])).rsqrt()
@@ -179,14 +256,14 @@ def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
 
 
 def _held(graph: GraphModule, name: str) -> Tensor:
-    """A parameter or buffer in float64; on the meta device where parameters are, whose values nobody has read."""
+    """Return a parameter or buffer in float64, on the meta device where the graph's parameters are."""
     path, _, leaf = name.rpartition(".")
     value: Tensor = getattr(graph.get_submodule(path), leaf)
     return value.detach().double().to("meta" if any(held.is_meta for held in graph.parameters()) else "cpu")
 
 
 def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | None:
-    """The linear or convolution that makes x, with the map ``scale * y + offset`` of its outputs taken in; or None."""
+    """Fold ``scale * y + offset`` into the linear or convolution that makes x, and return it; None if it cannot be."""
     if x.target not in (*_CONV2D, _OPS.dense_linear.default) or len(x.users) > 1:
         return None
     args: Any = x.args
@@ -207,7 +284,7 @@ def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | 
 
 
 def _affine(graph: GraphModule, node: Node, x: Node, scale: Tensor, offset: Tensor) -> Node:
-    """The map as two operators over the last dimension."""
+    """Apply the map as a product and a sum over the last dimension."""
     dims = x.meta["val"].dim()
     name = module_path(node) or node.name
     y = _permuted(graph, node, x, [0, *range(2, dims), 1])

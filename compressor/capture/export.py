@@ -1,4 +1,4 @@
-"""torch.export, made to answer two questions: what graph is it, and if there is none, which line is to blame."""
+"""Export a module as a graph, or name the line of the model that prevents it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export_program(
     Raises:
         CaptureError: names the module and the line that stopped it.
     """
-    with torch.no_grad(), explaining(root or module, name):
+    with torch.no_grad(), error_context(root or module, name):
         program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
@@ -54,7 +54,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]) -> tuple[fx.Graph, dict[str, Tensor]]:
-    """A graph that reads parameters with ``get_attr`` and takes the original arguments.
+    """Return a graph that reads parameters with ``get_attr`` and takes the original arguments.
 
     Args:
         program: an exported program.
@@ -88,7 +88,7 @@ def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]
 
 
 def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
-    """Module names in the provenance, without the wrapper around the model (its name is ``rename['']``)."""
+    """Remove the wrapper around the model (its name is ``rename['']``) from the module names of the provenance."""
     wrapper = rename.get("")
     stack = meta.get("nn_module_stack")
     if wrapper is None or stack is None:
@@ -102,8 +102,8 @@ def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def explaining(root: nn.Module | None, name: str) -> Iterator[None]:
-    """Turn what goes wrong inside into a CaptureError that names the module, file and line."""
+def error_context(root: nn.Module | None, name: str) -> Iterator[None]:
+    """Turn every error inside into a CaptureError that names the module, file and line."""
     try:
         with quiet_fake_tensors():
             yield
@@ -146,7 +146,7 @@ def _advice(error: Exception) -> str:
 
 
 def _where(error: BaseException, root: nn.Module | None) -> str:
-    """``module (Class) at file:line`` of the model's own deepest frame, or an empty string."""
+    """Return ``module (Class) at file:line`` of the model's own deepest frame, or an empty string."""
     names = {} if root is None else {id(module): path for path, module in root.named_modules()}
     module_text = line_text = ""
     chain: list[BaseException] = []
@@ -164,7 +164,7 @@ def _where(error: BaseException, root: nn.Module | None) -> str:
 
 
 def _is_model_code(frame: FrameType) -> bool:
-    """Neither ours, nor torch's, nor Python's own: transformers' or the user's."""
+    """Return whether a frame is transformers' or the user's code, not ours, torch's or Python's."""
     path = Path(frame.f_code.co_filename)
     packages = _STANDARD in path.parents and not any(p.name in ("site-packages", "dist-packages") for p in path.parents)
     return path.is_file() and not packages and not any(own in path.parents for own in (_OWN, _TORCH))

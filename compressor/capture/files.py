@@ -1,4 +1,4 @@
-"""The JSON files of a model folder, read with limits before anything is built or opened by what they say.
+"""Read the JSON files of a model folder, with limits, before anything is built or opened that they name.
 
 A configuration of a few bytes can ask for a million layers, and an index can name any file of the machine.
 """
@@ -17,7 +17,7 @@ _MOST_LAYERS, _MOST_POSITIONS, _MOST = 512, 1 << 24, 1 << 20
 
 
 def listed_files(index: Path) -> list[Path]:
-    """The safetensors files that an index names, all of them beside it.
+    """Return the safetensors files that an index names, all of them beside it.
 
     Raises:
         CaptureError: it is no index, or names anything else.
@@ -61,7 +61,7 @@ def check_config(file: Path, stored_tensors: int) -> None:
 
 
 def _numbers(value: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """All whole numbers under a key, at any depth."""
+    """Yield all whole numbers under a key, at any depth."""
     left: list[Any] = [value]
     while left:
         current = left.pop()

@@ -1,6 +1,6 @@
-"""The shadow of a transformers model: its class and configuration, parameters with shapes and no storage.
+"""Build the meta model of a transformers model: its class and configuration, parameters with shapes and no storage.
 
-Exporting the shadow rather than the model costs no memory, leaves a model in memory untouched, and makes the
+Exporting the meta model rather than the model costs no memory, leaves a model in memory untouched, and makes the
 graph's arithmetic float32 whatever type the checkpoint is stored in.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
-from compressor.capture.export import explaining
+from compressor.capture.export import error_context
 from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError, first_line
@@ -35,8 +35,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True)
-class Shadow:
-    """A shadow model and where its weights are."""
+class MetaModel:
+    """A meta model and where its weights are."""
 
     kind: Literal["decoder", "encoder"]
     model: PreTrainedModel
@@ -98,8 +98,8 @@ class EncoderProgram(nn.Module):
         return cast(Tensor, out.last_hidden_state)
 
 
-def folder_shadow(model: str | Path, trust_remote_code: bool, weights: bool = True) -> Shadow:
-    """Shadow of a Hugging Face folder or hub id; the class is the one that config.json names.
+def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool = True) -> MetaModel:
+    """Build the meta model of a Hugging Face folder or hub id; the class is the one that config.json names.
 
     Raises:
         CaptureError: no such model, or its configuration or files cannot be used.
@@ -119,7 +119,7 @@ def folder_shadow(model: str | Path, trust_remote_code: bool, weights: bool = Tr
         raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
-    shadow = _build(
+    built = _build(
         lambda: auto.from_config(
             config, trust_remote_code=trust_remote_code, attn_implementation=ATTENTION_NAME, dtype=torch.float32
         ),
@@ -134,27 +134,27 @@ def folder_shadow(model: str | Path, trust_remote_code: bool, weights: bool = Tr
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
-    return Shadow(kind, shadow, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
+    return MetaModel(kind, built, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
 
 
-def memory_shadow(model: PreTrainedModel, weights: bool = True) -> Shadow:
-    """Shadow of a transformers model in memory, whose tensors are shared.  Heads of encoders are left out."""
+def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
+    """Build the meta model of a transformers model in memory and share its tensors; heads of encoders are left out."""
     kind = model_kind(model.config, type(model).__name__, type(model).__name__)
     whole = model if kind == "decoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
-    shadow = _build(
+    built = _build(
         lambda: cls._from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32), cls.__name__
     )
     special = getattr(model, "generation_config", None) or model.config
     sha256 = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
-    return Shadow(kind, shadow, module_source(whole), type(model).__name__, None, sha256, eos_ids, bos_id)
+    return MetaModel(kind, built, module_source(whole), type(model).__name__, None, sha256, eos_ids, bos_id)
 
 
 def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Turn a shadow's parameters into fake CPU tensors of this mode, ties kept."""
+    """Turn a meta model's parameters into fake CPU tensors of this mode, ties kept."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -181,14 +181,14 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
 
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
     try:
-        with torch.random.fork_rng(devices=[]), explaining(None, name):
+        with torch.random.fork_rng(devices=[]), error_context(None, name):
             return cast("PreTrainedModel", make().eval())
     finally:
         hook.remove()
 
 
 def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
-    """What a transformers model is, by its configuration's architecture.
+    """Tell decoders from encoders by the architecture that the configuration names.
 
     Raises:
         CaptureError: it is neither, or is quantised already; the message begins with ``place``.

@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a checkpoint folder, memory-mapped, or a model in memory.
+"""Find a model's weights: in a checkpoint folder, memory-mapped, or in a model in memory.
 
 Nothing here reads a weight before it is needed: a tensor of a safetensors file is a view of the mapped file.  Without
 weights, tensors are on the meta device, with the shapes and types that the files' headers state.
@@ -37,7 +37,7 @@ class WeightSource:
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
-    """The tensors of a model in memory; they are shared, not copied.  Without ``weights``, their shapes and types."""
+    """Return the tensors of a model in memory, shared, not copied.  Without ``weights``, their shapes and types."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     away = sorted({str(t.device) for t in tensors.values() if t.device.type != "cpu"})
     if away:
@@ -48,7 +48,7 @@ def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
 
 
 def folder_source(folder: Path, weights: bool = True) -> WeightSource:
-    """The safetensors of a Hugging Face folder, one file or several with an index, memory-mapped.
+    """Map the safetensors of a Hugging Face folder, one file or several with an index, into memory.
 
     Args:
         weights: False reads the files' headers only; tensors are on the meta device.
@@ -130,7 +130,7 @@ class WeightMap:
     stored: dict[str, str] = field(default_factory=dict)  # model's name -> stored name
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The stored tensor for a name of the model, which must have this shape and a floating type."""
+        """Return the stored tensor for a name of the model, which must have this shape and a floating type."""
         stored = self.stored[name]
         tensor = self.source.read(stored)
         if tuple(tensor.shape) != shape:
@@ -208,7 +208,7 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 
 def _equal(stored: Tensor, buffer: Tensor) -> bool:
-    """Whether they have one shape and, where the stored tensor's values are at hand, the same values."""
+    """Return whether tensors have one shape and, where the stored values are at hand, the same values."""
     if stored.shape != buffer.shape:
         return False
     return stored.is_meta or torch.equal(stored.to(buffer.dtype), buffer)

@@ -48,7 +48,11 @@ def main() -> None:
 
 @main.command()
 @_recipe_options
-@click.option("--dump", type=click.Path(path_type=Path), help="Write the graph after each pass and phase here.")
+@click.option(
+    "--dump",
+    type=click.Path(path_type=Path),
+    help="Write the graph after each pass and phase, and each rule with its reasons, here.",
+)
 @click.option("--locked", is_flag=True, help="Repeat the run of the lock; refuse when anything changed.")
 @click.option(
     "--lock", type=click.Path(path_type=Path), help="The lock, or a bundle: read if --locked, else written as a file."

@@ -1,4 +1,4 @@
-"""The key-value caches of a captured decoder: what they look like, and how a pass changes their format.
+"""Key-value caches of a captured decoder: their shapes, and how a pass changes their format.
 
 Caches come in as ``k_cache`` and ``v_cache``, new rows leave as outputs, and one attention operator a layer reads both.
 """
@@ -30,7 +30,7 @@ Orders = tuple[Tensor, Tensor]
 
 
 def empty_caches(info: ModelInfo, batch: int, capacity: int = 1) -> list[Tensor]:
-    """Caches of all layers, keys first, in the model's format, with room for ``capacity`` tokens."""
+    """Return empty caches of all layers, keys first, in the model's format, with room for ``capacity`` tokens."""
     kind, size = cache_row(info.cache_format, info.head_dim)
     shape, dtype = (batch, info.kv_heads, capacity, size), getattr(torch, kind)
     return [torch.zeros(shape, dtype=dtype) for _ in range(2 * info.layers)]
@@ -57,7 +57,7 @@ class AttentionLayer:
 
 
 def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
-    """The layers whose caches are float32 still, in dataflow order."""
+    """List the layers whose caches are still float32, in dataflow order."""
     caches = graph.graph.find_nodes(op="placeholder")[_INPUTS:]
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=_CACHED):
@@ -104,5 +104,5 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
 
 
 def _packed(value: Tensor, fmt: CacheFormat) -> Tensor:
-    """A fake tensor of rows in place of one of float32 channels."""
+    """Return a fake tensor of packed rows in place of one of float32 channels."""
     return value.new_empty(*value.shape[:-1], fmt.row_bytes(value.shape[-1]), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Operations and bytes of every node of a captured graph for concrete sizes, told without running it.
+"""Count the operations and bytes of every node of a captured graph for concrete sizes, without running it.
 
 Shapes come from the operators' fake kernels, so parameters may be on the meta device.
 """
@@ -69,7 +69,7 @@ class NodeCost:
 def node_costs(
     graph: GraphModule, batch: int, length: int, past: int = 0, rows: int | None = None
 ) -> dict[Node, NodeCost]:
-    """The cost of every call in the graph.
+    """Return the cost of every call in the graph.
 
     Args:
         batch, length: new tokens.
@@ -102,13 +102,13 @@ class _Shapes(Interpreter):
         self.mode, self.past, self.costs = mode, past, dict[Node, NodeCost]()
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A fake tensor in place of a parameter, whose values nobody needs."""
+        """Return a fake tensor in place of a parameter, whose values nobody needs."""
         held = super().get_attr(target, args, kwargs)
         with self.mode:
             return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
 
     def run_node(self, n: Node) -> Any:
-        """Run one node; a call is noted."""
+        """Run one node, and note its cost if it is a call."""
         with self.mode:
             result = super().run_node(n)
         if n.op == "call_function":
@@ -172,7 +172,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def eager_work(costs: Iterable[NodeCost]) -> dict[str, float]:
-    """Work of running nodes in PyTorch once, by unit (:data:`compressor.plan.prices.UNITS`)."""
+    """Return the work of running nodes in PyTorch once, by unit (:data:`compressor.plan.prices.UNITS`)."""
     work = dict.fromkeys(("matmul_flop", "dequantize_element", "stream_byte", "node", "custom_op"), 0.0)
     for cost in costs:
         if cost.kind in ("linear", "attention"):

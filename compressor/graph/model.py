@@ -33,12 +33,12 @@ class ModelInfo:
 
 
 def weight_bytes(graph: GraphModule) -> int:
-    """Bytes of the graph's parameters as they are stored, each counted once; buffers are not weights."""
+    """Return the bytes of the graph's parameters as stored, each counted once; buffers are not weights."""
     return sum(parameter.numel() * parameter.element_size() for parameter in graph.parameters())
 
 
-def twin(graph: GraphModule) -> GraphModule:
-    """A second graph over the same parameters: rewriting one leaves the other as it is."""
+def clone_graph(graph: GraphModule) -> GraphModule:
+    """Copy a graph but not its parameters: rewriting one graph leaves the other as it is."""
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     nodes.set_codegen(graph.graph._codegen)

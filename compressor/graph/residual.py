@@ -1,4 +1,4 @@
-"""The residual stream: the tensors that additions join, all that writes into them and all that reads them.
+"""Find the residual stream: the tensors that additions join, with everything that writes or reads them.
 
 Every linear map of the channels that whatever writes applies and whatever reads undoes leaves the function as it is.
 An orthogonal one passes RMS norms, whose weights belong to the linears behind them then; so it does layer norms, once
@@ -57,7 +57,7 @@ class Residual:
 
 
 def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Residual]:
-    """The streams that norms read, in dataflow order.
+    """Find the residual streams that norms read, in dataflow order.
 
     Args:
         refuse: a linear -> why its weight must stay as it is; empty where it may change.
@@ -81,13 +81,13 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
 
 
 def norm_parameters(norm: Node) -> tuple[Node | None, Node | None]:
-    """A norm's weight and bias."""
+    """Return a norm's weight and bias."""
     args: Any = norm.args
     return (args[1], None) if norm.target is not _LAYER_NORM else (*args[2:4], None, None)[:2]
 
 
 def carried(node: Node) -> list[Node]:
-    """The tensors whose channels a node hands on: of a sum, of a product with a number, of rows in another order."""
+    """Return the inputs whose channels a node passes on: a sum's, a scaled tensor's, a permuted tensor's."""
     args: Any = node.args
     if _is_sum(node):
         return list(args[:2])
@@ -106,7 +106,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _width(node: Any) -> Any:
-    """Channels of a tensor; None for whatever has none."""
+    """Return the channels of a tensor; None of a value without any."""
     value = node.meta.get("val")
     return value.shape[-1] if isinstance(value, Tensor) and value.dim() else None
 
@@ -151,7 +151,7 @@ class _Reading:
         return Residual(self.ordered[0], width, *made_of, tuple(norms), tuple(readers), entry, leave, centered)
 
     def _entries(self) -> list[tuple[Node, str]]:
-        """Where what cannot be changed comes in: as late as nothing else has been added."""
+        """Find where a tensor that cannot be changed enters: as late as nothing else has been added to it."""
         fixed: dict[Node, str] = {}
         for node in self.ordered:
             sources = carried(node)
@@ -163,7 +163,7 @@ class _Reading:
         return [(n, why) for n, why in fixed.items() if not any(u in fixed and n in carried(u) for u in n.users)]
 
     def _fixed(self, node: Node) -> str:
-        """Why what makes this tensor cannot rotate it; empty where it can, which is remembered."""
+        """Return why the operator that makes a tensor cannot rotate it; empty, and remembered, where it can."""
         args: Any = node.args
         if node in self.sites:
             if not (reason := _fixed_weight(self.sites[node], self.refuse)):
@@ -181,7 +181,7 @@ class _Reading:
         return ""
 
     def _uses(self, centered: bool) -> tuple[list[Node], list[tuple[Site, Node | None]], list[tuple[Node, str]]]:
-        """Norms whose weight their readers take over, all linears that read the stream, and the norms that are left."""
+        """Return the norms whose weight goes into their readers, the linears that read the stream, and other norms."""
         norms: list[Node] = []
         readers: list[tuple[Site, Node | None]] = []
         exits: list[tuple[Node, str]] = []
@@ -205,7 +205,7 @@ class _Reading:
         return norms, readers, exits
 
     def _behind(self, norm: Node) -> tuple[list[Site], str]:
-        """The linears that read a norm, and why they cannot be changed; empty where they can."""
+        """Return the linears that read a norm, and why they cannot be changed; empty where they can."""
         weight, bias = norm_parameters(norm)
         if weight is None or any(p is not None and (p.op != "get_attr" or len(p.users) > 1) for p in (weight, bias)):
             return [], "its weight is computed or shared, or it has none"

@@ -62,7 +62,7 @@ def replace_weight(graph: GraphModule, site: Site, weight: Tensor) -> None:
 
 
 def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
-    """A packed linear at the graph's point of insertion, and its parameters ``<name>.codes``, ``<name>.scales``..."""
+    """Add a packed linear at the point of insertion, with its parameters ``<name>.codes``, ``<name>.scales``..."""
     stored = []
     for part, value in packed.parts.items():
         set_parameter(graph, f"{name}.{part}", value)
@@ -95,7 +95,7 @@ def _delete_parameter(graph: GraphModule, name: str) -> None:
 
 
 def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
-    """The weight of one of :func:`compressor.graph.sites.packed_sites`."""
+    """Return the weight of one of :func:`compressor.graph.sites.packed_sites`."""
     args: Any = site.node.args
     parts = [graph.get_parameter(node.target).detach() for node in args[1]]
     return PackedWeight.of(parts, Format.parse(str(args[3])), (site.out_features, site.in_features))

@@ -64,13 +64,13 @@ def _segment(
 
 
 def shared_nodes(graph: GraphModule) -> list[Node]:
-    """Nodes that no segment holds: parameters and values that depend on positions and shapes only, in order."""
+    """List the nodes outside all segments, in order: parameters, and what depends on positions and shapes only."""
     inside = set(_token_nodes(graph))
     return [n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and n not in inside]
 
 
 def _token_nodes(graph: GraphModule) -> list[Node]:
-    """Nodes whose values depend on the tokens (for a plain module: on any input), but not on its shape alone."""
+    """Find the nodes whose values depend on the tokens (for a plain module: on any input), not on its shape alone."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     roots = {node for node in inputs if node.target == "ids"} or set(inputs)
     found: dict[Node, None] = {}

@@ -1,4 +1,4 @@
-"""What passes read from and write to a captured graph: linear sites, ties, segments, replacement.
+"""List the linears of a captured graph that passes work on: sites, their groups, patterns and ties.
 
 A captured graph is a :class:`torch.fx.GraphModule` of call_function nodes over ``get_attr`` parameters (see
 :mod:`compressor.capture.capture`).  Everything here comes from the dataflow, nothing from a table of architectures.
@@ -41,7 +41,7 @@ class Site:
 
 
 def linear_sites(graph: GraphModule) -> list[Site]:
-    """Dense linears whose weight is a parameter, in dataflow order."""
+    """List the dense linears whose weight is a parameter, in dataflow order."""
     sites, seen = [], dict[str, int]()
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is not _DENSE or not _is_attribute(node.args[1]):
@@ -68,7 +68,7 @@ def linear_sites(graph: GraphModule) -> list[Site]:
 
 
 def packed_sites(graph: GraphModule) -> list[Site]:
-    """Linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
+    """List the linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
     sites = []
     for node in graph.graph.find_nodes(op="call_function", target=_PACKED, sort=True):
         args: Any = node.args
@@ -85,7 +85,7 @@ def _is_attribute(node: Any) -> bool:
 
 
 def _owner(node: Node, weight_name: str) -> tuple[str, str]:
-    """Name and class of the module that is this linear; for a functional call, named after its weight."""
+    """Return name and class of the module that is this linear; a functional call is named after its weight."""
     path, module_class = owner(node)
     leaf = module_class.endswith(("Linear", "Conv1D"))
     if path and (leaf or weight_name == f"{path}.weight"):
@@ -94,7 +94,7 @@ def _owner(node: Node, weight_name: str) -> tuple[str, str]:
 
 
 def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:
-    """Sites that read the same tensor, together (they share calibration statistics); order is kept."""
+    """Group the sites that read the same tensor (they share calibration statistics); order is kept."""
     groups: dict[Node, list[Site]] = {}
     for site in sites:
         groups.setdefault(site.input, []).append(site)
@@ -104,7 +104,7 @@ def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:
 def match_sites(
     sites: Sequence[Site], targets: str | Sequence[str], ignore: str | Sequence[str] = ()
 ) -> tuple[list[Site], list[str]]:
-    """Sites that a target names and no ignore pattern does, and the patterns that matched nothing.
+    """Return the sites that a target names and no ignore pattern does, and the patterns that matched nothing.
 
     A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` too), a module name
     or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
@@ -147,7 +147,7 @@ def _matches(pattern: str, site: Site) -> bool:
 
 
 def ties(graph: GraphModule) -> dict[str, list[Node]]:
-    """Parameters with more than one user, and those users in order."""
+    """Return the parameters with more than one user, and those users in order."""
     return {
         node.target: list(node.users) for node in graph.graph.nodes if node.op == "get_attr" and len(node.users) > 1
     }

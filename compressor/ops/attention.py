@@ -18,7 +18,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The arithmetic of causal attention, with the arguments of :func:`cached_attention`.
+    """Compute causal attention, with the arguments of :func:`cached_attention`.
 
     Args:
         keys, values: float32 [B, Hkv, T, D], those of positions 0 to ``position[-1]``.
@@ -53,7 +53,7 @@ def cached_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of new tokens over a cache and themselves; grouped-query heads share keys in order.
+    """Compute causal attention of new tokens over a cache and themselves; grouped-query heads share keys in order.
 
     Query ``i`` sits at absolute position ``position[0] + i``.  It sees the first ``position[0]`` cache entries
     and new keys up to its own.  The caches are read only: whoever runs the graph stores ``k`` and ``v`` (the
@@ -94,7 +94,7 @@ def _(
 
 @operator("masked_attention")
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Bidirectional attention with padding, for encoders.
+    """Compute bidirectional attention with padding, for encoders.
 
     Args:
         q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, S, D].

@@ -16,7 +16,7 @@ from compressor.ops.register import operator
 
 @operator("dense_linear")
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` in float32, whatever float type the weight is stored in.
+    """Compute ``x @ weight.T + bias`` in float32, whatever float type the weight is stored in.
 
     Args:
         x: float32 [..., in].
@@ -32,7 +32,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
-    """``x @ W.T`` as the format computes it, in the float type of x, with one piece of W in memory at a time.
+    """Compute ``x @ W.T`` as the format does, in the float type of x, with one piece of W in memory at a time.
 
     Where activations are rounded, what the weight stores as floats is multiplied by them as they were; input columns
     that it stores whole take no part in the rounding.
@@ -62,7 +62,7 @@ def packed_linear(
     in_features: int,
     out_features: int,
 ) -> Tensor:
-    """A linear whose weight is stored packed (:mod:`compressor.formats.format` has the layout).
+    """Apply a linear whose weight is stored packed (:mod:`compressor.formats.format` has the layout).
 
     Args:
         x: float32 [..., in]; rounded first where the format says so (:func:`round_activations`).

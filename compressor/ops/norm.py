@@ -10,7 +10,7 @@ from compressor.ops.register import operator
 
 @operator("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, eq. 4).
+    """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, eq. 4).
 
     Args:
         x: float32 [..., D].

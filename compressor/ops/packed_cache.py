@@ -1,4 +1,4 @@
-"""Torch custom operators of packed key-value caches (namespace ``compressor``); importing registers them.
+"""Packed key-value caches: schema, eager definition and fake kernel.
 
 As in :mod:`compressor.ops.linear`, the eager reference defines what each operator means.  New keys and values are
 packed before anything reads them: tokens of one call attend to each other as later calls will see them, so that
@@ -19,7 +19,7 @@ from compressor.ops.attention import attend
 
 @custom_op("compressor::pack_cache", mutates_args=())
 def pack_cache(x: Tensor, order: Tensor | None, format: str) -> Tensor:
-    """Keys or values as rows of a cache: quantised for each token and head alone.
+    """Quantise keys or values to rows of a cache, each token and head alone.
 
     Args:
         x: float32 [B, Hkv, S, D].
@@ -54,7 +54,7 @@ def packed_attention(
     v_order: Tensor | None,
     format: str,
 ) -> Tensor:
-    """:func:`compressor.ops.attention.cached_attention` over packed keys and values, new ones included.
+    """Compute :func:`compressor.ops.attention.cached_attention` over packed keys and values, new ones included.
 
     Args:
         q: float32 [B, H, S, D].

@@ -16,7 +16,7 @@ from compressor.ops.register import operator
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """What each output of a 2-d convolution reads, as a row: the convolution is a linear over these rows.
+    """Gather the inputs of each output of a 2-d convolution as a row: the convolution is a linear over these rows.
 
     Args:
         x: float32 [N, H, W, C].
@@ -49,5 +49,5 @@ def _(
 
 
 def outputs(size: Any, kernel: int, stride: int, padding: int, dilation: int) -> Any:
-    """Outputs of a convolution along one dimension; ``size`` may be symbolic."""
+    """Return the number of outputs of a convolution along one dimension; ``size`` may be symbolic."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1

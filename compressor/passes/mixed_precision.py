@@ -16,7 +16,7 @@ from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.model import ModelInfo, twin
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.segments import segments
 from compressor.graph.sites import Site, linear_sites
@@ -101,7 +101,7 @@ class MixedPrecision(Pass):
         sites = choose_sites(graph, name, formats[-1], self.targets, self.ignore)
         samples = ctx.calibration(name)
         self.requires(graph, ctx)
-        before = twin(graph) if budget.kind == "kl_divergence" else None
+        before = clone_graph(graph) if budget.kind == "kl_divergence" else None
         with ctx.reporter.task("sensitivity", len(sites)) as task:
             costs = {}
             for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
@@ -204,7 +204,7 @@ def sensitivities(
 
 def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: SegmentRunner, first: int) -> Tensor:
     """Return the outputs with one linear replaced, computed from the hidden states in front of its segment on."""
-    changed = twin(graph)
+    changed = clone_graph(graph)
     replace_linear(changed, next(site for site in linear_sites(changed) if site.name == name), packed)
     changed.recompile()
     probe = SegmentRunner(changed, run.batches)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
 from compressor.formats.format import PARTS
+from compressor.graph.rules import listing
 from compressor.graph.sites import linear_sites
 from compressor.pipeline.context import Context
 
@@ -52,12 +53,17 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
 
 @dataclass(frozen=True)
 class Dump:
-    """Observer that writes each stage's printed code to ``<folder>/<index>_<name>.py``."""
+    """Observer that writes each stage's printed code to ``<folder>/<index>_<name>.py``.
+
+    Beside the captured graph, ``00_normalise.txt`` lists what each rule of the normalisation did.
+    """
 
     folder: Path
 
     def __call__(self, index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-        """Write one stage's file."""
+        """Write the stage's files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{index:02d}_{name}.py"
         path.write_text(graph.print_readable(print_output=False), encoding="utf-8")
+        if index == 0:
+            (self.folder / "00_normalise.txt").write_text(listing(graph.meta["rules"]), encoding="utf-8")

@@ -99,12 +99,12 @@ class Pipeline:
 
     def _remember(self, index: int, graph: GraphModule, ctx: Context) -> None:
         """Keep the dense graph for as long as this pass or a later one needs it."""
-        from compressor.graph.model import twin
+        from compressor.graph.model import clone_graph
 
         if not any(step.needs_dense for step in self.passes[index - 1 :]):
             ctx.dense = None  # frees dense weights that passes made, which are in memory
         elif not ctx.records:
-            ctx.dense = twin(graph)
+            ctx.dense = clone_graph(graph)
 
     def _finish(
         self, index: int, name: str, seconds: float, graph: GraphModule, ctx: Context, blocks: int = 0, reused: int = 0

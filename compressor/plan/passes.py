@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import RecipeError, UsageError
 from compressor.formats.format import Format
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
 from compressor.plan.model import PassPlan
@@ -57,7 +57,7 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
     passes: list[PassPlan] = []
     before: list[GraphModule] = []
     for index, step in enumerate(recipe.passes):
-        before.append(twin(meta))
+        before.append(clone_graph(meta))
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
@@ -79,7 +79,7 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
 
 def _without_weights(graph: GraphModule) -> GraphModule:
     """Copy a graph, with parameters on the meta device."""
-    meta = twin(graph)
+    meta = clone_graph(graph)
     for name, parameter in list(meta.named_parameters()):
         if not parameter.is_meta:
             set_parameter(meta, name, parameter.detach().to("meta"))

@@ -92,7 +92,8 @@ def run_recipe(
 
     Args:
         example, dynamic_shapes: as for :func:`compress`.
-        dump: folder for the graph after each pass and the program after each lowering phase.
+        dump: folder for the graph after each pass, the program after each lowering phase, and what each rule of
+            normalisation and fusion did.
         threads: for tuning and for timing; None takes the physical cores.
         locked: what :func:`compressor.run.lock.read_lock` gave: the run repeats that one, or refuses.
     Raises:
@@ -260,6 +261,7 @@ def _dumper(folder: Path | None, isa: Isa | None) -> Any:
     count, of = iter(range(1, 1000)), "" if isa is None else f"_{isa.name}"
 
     def write(phase: str, text: str) -> None:
-        (folder / f"lower{of}_{next(count):02d}_{phase}.py").write_text(text, encoding="utf-8")
+        ending = "txt" if phase == "fuse" else "py"
+        (folder / f"lower{of}_{next(count):02d}_{phase}.{ending}").write_text(text, encoding="utf-8")
 
     return write

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
-from compressor.graph.model import ModelInfo, twin
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
 from compressor.host.machine import cpu_name
@@ -109,7 +109,7 @@ def prepare(
     lock.check()
     with clock.stage("capture"):
         graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
-        dense = twin(graph)
+        dense = clone_graph(graph)
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)

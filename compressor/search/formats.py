@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
-from compressor.graph.model import ModelInfo, twin, weight_bytes
+from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import Site, linear_sites, packed_sites
 from compressor.recipe.gates import parse_amount
@@ -113,7 +113,7 @@ def linear_seconds(rows: int, columns: int, tokens: int, fmt: Format, prices: Ma
 
 def _other_bytes(graph: GraphModule, sites: Sequence[Site], fmt: Format) -> int:
     """Bytes of all parameters but the packed weights, once the sites are packed."""
-    packed, names = twin(graph), {site.name for site in sites}
+    packed, names = clone_graph(graph), {site.name for site in sites}
     for site in linear_sites(packed):
         if site.name in names:
             replace_linear(packed, site, meta_packed(site.out_features, site.in_features, fmt))

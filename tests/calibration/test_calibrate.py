@@ -18,7 +18,7 @@ from compressor.capture.capture import capture
 from compressor.data.text import load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import linear_sites, match_sites
 from compressor.numerics.nearest import rtn_quantize
@@ -198,7 +198,7 @@ def test_rows_count_as_often_as_their_weights_say() -> None:
     counts = torch.randint(1, 4, (len(IDS),), generator=generator)
     weights = {site.name: counts.repeat_interleave(IDS.shape[1]).float() for site in sites}
     repeated = IDS.repeat_interleave(counts, dim=0)
-    options = {"with_dense": twin(graph), "micro_batch_tokens": 36}
+    options = {"with_dense": clone_graph(graph), "micro_batch_tokens": 36}
     replace_linear(graph, sites[0], rtn_quantize(graph.get_parameter(sites[0].weight_name), Format.parse("W2A16_G32")))
     sites = linear_sites(graph)[:3]
     weighted = CalibrationRun(graph, IDS, sites, Hessian, CalibrationOptions(row_weights=weights, **options)).groups()  # type: ignore[arg-type]
@@ -235,8 +235,8 @@ def test_later_groups_see_earlier_linears_replaced(kind: str) -> None:
             torch.testing.assert_close(hessian.value, expected[site.name], rtol=1e-4, atol=1e-4)
             packed = rtn_quantize(graph.get_parameter(site.weight_name).detach(), fmt)
             replace_linear(graph, site, packed)
-            twin = next(s for s in linear_sites(mirror) if s.name == site.name)
-            replace_linear(mirror, twin, packed)
+            mirrored = next(s for s in linear_sites(mirror) if s.name == site.name)
+            replace_linear(mirror, mirrored, packed)
         # X_dense = X + D, so that X_dense^T X_dense = X^T X + D^T X + X^T D + D^T D; the last term is positive.
         assert hessian.cross is not None
         rest = dense[group[0].name] - hessian.value - hessian.cross - hessian.cross.T

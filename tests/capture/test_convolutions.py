@@ -151,7 +151,7 @@ def test_what_is_no_linear_over_patches_stays_and_is_named() -> None:
     assert linear_sites(graph) == []
     reasons = dense_convolutions(graph)
     assert [line.partition(":")[0] for line in reasons] == ["depthwise", "even", "shared", "shared", "up"]
-    for line, word in zip(reasons, ("4 groups", "even size", "shared", "shared", "no 2-d"), strict=True):
+    for line, word in zip(reasons, ("4 groups", "even size", "shared", "shared", "not a 2-d"), strict=True):
         assert "stays dense" in line and word in line
 
 

@@ -270,8 +270,13 @@ def test_a_table_for_people_a_dump_and_the_time_of_passes(
     for word in ("dense", "compressed", "perplexity", "weights", "decode, tokens/s", "top-1 agreement", "seconds"):
         assert word in result.stdout
     dumped = sorted(path.name for path in (tmp_path / "dump").iterdir())
-    assert dumped[:2] == ["00_capture.py", "01_rtn.py"]
-    assert dumped[2] == "lower_01_bundle_parameters.py" and len(dumped) == 2 + len(phases())
+    assert dumped[:5] == [
+        "00_capture.py", "00_normalise.txt", "01_rtn.py", "lower_01_fuse.txt", "lower_02_bundle_parameters.py",
+    ]  # fmt: skip
+    assert len(dumped) == 4 + len(phases())
+    normalised, fused = ((tmp_path / "dump" / name).read_text() for name in (dumped[1], dumped[3]))
+    assert "\nlinear: " in normalised and "  left     " in normalised and " it turns " in normalised
+    assert "  matched  packed_linear (model.layers.0.self_attn.q_proj)\n" in fused
     assert "packed_linear" in (tmp_path / "dump" / "01_rtn.py").read_text()
     manifests = [json.loads((path / "manifest.json").read_text()) for path in (tmp_path / "out", Path(ran["bundle"]))]
     assert manifests[0]["files"]["weights.safetensors"] == manifests[1]["files"]["weights.safetensors"]

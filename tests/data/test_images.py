@@ -231,7 +231,7 @@ def test_from_images_to_a_bundle(net: nn.Module, tmp_path: Path, require_tool: C
     }
     example, shapes = (unlabelled.inputs(slice(2)),), ({0: torch.export.Dim("batch", min=1)},)
     outcome = run_recipe(Recipe.from_dict(plan), tmp_path / "bundle", model=net, example=example, dynamic_shapes=shapes)
-    reason = "grouped: stays dense: each of its 2 groups reads other channels, so it is no one linear over patches"
+    reason = "grouped: stays dense: each of its 2 groups reads other channels, so it is not one linear over patches"
     assert reason in outcome.notes
     bundle = compressor.load(outcome.bundle)
     for count in (1, 5):

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from compressor.capture.capture import capture
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
 from compressor.graph.segments import segments, shared_nodes
 from compressor.graph.sites import group_by_input, linear_sites, match_sites, run_nodes, ties
@@ -215,7 +215,7 @@ def test_plain_chain_is_cut_after_each_linear() -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_twin_shares_parameters_and_keeps_its_own_nodes(name: str) -> None:
     graph = GRAPHS[name]()
-    other, before = twin(graph), graph.code
+    other, before = clone_graph(graph), graph.code
     mine, its = dict(graph.named_parameters()), dict(other.named_parameters())
     assert mine.keys() == its.keys() and all(mine[key] is its[key] for key in mine)
     assert other.meta["model"] == graph.meta["model"]

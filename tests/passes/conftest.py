@@ -19,7 +19,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
 
     from compressor.capture.capture import capture
     from compressor.data.text import load_samples
-    from compressor.graph.model import twin
+    from compressor.graph.model import clone_graph
     from compressor.host.resources import resource
     from compressor.pipeline.context import Context
     from compressor.pipeline.pipeline import Pipeline
@@ -36,7 +36,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
 
     def run(*steps: Any) -> tuple[Tensor, Tensor, Context]:
         ctx = Context(samples=samples)
-        graph = Pipeline(steps).run(twin(dense), ctx)
+        graph = Pipeline(steps).run(clone_graph(dense), ctx)
         assert len(ctx.records) == 14
         with torch.no_grad():
             return before, graph(*inputs)[0], ctx

@@ -20,7 +20,7 @@ from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
@@ -151,14 +151,14 @@ def test_the_pass_does_what_it_plans_and_says_what_it_reached() -> None:
     spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 128})
     ctx = Context(samples=load_samples(spec, model, 2048))
     graph = capture(model)
-    dense = twin(graph)
-    plans = [plan for plan in step.plan(twin(graph), ctx) if plan.format]
+    dense = clone_graph(graph)
+    plans = [plan for plan in step.plan(clone_graph(graph), ctx) if plan.format]
     Pipeline([step]).run(graph, ctx)
     assert [(r.site, r.format, r.bytes_after) for r in ctx.records] == [
         (plan.site, plan.format, plan.bytes_after) for plan in plans
     ]
     assert len(plans) == 4 and all(plan.work and plan.gathering for plan in plans)
-    guided = [plan for plan in replace(step, task_guided=True).plan(twin(dense), ctx) if plan.format]
+    guided = [plan for plan in replace(step, task_guided=True).plan(clone_graph(dense), ctx) if plan.format]
     local, both = (plan_calibration(dense, given, 4, 128) for given in (plans, guided))
     # Forwards twice and backwards once, which is as much as two forwards.
     products = 4 * sum(2 * 4 * 128 * site.out_features * site.in_features for site in linear_sites(dense))

@@ -18,7 +18,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.formats.rounded_activations import round_activations
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import packed_weight, set_parameter
 from compressor.graph.sites import linear_sites, packed_sites
 from compressor.numerics.nearest import rtn_quantize
@@ -92,23 +92,23 @@ def test_the_bias_is_the_definition(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["W3A16_G32", "W4A8_G32"])
 def test_means_are_the_dense_models(scheme: str) -> None:
     dense, ctx = captured(), Context(samples=SAMPLES)
-    wanted, plain = means(dense), means(Rtn(scheme, ignore="lm_head").run(twin(dense), Context()))
+    wanted, plain = means(dense), means(Rtn(scheme, ignore="lm_head").run(clone_graph(dense), Context()))
     passes = [Rtn(scheme, ignore="lm_head"), BiasCorrection(add=True)]
-    graph = Pipeline(passes).run(twin(dense), ctx)
+    graph = Pipeline(passes).run(clone_graph(dense), ctx)
     corrected = means(graph)
     for site in packed_sites(graph):
         assert furthest(corrected[site.name], wanted[site.name]) < 2e-5, site.name
         assert furthest(plain[site.name], wanted[site.name]) > 1e-3, site.name
     added = 4 * 2 * (64 + 96 + 96 + 64)
     assert ctx.notes == [f"bias_correction: biases that were added take {added:,} bytes"]
-    assert ctx.dense is None and not packed_sites(dense)  # the pipeline's twin goes with it
+    assert ctx.dense is None and not packed_sites(dense)  # the pipeline's copy goes with it
 
 
 def test_linears_without_a_bias_are_left_and_named() -> None:
     ctx = Context(samples=SAMPLES)
     rtn = Rtn("W3A16_G32", ignore="lm_head")
-    graph = Pipeline([rtn, BiasCorrection(targets="re:.*layers.0")]).run(twin(captured()), ctx)
-    plain = rtn.run(twin(captured()), Context())
+    graph = Pipeline([rtn, BiasCorrection(targets="re:.*layers.0")]).run(clone_graph(captured()), ctx)
+    plain = rtn.run(clone_graph(captured()), Context())
     assert weight_bytes(graph) == weight_bytes(plain)
     changed = {
         site.name
@@ -122,15 +122,15 @@ def test_linears_without_a_bias_are_left_and_named() -> None:
         same = next(other for other in packed_sites(graph) if other.name == site.name)
         assert torch.equal(packed_weight(graph, same).parts["codes"], packed_weight(plain, site).parts["codes"])
     with pytest.raises(UsageError, match=r"`add: true`"):
-        Pipeline([rtn, BiasCorrection(targets="o_proj")]).run(twin(captured()), Context(samples=SAMPLES))
+        Pipeline([rtn, BiasCorrection(targets="o_proj")]).run(clone_graph(captured()), Context(samples=SAMPLES))
 
 
 def test_it_follows_a_rotation_and_the_plan_knows_its_bytes() -> None:
     passes = [Rotation(ignore="lm_head"), Rtn("W4A16_G32", ignore="lm_head"), BiasCorrection(add=True)]
-    graph = Pipeline(passes).run(twin(captured()), Context(samples=SAMPLES))
+    graph = Pipeline(passes).run(clone_graph(captured()), Context(samples=SAMPLES))
     wanted, found = means(captured()), means(graph)  # keys are not rotated
     assert furthest(found["model.layers.1.self_attn.k_proj"], wanted["model.layers.1.self_attn.k_proj"]) < 2e-5
-    shadow, planned = twin(captured()), []
+    shadow, planned = clone_graph(captured()), []
     for name, value in list(shadow.named_parameters()):
         set_parameter(shadow, name, value.detach().to("meta"))
     for step in passes:
@@ -156,13 +156,13 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     rtn, fix = Rtn("W4A16_G32", targets="q_proj"), BiasCorrection()
     with pytest.raises(UsageError, match="no linear is packed"):
-        Pipeline([fix]).run(twin(captured()), Context(samples=SAMPLES))
+        Pipeline([fix]).run(clone_graph(captured()), Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="needs calibration samples"):
-        Pipeline([rtn, fix]).run(twin(captured()), Context())
+        Pipeline([rtn, fix]).run(clone_graph(captured()), Context())
     with pytest.raises(CompressorError, match="runs in a pipeline"):
-        fix.run(rtn.run(twin(captured()), Context()), Context(samples=SAMPLES))
+        fix.run(rtn.run(clone_graph(captured()), Context()), Context(samples=SAMPLES))
     late = [rtn, Smoothquant(targets="down_proj"), fix]
     with pytest.raises(
         CompressorError, match=r"mlp\..*_proj\.weight was changed after the first linear had been packed"
     ):
-        Pipeline(late).run(twin(captured()), Context(samples=SAMPLES))
+        Pipeline(late).run(clone_graph(captured()), Context(samples=SAMPLES))

@@ -12,7 +12,7 @@ from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.finequant import Finequant, finequant_quantize, granularities
@@ -81,7 +81,7 @@ def test_group_sizes_are_halved() -> None:
 def test_the_pass_records_formats_and_plans_those_of_normal_weights() -> None:
     model, step = resource("models") / "reference", Finequant("W4A16_G32", targets="re:.*(o|down)_proj")
     graph, ctx = capture(model), Context()
-    plans = {plan.site: plan for plan in step.plan(twin(graph), Context()) if plan.format}
+    plans = {plan.site: plan for plan in step.plan(clone_graph(graph), Context()) if plan.format}
     Pipeline([step]).run(graph, ctx)
     formats = {record.format for record in ctx.records}
     assert len(ctx.records) == 10 and len(formats) > 1 and formats <= set(step.schemes)

@@ -20,7 +20,7 @@ from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import attention_layers, empty_caches
 from compressor.graph.costs import node_costs
-from compressor.graph.model import ModelInfo, twin
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.segments import segments
 from compressor.passes.kv_cache import KvCache, block_order
@@ -48,7 +48,7 @@ def dense() -> GraphModule:
 
 
 def packed(dense: GraphModule, step: KvCache, ctx: Context | None = None) -> GraphModule:
-    return Pipeline([step], [verify_stage]).run(twin(dense), ctx or Context(samples=SAMPLES))
+    return Pipeline([step], [verify_stage]).run(clone_graph(dense), ctx or Context(samples=SAMPLES))
 
 
 def logits(graph: GraphModule, chunks: list[int]) -> Tensor:
@@ -76,7 +76,7 @@ def test_chunks_agree_and_the_function_is_near(dense: GraphModule, step: KvCache
     for chunks in ([1] * 12, [5, 1, 6]):
         assert float((logits(graph, chunks) - whole).norm() / whole.norm()) < 1e-4
     assert torch.equal(GraphLogits(graph)(IDS.numpy()), whole)
-    assert attention_layers(graph) == [] and len(attention_layers(dense)) == 2  # the twin is as it was
+    assert attention_layers(graph) == [] and len(attention_layers(dense)) == 2  # the copy leaves it as it was
 
 
 def test_what_the_graph_says_of_itself(dense: GraphModule) -> None:
@@ -111,7 +111,7 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
 
 
 def test_a_plan_sees_what_the_run_will_make(dense: GraphModule) -> None:
-    step, shadow = KvCache("BFP4_G8", permute=True), twin(dense)
+    step, shadow = KvCache("BFP4_G8", permute=True), clone_graph(dense)
     for name, parameter in list(shadow.named_parameters()):
         set_parameter(shadow, name, parameter.detach().to("meta"))
     planned, ran = Context(), Context(samples=SAMPLES)
@@ -134,11 +134,11 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
     graph = packed(dense, KvCache("INT8", permute=True), ctx)
     assert "nothing is permuted: all 16 channels of a head share one scale" in ctx.notes[0]
     assert not [name for name, _ in graph.named_parameters() if name.endswith("_order")]
-    broken, name = twin(dense), "model.layers.1.self_attn.v_proj.weight"
+    broken, name = clone_graph(dense), "model.layers.1.self_attn.v_proj.weight"
     set_parameter(broken, name, torch.full_like(dense.get_parameter(name), torch.nan))
     with pytest.raises(CompressorError, match=r"model\.layers\.1\.self_attn: .* hold NaN or inf"):
         packed(broken, KvCache("BFP4_G8", permute=True))
-    encoder = twin(dense)
+    encoder = clone_graph(dense)
     encoder.meta["model"] = dataclasses.replace(dense.meta["model"], kind="encoder")
     with pytest.raises(UsageError, match="is not a decoder"):
         KvCache("INT8").run(encoder, Context())

@@ -15,7 +15,7 @@ from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.ops.linear import packed_product
@@ -69,7 +69,7 @@ def test_a_bundle_stores_the_columns_as_floats_and_its_kernel_reads_them(
     graph = capture(module.float(), (x[:4],))
     dense_bytes, errors = weight_bytes(graph), []
     for threshold, scheme in ((6.0, "W8A8_F8"), (1e4, "W8A8")):
-        context, packed = Context(samples=Samples(x, x, "", "x")), twin(graph)
+        context, packed = Context(samples=Samples(x, x, "", "x")), clone_graph(graph)
         LlmInt8(threshold=threshold).run(packed, context)
         packed.recompile()
         folder = tmp_path / scheme

@@ -15,7 +15,7 @@ from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
@@ -118,7 +118,7 @@ def test_other_budgets_are_kept_used_and_planned(small: GraphModule, budget: dic
     ids = torch.randint(50, (8, 24), generator=torch.Generator().manual_seed(0))
     ctx = Context(samples=Samples(ids, torch.empty(0), "", "by chance"), prices=PRICES)
     step = MixedPrecision(**budget, schemes=SMALL)
-    graph, planning, shadow = twin(small), Context(prices=PRICES), twin(small)
+    graph, planning, shadow = clone_graph(small), Context(prices=PRICES), clone_graph(small)
     planned = step.plan(shadow, planning)
     graph = Pipeline([step]).run(graph, ctx)
     formats = {record.format for record in ctx.records}

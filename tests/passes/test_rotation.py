@@ -16,7 +16,7 @@ from compressor.calibration.statistics import Inputs
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites, packed_sites
 from compressor.host.resources import resource
@@ -54,7 +54,7 @@ def captured(name: str) -> GraphModule:
 
 
 def make(name: str) -> GraphModule:
-    return twin(captured(name))
+    return clone_graph(captured(name))
 
 
 def logits(graph: GraphModule) -> Tensor:
@@ -85,7 +85,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 def test_the_function_stays(name: str, ignore: tuple[str, ...], matrices: int, noted: list[str]) -> None:
     graph, ctx = make(name), Context()
     before, shapes = logits(graph), {key: value.shape for key, value in graph.named_parameters()}
-    shadow = twin(graph)
+    shadow = clone_graph(graph)
     for key, value in list(shadow.named_parameters()):
         set_parameter(shadow, key, value.detach().to("meta"))
     graph = Rotation(ignore=ignore).run(graph, ctx)

@@ -177,8 +177,9 @@ def test_observers_see_every_stage_and_dump_writes_it(tmp_path: Path) -> None:
     Pipeline(steps, observers).run(model(), Context())
     assert seen == [(0, "capture"), (1, "rtn"), (2, "rtn")]
     files = sorted((tmp_path / "dump").iterdir())
-    assert [file.name for file in files] == ["00_capture.py", "01_rtn.py", "02_rtn.py"]
-    assert [file.read_text().count("packed_linear.default(") for file in files] == [0, 1, 15]
+    assert [file.name for file in files] == ["00_capture.py", "00_normalise.txt", "01_rtn.py", "02_rtn.py"]
+    assert [file.read_text().count("packed_linear.default(") for file in files] == [0, 0, 1, 15]
+    assert "linear: 15 of 15 matched\n" in files[1].read_text()
 
 
 def test_the_registry_is_the_folder() -> None:

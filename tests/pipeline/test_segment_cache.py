@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.errors import CompressorError
-from compressor.graph.model import twin
+from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.host.digests import digest
@@ -116,7 +116,7 @@ def run(captured: GraphModule, folder: Path | None, *passes: Pass) -> tuple[dict
     ids = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(0))
     samples = Samples(ids, ids.flatten(), digest(ids.tolist()), "random")
     ctx = Context(samples=samples, results=None if folder is None else Results(folder), state="the model")
-    graph = Pipeline(passes).run(twin(captured), ctx)
+    graph = Pipeline(passes).run(clone_graph(captured), ctx)
     return {name: parameter.detach().clone() for name, parameter in graph.named_parameters()}, ctx
 
 

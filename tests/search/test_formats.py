@@ -17,7 +17,7 @@ from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
-from compressor.graph.model import twin, weight_bytes
+from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.nearest import rtn_quantize
@@ -46,7 +46,7 @@ def four(graph: GraphModule) -> list[Site]:
 @functools.cache
 def stored(graph: GraphModule, picks: tuple[int, ...]) -> int:
     """Bytes of the model with these formats, by packing it."""
-    packed = twin(graph)
+    packed = clone_graph(graph)
     for site, index in zip(four(packed), picks, strict=True):
         replace_linear(packed, site, meta_packed(site.out_features, site.in_features, FORMATS[index]))
     return weight_bytes(packed)

@@ -1,4 +1,4 @@
-"""FX -> Relax -> kernels: one readable list of phases, and a check of the stored bytes after each."""
+"""Lower FX to Relax to kernels: one readable list of phases, and a check of the stored bytes after each."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from compressor.codegen.kernels import probe
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, import_program, naming
+from compressor.codegen.lowering.importer import Importer, error_context, import_program
 from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
 from compressor.codegen.tuning import Tuner
+from compressor.graph.rules import listing
 from compressor.host.machine import cpu_name
 
 
@@ -94,7 +95,7 @@ def compile_graph(
     suffix = "" if isa == base else f"@{isa.name}"
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
-    with tvm_target, naming("generate"):
+    with tvm_target, error_context("generate"):
         executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
@@ -138,9 +139,11 @@ def lower_graph(
     """
     converter = Converter(isa, tuner)
     program = reexport(graph)
-    fuse_convolutions(program.graph)
+    outcomes = fuse_convolutions(program.graph)
     activations, kind = fixed_sizes(program), graph.meta["model"].kind
-    fuse(program.graph)
+    outcomes += fuse(program.graph)
+    if dump is not None:
+        dump("fuse", listing(outcomes))
     mod, parameters = import_program(program, converter.table(), Importer(kind == "decoder"))
     mod = _add_probe(mod)
     with tvm_target:

@@ -1,4 +1,4 @@
-"""Converters from operators of the FX graph to kernels of ours, as TVM's importer calls them."""
+"""Convert operators of the FX graph to calls of our kernels, as TVM's importer asks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Converter(LinearConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Operator name -> converter."""
+        """Return the converter of each operator, by its name."""
         return {
             "dense_linear.default": self.dense_linear,
             "packed_linear.default": self.packed_linear,
@@ -138,7 +138,7 @@ def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
 
 
 def _tokens_first(arg: Any) -> fx.Node | None:
-    """The node [B, S, H, D] whose transpose [B, H, S, D] an operand is; None where it is something else."""
+    """Return the node [B, S, H, D] of which an operand is the transpose [B, H, S, D]; None where it is not one."""
     if not isinstance(arg, fx.Node) or arg.target not in (_ATEN.transpose.int, _ATEN.permute.default):
         return None
     source: Any = arg.args[0]
@@ -146,7 +146,7 @@ def _tokens_first(arg: Any) -> fx.Node | None:
 
 
 def slice_rows(node: fx.Node, importer: Any) -> Any:
-    """A slice up to a symbolic end, such as the first S rows of a table of positions, has that length.
+    """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
 
     TVM's own converter infers min(S, rows), with which nothing broadcasts.
     """
@@ -166,7 +166,7 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
 
 
 def index_rows(node: fx.Node, importer: Any) -> Any:
-    """Rows picked by one index tensor; TVM's own converter would read foreign memory where one is out of range."""
+    """Emit rows picked by one index tensor; TVM's own converter reads foreign memory where an index is out of range."""
     indices: Any = node.args[1]
     given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
     if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
@@ -176,5 +176,5 @@ def index_rows(node: fx.Node, importer: Any) -> Any:
 
 
 def _same_symbol(one: object, other: object) -> bool:
-    """Whether both are the same symbolic number."""
+    """Return whether both are the same symbolic number."""
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr

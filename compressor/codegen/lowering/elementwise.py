@@ -1,4 +1,4 @@
-"""Schedules for what is no kernel family of ours: element-wise chains, copies, gathers, small reductions.
+"""Schedule the functions outside our kernel families: element-wise chains, copies, gathers, small reductions.
 
 Each loop nest is vectorised along its innermost axis where that has a fixed width, and divided over threads
 when, at run time, it is large enough to pay for waking them.
@@ -75,7 +75,7 @@ def _unrolled(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _guard(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Every parallel loop becomes a choice at run time: serial when the work is small."""
+    """Let every parallel loop choose at run time: serial when the work is small."""
 
     def choose(loop: Any) -> Any:
         if loop.kind != tirx.ForKind.PARALLEL:
@@ -87,7 +87,7 @@ def _guard(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _work(loop: Any) -> Any:
-    """Product of the extents of a loop nest."""
+    """Return the product of the extents of a loop nest."""
     product, node = tirx.IntImm("int64", 1), loop
     while isinstance(node, tirx.For):
         product = product * tirx.Cast("int64", node.extent)
@@ -96,7 +96,7 @@ def _work(loop: Any) -> Any:
 
 
 def _lowered(function: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
-    """An intrinsic of float32 as arithmetic instead of a call to libm for each element."""
+    """Compute a float32 intrinsic by arithmetic instead of a call to libm for each element."""
 
     def lower(op: Any) -> Any:
         dtype = str(op.ty.dtype)

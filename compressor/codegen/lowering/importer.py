@@ -16,8 +16,8 @@ from compressor.errors import CompressorError, VerificationError, first_line
 
 
 @contextmanager
-def naming(phase: str) -> Iterator[None]:
-    """Errors of TVM become one of ours that names the phase; ours stay as they are."""
+def error_context(phase: str) -> Iterator[None]:
+    """Turn errors of TVM into a VerificationError that names the phase; leave ours as they are."""
     try:
         yield
     except CompressorError:
@@ -43,7 +43,7 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
         return tvm.runtime.tensor(tensor.detach().numpy())
 
     def create_input_vars(self, exported_program: ExportedProgram) -> Any:
-        """Parameters of bfloat16 are uint16."""
+        """Type bfloat16 parameters as uint16, their bits."""
         parameters, inputs, constraints = super().create_input_vars(exported_program)
         for name, var in parameters.items():
             if var.ty.dtype == "bfloat16":
@@ -59,9 +59,9 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
 def import_program(
     program: ExportedProgram, converters: Mapping[str, Callable[..., Any]], importer: Importer
 ) -> tuple[tvm.IRModule, list[str]]:
-    """The Relax program with parameters as inputs after the others, and their names."""
+    """Return the Relax program, with parameters as inputs after the others, and their names."""
     kind = torch.export.graph_signature.InputKind
-    with naming("import"):
+    with error_context("import"):
         mod = importer.from_exported_program(
             program,
             keep_params_as_input=True,

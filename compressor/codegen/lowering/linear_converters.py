@@ -1,4 +1,4 @@
-"""Converters of linears and convolutions, and what all converters share."""
+"""Convert linears and convolutions to calls of our kernels."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TUNED_TOKENS = 64
 
 
 def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> str:
-    """The kernel's name; with ``:1`` or ``:64`` for the tokens, its name in the database of schedules."""
+    """Return the kernel's name; with ``:1`` or ``:64`` for the tokens, its name in the database of schedules."""
     return f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
 
 
 def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
-    """As :func:`dense_linear_name`; ``shape`` is rows x columns, of several weights the rows of each x columns."""
+    """Return a packed linear's name, as :func:`dense_linear_name`; ``shape`` is rows (of each weight) x columns."""
     return f"packed_linear_{shape}_{fmt.name.replace('.', 'p')}{'_bias' if has_bias else ''}"
 
 
@@ -52,7 +52,7 @@ class LinearConverter:
         self._made: dict[str, Any] = {}
 
     def kernel(self, importer: Any, name: str, make: Callable[[], tuple[tvm.tirx.PrimFunc, dict[str, Any]]]) -> Any:
-        """The kernel of that name, made if there is none; ``make`` also returns what its record says."""
+        """Return the kernel of that name, made if there is none; ``make`` also returns the fields of its record."""
         if name not in self._made:
             func, details = make()
             self._made[name] = importer.block_builder.add_func(func, name)
@@ -60,7 +60,7 @@ class LinearConverter:
         return self._made[name]
 
     def dense_linear(self, node: fx.Node, importer: Any) -> Any:
-        """A linear of stored floats."""
+        """Emit a linear of stored floats."""
         x, weight, bias = importer.retrieve_args(node)
         rows, columns = (int(n) for n in weight.ty.shape)
         storage = str(weight.ty.dtype)
@@ -84,12 +84,12 @@ class LinearConverter:
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
 
     def packed_linear(self, node: fx.Node, importer: Any) -> Any:
-        """A linear of stored codes."""
+        """Emit a linear of stored codes."""
         x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
         return self._linears(importer, [x], [], [(parts, bias, rows)], None, None, format_name, columns)
 
     def fused_linear(self, node: fx.Node, importer: Any) -> Any:
-        """See :func:`compressor.codegen.lowering.fused_linear.fused_linear`."""
+        """Emit a :func:`compressor.codegen.lowering.fused_linear.fused_linear`."""
         return self._linears(importer, *importer.retrieve_args(node))
 
     def _linears(
@@ -131,7 +131,7 @@ class LinearConverter:
         return _call_by_row(importer, self.kernel(importer, name, make), operands, list(inputs[0].ty.shape)[:-1], rows)
 
     def _schedule(self, rows: int, columns: int, fmt: Format, has_bias: bool) -> Any:
-        """What the tuner chooses for a weight alone."""
+        """Let the tuner choose a schedule for a weight alone."""
         tiles, name = -(-rows // TILE_ROWS), packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
 
         def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
@@ -155,7 +155,7 @@ class LinearConverter:
         self.smallest_packed = min(elements, self.smallest_packed or elements)
 
     def patches(self, node: fx.Node, importer: Any) -> Any:
-        """What a convolution reads, as rows."""
+        """Emit the inputs of each output of a convolution, as rows."""
         x, *geometry = importer.retrieve_args(node)
         batch, *size, channels = x.ty.shape
         kernel, channels = geometry[0], int(channels)
@@ -166,7 +166,7 @@ class LinearConverter:
         return importer.block_builder.emit(relax.call_tir(self.kernel(importer, name, make), [x], out_ty=out))
 
     def convolution(self, node: fx.Node, importer: Any) -> Any:
-        """See :func:`compressor.codegen.lowering.convolutions.fused_convolution`."""
+        """Emit a :func:`compressor.codegen.lowering.convolutions.fused_convolution`."""
         x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following = importer.retrieve_args(node)
         fmt, geometry = Format.parse(name), geometry_of(cast(fx.Node, node.args[0]), pairs)
         assert geometry is not None
@@ -193,7 +193,7 @@ class LinearConverter:
 
 
 def _folded(importer: Any, x: Any) -> Any:
-    """``x`` with all dimensions but the last folded into two."""
+    """Fold all dimensions of ``x`` but the last into two."""
     leading = list(x.ty.shape)[:-1]
     if len(leading) == 2:
         return x

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
-from compressor.codegen.lowering.importer import naming
+from compressor.codegen.lowering.importer import error_context
 from compressor.errors import VerificationError
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16
@@ -23,7 +23,7 @@ _PROBE = "read_bandwidth"
 
 
 def phases() -> list[tuple[str, tvm.transform.Pass]]:
-    """The phases from the imported program to what the virtual machine runs.
+    """List the phases from the imported program to what the virtual machine runs.
 
     TVM's default list folds constants, which would evaluate packed weights back to dense ones; this one does not.
     """
@@ -61,7 +61,7 @@ def run_phases(
     """Run phases on an imported program, and :func:`check_storage` before them and after each."""
     check_storage(mod, "import", dense_elements, activations)
     for name, phase in steps:
-        with naming(name):
+        with error_context(name):
             mod = phase(mod)
         check_storage(mod, name, dense_elements, activations)
         if dump is not None:

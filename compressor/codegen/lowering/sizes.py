@@ -1,4 +1,4 @@
-"""Sizes of the values that a captured program computes."""
+"""Measure the values that a captured program computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 
 def fixed_sizes(program: ExportedProgram) -> frozenset[int]:
-    """Numbers of elements of all inputs and values whose shape is fixed."""
+    """Return the numbers of elements of all inputs and values whose shape is fixed."""
     inputs = program.graph_signature.user_inputs
     nodes = [node for node in program.graph.nodes if node.op == "call_function" or node.name in inputs]
     values = [node.meta.get("val") for node in nodes]
@@ -19,7 +19,7 @@ def fixed_sizes(program: ExportedProgram) -> frozenset[int]:
 
 
 def entry_bytes(program: ExportedProgram, *, tokens: bool) -> int:
-    """Bytes of the largest value that one batch entry makes; 0 where not all inputs and outputs begin with the batch.
+    """Return the bytes of a batch entry's largest value; 0 where not all inputs and outputs begin with the batch.
 
     Args:
         tokens: inputs are [batch, tokens], and it is one token that is meant.  What grows otherwise is left out.
@@ -40,6 +40,6 @@ def entry_bytes(program: ExportedProgram, *, tokens: bool) -> int:
 
 
 def _sizes(value: Any) -> list[Any]:
-    """Of a tensor, numbers and expressions; none of anything else."""
+    """Return a tensor's sizes, numbers or expressions; none of any other value."""
     sizes = getattr(value, "shape", ())
     return [n.node.expr if isinstance(n, torch.SymInt) else n for n in sizes]

@@ -18,7 +18,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, import_program, naming
+from compressor.codegen.lowering.importer import Importer, error_context, import_program
 from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
@@ -30,6 +30,7 @@ from compressor.codegen.web.kernels.top_k import MOST, top_k
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
+from compressor.graph.rules import listing
 
 _SIZES: dict[str, dict[str, tuple[str, ...]]] = {
     "decoder": {"ids": ("B", "S"), "keep": ("R",), "k_cache_0": ("B", "", "T", "")},
@@ -127,7 +128,9 @@ def compile_wasm(
     target = wasm_target(isa)
     module = WasmModule(isa)
     activations = fixed_sizes(program)
-    fuse(program.graph)
+    outcomes = fuse(program.graph)
+    if dump is not None:
+        dump("fuse", listing(outcomes))
     mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))
     with target:
         steps = [*web_phases(), ("schedule_elementwise", ScheduleElementwise())]
@@ -136,7 +139,7 @@ def compile_wasm(
     content = _write(writer, mod, parameters, info.kind)
     known = {record["name"]: record for record in converter.records}
     kernels = [known.get(name) or {"name": name, "isa": isa.name, **writer.details[name]} for name in writer.kernels]
-    with naming("generate"):
+    with error_context("generate"):
         linked = module.link()
     return WebProgram(content | {"memory_flag": memory_flag(linked)}, _used(writer), writer.constants, kernels), linked
 
@@ -164,7 +167,7 @@ def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind
     inputs = _inputs(mod, parameters)
     names = _size_names(kind, inputs)
     references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
-    with naming("generate"):
+    with error_context("generate"):
         output, shape = writer.write(names, references)
     return {
         "inputs": [

@@ -205,3 +205,76 @@ class Broadcast(nn.Module):
 def test_an_addition_that_broadcasts_is_no_residual() -> None:
     graph = fused_graph(Broadcast(), "W4A8_G32")
     assert not calls(graph) and {"packed_linear.default", "add.Tensor"} < names(graph)
+
+
+def reasons(module: nn.Module, scheme: str) -> dict[str, list[str]]:
+    """Why each rule of fusion left a place, by rule; '' where it matched."""
+    given = torch.zeros(3, 64)
+    program = reexport(Rtn(scheme, targets="Linear").run(capture(module.eval(), (given,)), Context()))
+    found: dict[str, list[str]] = {}
+    for outcome in fuse(program.graph):
+        found.setdefault(outcome.rule, []).append(outcome.reason)
+    return found
+
+
+def test_every_rule_says_what_it_did() -> None:
+    assert reasons(Block(), "W4A8_G32") == {
+        "linears of one input": [""],
+        "norm into linears": [""],
+        "gated activation into linears": [""],
+        "addition to outputs": [""],
+    }
+    left = reasons(Shared(), "W4A8_G32")
+    assert left["linears of one input"] == [""]
+    assert left["norm into linears"] == ["layer_norm is also read by add"]
+    assert left["gated activation into linears"] == ["silu has other readers than the product"]
+    assert left["addition to outputs"] == ["the addition is not the only reader of the outputs"]
+
+
+def test_formats_say_why_they_share_nothing() -> None:
+    scale = "its activations are prepared with a scale of the whole tensor, which is its weight's own"
+    assert reasons(Block(), "NVFP4")["linears of one input"] == [scale] * 2
+    outliers = reasons(Block(), "W4A16_G32_S1")
+    assert outliers["norm into linears"] == ["weights in float16 read the activations a second time"]
+
+
+class Heads(nn.Module):
+    """Two linears of one input, one without a bias, each behind a function of its own."""
+
+    def __init__(self, function: Any, after: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.function, self.after = function, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(x)
+        return self.after(self.one(y), x) + self.two(y).neg()
+
+
+class OneLinear(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.one(self.function(x)), x)
+
+
+@pytest.mark.parametrize(("rule", "module", "reason"), [
+    ("linears of one input", Heads(torch.neg, torch.mul), "no other reader of its input has "),
+    ("activation into linears", Heads(functional.silu, torch.mul), "silu is also read by "),
+    ("norm into linears", OneLinear(lambda x: functional.layer_norm(x, (3, 64)), torch.mul), "the norm is over 2 dim"),
+    ("norm into linears", OneLinear(lambda x: functional.layer_norm(x, (64,)), torch.mul), "the norm has no weight"),
+    ("gated activation into linears", OneLinear(lambda x: functional.silu(x) * x[:1], torch.mul), "the factors are"),
+    ("addition to outputs", OneLinear(torch.neg, lambda y, x: y + x[:1]), "the other term is not a float32 tensor"),
+    ("addition to outputs", OneLinear(torch.neg, lambda y, x: torch.add(y, x, alpha=2)), "the addition scales its sec"),
+    ("addition to outputs", OneLinear(torch.neg, lambda y, x: y + y), "the outputs are added to themselves"),
+])  # fmt: skip
+def test_what_is_left_and_why(rule: str, module: nn.Module, reason: str) -> None:
+    found = reasons(module, "W4A8_G32")[rule]
+    assert found and all(each.startswith(reason) for each in found)
+
+
+def test_outputs_of_several_weights_are_not_added_to() -> None:
+    class Two(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.gate(x) + x[:, :32], self.up(x)], 1)
+
+    (reason,) = reasons(Two(), "W4A8_G32")["addition to outputs"]
+    assert reason == "the kernel has several weights, and adds to the outputs of one only"
