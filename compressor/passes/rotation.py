@@ -1,4 +1,12 @@
-"""Rotation: spread outliers over all channels, by orthogonal matrices inside the weights (Ashkboos et al. 2024)."""
+"""Rotation: spread outliers over all channels, by orthogonal matrices inside the weights (Ashkboos et al. 2024).
+
+    embedding -> x, {o, down}_proj -> + x    becomes   embedding R -> x R, R^T W -> + x R
+    x -> norm(w) -> {q, k, v}_proj W         becomes   x R -> norm(1) -> W diag(w) R
+    v_proj -> attention -> o_proj            becomes   values rotated head by head in v_proj, and back in o_proj
+
+R is orthogonal: a Hadamard matrix with random signs.  Products with R are stored in the weights; an operator is added
+only where a table or a head has to stay as it is.
+"""
 
 from __future__ import annotations
 

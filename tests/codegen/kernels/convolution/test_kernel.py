@@ -148,11 +148,23 @@ def test_graphs(scheme: str) -> None:
         dense, Context(samples=Samples(x, torch.empty(0), "", "by chance"))
     )
     nodes = reexport(graph).graph
-    fuse_convolutions(nodes)
+    outcomes = fuse_convolutions(nodes)
     left = [node for node in nodes.nodes if node.target is OPS.patches.default]
     fused = [node for node in nodes.nodes if node.target is fused_convolution]
     assert (len(fused), len(left)) == ((0, 5) if scheme == "W8A16_C" else (5, 0))
+    by_rule = {rule: [each.reason for each in outcomes if each.rule == rule] for rule in {o.rule for o in outcomes}}
+    refused = "the kernel of convolutions has no W8A16 for "
+    in_one = by_rule["convolution in one kernel"]
+    assert all(reason.startswith(refused) for reason in in_one) if left else in_one == [""] * 5
     if fused:
+        assert by_rule["addition to a convolution's outputs"] == [""] * 2
+        assert by_rule["relu to a convolution's outputs"] == [""] * 5
+        own = "" if scheme == "W8A8_STATIC" else "W8A8 has no calibrated scale of activations"
+        shared = " is also read by others, in float32"
+        assert [
+            reason.partition(" ")[2] if shared in reason else reason
+            for reason in by_rule["rounding in the convolution in front"]
+        ] == [shared[1:], own, shared[1:], own]
         assert [bool(node.args[3]) for node in fused] == [False, False, True, False, True]
         assert all(node.args[8] for node in fused) and not any("relu" in str(node.target) for node in nodes.nodes)
         in_bytes = [node.args[9] is not None for node in fused]
