@@ -50,7 +50,7 @@ def mean_square(x: Tensor, dims: Any = -1) -> Tensor:
     ("fused RMS norm", lambda x, w, m: functional.rms_norm(x, (8,), w, 1e-5), ["compressor.rms_norm.default"]),
     ("operator without effect dropped", lambda x, w, m: x.float().reshape(2, 3, 8).neg(), ["neg.default"]),
     ("operator without effect dropped", lambda x, w, m: (x * 1.0)[:].contiguous().neg(), ["neg.default"]),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_is_rewritten(rule: str, function: Callable[..., Tensor], operators: list[str]) -> None:
     graph, found = normalized(function)
     assert found == operators
