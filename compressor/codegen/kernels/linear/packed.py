@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import cast
+from typing import Any, cast
 
 import tvm
 from tvm.script import tirx as T
@@ -82,13 +82,56 @@ def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: I
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops.linear.packed_linear`.
+    """Write TIR for :func:`compressor.ops.linear.packed_linear`.
 
     Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`),
-        bias
-    (where there is one), y float32 [d0, d1, out].
+    bias (where there is one), y float32 [d0, d1, out].
     """
     return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the loops of one kernel have in common, decided before any of it is written.
+
+    Attributes:
+        body: the products of a chunk of columns.
+        weights: one or several, and their outputs.
+        tiles: the products by AMX.
+        schedule: as the tuner chose it.
+        is_tiled: several tokens go through AMX.
+        is_final: AMX's tiles hold the outputs, which need nothing more.
+        width: elements from one token's activations to the next.
+        step: tokens of a block; ``round_to`` of them are computed together.
+    """
+
+    body: Products
+    weights: Weights
+    tiles: TileProducts
+    schedule: Schedule
+    is_tiled: bool
+    is_final: bool
+    width: int
+    round_to: int
+    step: int
+
+    @classmethod
+    def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> _Shape:
+        """Decide how a format is multiplied on an instruction set."""
+        body = (PlaneProducts if counts_bits(fmt, isa) else Products)(weights.rows[0], columns, fmt, isa)
+        is_tiled = takes_tiles(fmt, isa)
+        is_final = body.groups == 1 and not (weights.is_ragged or weights.has_outliers or fmt.float_columns > 0)
+        tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
+        # Bytes from one token's activations to the next, those that fill up chunks or registers included.
+        width = tiles.stride if is_tiled else body.chunks * fmt.chunk_columns
+        round_to = tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
+        step = max(schedule.gemm_tokens, round_to)
+        return cls(body, weights, tiles, schedule, is_tiled, is_final, width, round_to, step)
+
+    @property
+    def kind(self) -> str:
+        """Type of sums."""
+        return "int32" if self.body.integer else "float32"
 
 
 def fused_linear(
@@ -102,31 +145,24 @@ def fused_linear(
     prologue: Prologue | None = None,
     has_residual: bool = False,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for packed linears of the same activations, which are prepared once.
+    """Write TIR for packed linears of the same activations, which are prepared once.
 
     Parameters of the result: x float32 [d0, d1, columns], or what the prologue reads in its place, and the vectors
     float32 [columns] that it reads; for each of ``rows`` the parts that the format has
     (:mod:`compressor.formats.format`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is
     added to the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
     """
-    is_sliced = counts_bits(fmt, isa)
-    body = (PlaneProducts if is_sliced else Products)(rows[0], columns, fmt, isa)
-    integer, fed = body.integer, cast(Activations, fmt.activations)
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
-    has_outliers, has_columns = "outlier_starts" in weights.stored[0], fmt.float_columns > 0
-    chunks, groups = body.chunks, body.groups
-    is_tiled = takes_tiles(fmt, isa)
-    is_final = groups == 1 and not (weights.is_ragged or has_outliers or has_columns)
-    by_tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
-    # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-    width = by_tiles.stride if is_tiled else chunks * fmt.chunk_columns
-    fed_groups, by_group = body.fed_groups, body.fed_groups > 1
-    assert prologue is None or not (has_outliers or has_columns)  # which read the activations again
+    shape = _Shape.of(columns, fmt, weights, isa, schedule)
+    body, fed, is_sliced = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
+    integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
+    # Float columns and outliers read the activations again, as they came.
+    assert prologue is None or not (weights.has_outliers or fmt.float_columns > 0)
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
-    split = by_tiles.split if is_tiled and not integer else None
+    split = shape.tiles.split if shape.is_tiled and not integer else None
     prepare = preparation(body, columns, width, is_sliced, split, prologue)
-    round_to = by_tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
-    step, every = max(schedule.gemm_tokens, round_to), T.ramp(0, 1, 16)
+    store = _store_outputs(shape)
+    block, tile_block = _vector_block(shape, store), _tile_block(shape, store)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -140,106 +176,130 @@ def fused_linear(
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
-        operands = T.meta_var(T.alloc_buffer((slots, chunks * fed.bits), "int32") if is_sliced else a)
+        operands = T.meta_var(T.alloc_buffer((slots, body.chunks * fed.bits), "int32") if is_sliced else a)
         # Of floats, AMX takes two in bfloat16.
-        halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if is_tiled and not integer else a)
-        sums = T.alloc_buffer((slots, groups), "int32" if integer else "float32")  # of each group's activations
+        halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
+        sums = T.alloc_buffer((slots, body.groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
-        factor = T.alloc_buffer((slots, fed_groups), "float32")
-        prepared = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
-
-        @T.inline
-        def add_floats(weight, out, tile, token, t, n):
-            if not by_group:
-                out[t, n, every] = out[t, n, every] * T.broadcast(factor[token, 0], TILE_ROWS)
-            if has_columns:
-                for k in range(fmt.float_columns):
-                    single = T.meta_var(T.broadcast(read[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
-                    value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
-                    out[t, n, every] = out[t, n, every] + value * single
-            if has_outliers:
-                starts = T.meta_var(weight.parts["outlier_starts"])
-                for r in range(TILE_ROWS):
-                    begin = T.meta_var(starts[tile * TILE_ROWS + r])
-                    for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
-                        single = T.meta_var(read[0][token, T.Cast("int32", weight.parts["outlier_columns"][begin + k])])
-                        value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
-                        out[t, n, r] = out[t, n, r] + value * single
-
-        @T.inline
-        def write(weight, out, tile, token, t, n):
-            # What a token's outputs of a tile still lack, and then where they belong.
-            add_floats(weight, out, tile, token, t, n)
-            if weights.is_ragged:
-                for r in range(TILE_ROWS):
-                    row = T.meta_var(tile * TILE_ROWS + r)
-                    if row < weight.rows:
-                        weight.y[token, row] = weight.finish(out[t, n, r], token, row)
-            else:
-                at = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
-                weight.y[token, at] = weight.finish(out[t, n, every], token, at)
-
-        @T.inline
-        def block(weight, first, n_tiles, m0, n_tokens):
-            codes, scales, zeros, codebook = T.meta_var(
-                [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
-            )
-            shape = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-            partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
-            acc = T.meta_var(registers(n_tokens, partial, "int32" if integer else "float32"))
-            out = T.alloc_buffer(shape, "float32")
-            values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
-            table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
-            body.clear(out, n_tokens, n_tiles)
-            for g in range(groups):
-                body.start_group(acc, sums, zeros, first, m0, g, n_tokens, n_tiles)
-                body.load_table(table, codebook, first, g, n_tiles)
-                for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
-                    chunk = T.meta_var(g * body.group_chunks + c)
-                    body.add_chunk(acc, operands, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
-                body.end_group(out, acc, sums, scales, factor if by_group else None, first, m0, g, n_tokens, n_tiles)
-            for t in T.unroll(n_tokens):
-                if m0 + t < tokens:
-                    for n in T.unroll(n_tiles):
-                        write(weight, out, first + n, m0 + t, t, n)
-
-        @T.inline
-        def tile_block(weight, first, m0):
-            n_tiles = T.meta_var(by_tiles.n_tiles)
-            out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
-            b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
-            found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), "int32" if integer else "float32")
-            scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
-            count = T.meta_var(T.min(tokens - m0, T.int64(step)))
-            at = T.meta_var(Buffers(halves, weight, sums, factor, b, scale, found, out))
-            amx.configure()
-            for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
-                for n in T.unroll(n_tiles):
-                    out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
-            by_tiles.add_groups(at, first, m0, count)
-            amx.release()
-            for t in range(0 if is_final else count):
-                for n in T.unroll(n_tiles):
-                    write(weight, out, first + n, m0 + t, t, n)
-
+        factor = T.alloc_buffer((slots, body.fed_groups), "float32")
+        at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
         if tokens == 1:
-            prepare(prepared, T.int64(0))
+            prepare(at, T.int64(0))
             for i in T.parallel(weights.steps(schedule.gemv_tiles)):
                 weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
-                block(weight, first, schedule.gemv_tiles, T.int64(0), 1)
+                block(at, tokens, weight, first, schedule.gemv_tiles, T.int64(0), 1)
         else:
             for m in T.parallel(tokens):
-                prepare(prepared, m)
+                prepare(at, m)
             blocks, steps = T.meta_var(((tokens + (step - 1)) // step, weights.steps(schedule.gemm_tiles)))
-            if is_tiled:
+            if shape.is_tiled:
                 # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
                 for task in T.parallel(blocks * steps):
                     weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
-                    tile_block(weight, first, task // steps * step)
+                    tile_block(at, tokens, weight, first, task // steps * step)
             else:
                 for i in T.parallel(steps):
                     weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
                     for j in range(blocks):
-                        block(weight, first, schedule.gemm_tiles, j * step, step)
+                        block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
 
     return kernel
+
+
+def _store_outputs(shape: _Shape) -> Any:
+    """Make a macro that adds what a token's outputs of a tile still lack, and stores them where they belong."""
+    body, weights = shape.body, shape.weights
+    fmt, by_group = body.fmt, body.fed_groups > 1
+    every = T.ramp(0, 1, 16)
+
+    @T.inline
+    def add_floats(at, weight, out, tile, token, t, n):
+        if not by_group:
+            out[t, n, every] = out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)
+        if fmt.float_columns > 0:
+            for k in range(fmt.float_columns):
+                single = T.meta_var(T.broadcast(at.inputs[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
+                value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
+                out[t, n, every] = out[t, n, every] + value * single
+        if weights.has_outliers:
+            starts = T.meta_var(weight.parts["outlier_starts"])
+            for r in range(TILE_ROWS):
+                begin = T.meta_var(starts[tile * TILE_ROWS + r])
+                for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
+                    column = T.meta_var(T.Cast("int32", weight.parts["outlier_columns"][begin + k]))
+                    value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
+                    out[t, n, r] = out[t, n, r] + value * at.inputs[0][token, column]
+
+    @T.inline
+    def store(at, weight, out, tile, token, t, n):
+        add_floats(at, weight, out, tile, token, t, n)
+        if weights.is_ragged:
+            for r in range(TILE_ROWS):
+                row = T.meta_var(tile * TILE_ROWS + r)
+                if row < weight.rows:
+                    weight.y[token, row] = weight.finish(out[t, n, r], token, row)
+        else:
+            place = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
+            weight.y[token, place] = weight.finish(out[t, n, every], token, place)
+
+    return store
+
+
+def _vector_block(shape: _Shape, store: Any) -> Any:
+    """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
+    body = shape.body
+    groups, chunks, by_group = body.groups, body.chunks, body.fed_groups > 1
+
+    @T.inline
+    def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
+        codes, scales, zeros, codebook = T.meta_var(
+            [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
+        )
+        sizes = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
+        partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
+        acc = T.meta_var(registers(n_tokens, partial, shape.kind))
+        out = T.alloc_buffer(sizes, "float32")
+        values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
+        table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
+        factor = T.meta_var(at.factor if by_group else None)
+        body.clear(out, n_tokens, n_tiles)
+        for g in range(groups):
+            body.start_group(acc, at.sums, zeros, first, m0, g, n_tokens, n_tiles)
+            body.load_table(table, codebook, first, g, n_tiles)
+            for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
+                chunk = T.meta_var(g * body.group_chunks + c)
+                body.add_chunk(acc, at.planes, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
+            body.end_group(out, acc, at.sums, scales, factor, first, m0, g, n_tokens, n_tiles)
+        for t in T.unroll(n_tokens):
+            if m0 + t < tokens:
+                for n in T.unroll(n_tiles):
+                    store(at, weight, out, first + n, m0 + t, t, n)
+
+    return block
+
+
+def _tile_block(shape: _Shape, store: Any) -> Any:
+    """Make a macro that computes some tiles of a weight for a block of tokens, by AMX."""
+    by_tiles, is_final, step, round_to = shape.tiles, shape.is_final, shape.step, shape.round_to
+    every = T.ramp(0, 1, 16)
+
+    @T.inline
+    def tile_block(at, tokens, weight, first, m0):
+        n_tiles = T.meta_var(by_tiles.n_tiles)
+        out = T.alloc_buffer((1 if is_final else step, n_tiles, TILE_ROWS), "float32")
+        b = T.alloc_buffer((1 if by_tiles.is_direct else by_tiles.steps, n_tiles, SIDE, SIDE), "int32")
+        found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), shape.kind)
+        scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
+        count = T.meta_var(T.min(tokens - m0, T.int64(step)))
+        buffers = T.meta_var(Buffers(at.halves, weight, at.sums, at.factor, b, scale, found, out))
+        amx.configure()
+        for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
+            for n in T.unroll(n_tiles):
+                out[t, n, every] = T.broadcast(T.float32(0), TILE_ROWS)
+        by_tiles.add_groups(buffers, first, m0, count)
+        amx.release()
+        for t in range(0 if is_final else count):
+            for n in T.unroll(n_tiles):
+                store(at, weight, out, first + n, m0 + t, t, n)
+
+    return tile_block

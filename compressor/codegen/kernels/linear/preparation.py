@@ -1,4 +1,4 @@
-"""What the packed linear does to a token's activations before it multiplies them.
+"""Prepare a token's activations for the products of the packed linear.
 
 They are rounded (:mod:`compressor.codegen.kernels.linear.activations`) or copied, filled up with zeros, summed by
 groups for the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
@@ -43,7 +43,7 @@ def preparation(
     split: Callable[..., None] | None,
     prologue: Prologue | None = None,
 ) -> Any:
-    """A macro ``prepare(at, m)`` that prepares token ``m``; ``at`` is a :class:`Prepared`.
+    """Make a macro ``prepare(at, m)`` that prepares token ``m``; ``at`` is a :class:`Prepared`.
 
     Args:
         width: elements from one token's activations to the next.
@@ -51,14 +51,94 @@ def preparation(
         prologue: what activations are of the inputs, where they are not the input.
     """
     fmt, integer = body.fmt, body.integer
-    is_rounded, fed = fmt.activations is not None, cast(Activations, fmt.activations)
-    has_columns, padded = fmt.float_columns > 0, body.chunks * fmt.chunk_columns
-    every = T.ramp(0, 1, 16)
-    fed_columns = (fed.group_size if is_rounded else 0) or columns  # that share a scale of activations
-    is_sign = is_rounded and fed.is_sign
-    combine = operator.add if is_sign else T.max
+    fill, add_up = _fill(body, columns, prologue), _add_up(body)
+
+    @T.inline
+    def prepare(at, m):
+        fill(at, m)
+        for k in range(width - columns):
+            at.a[m, columns + k] = T.int8(0) if integer else T.float32(0)
+        if not integer:
+            at.factor[m, 0] = at.parts["tensor_scale"][0] if "tensor_scale" in at.parts else T.float32(1)
+        add_up(at, m)
+        if split is not None:
+            split(at.halves, at.a, m)
+        if is_sliced:
+            for c in range(body.chunks):
+                quads = T.alloc_buffer((8,), "int32")
+                slice_chunk(at.planes, quads, at.a, m, c, cast(Activations, fmt.activations))
+
+    return prepare
+
+
+def _fill(body: Products, columns: int, prologue: Prologue | None) -> Any:
+    """Choose the macro ``fill(at, m)`` that writes a token's activations: copied, computed, or rounded of either."""
     compute = None if prologue is None else prologue.row(columns)
-    in_row = has_columns or compute is not None  # what is rounded has to be computed first
+    if body.fmt.activations is not None:
+        return _rounding(body, columns, compute)
+    if compute is None:
+        copy = _copying(columns)
+
+        @T.inline
+        def copied(at, m):
+            copy(at, m, at.a, m)
+
+        return copied
+
+    @T.inline
+    def computed(at, m):
+        compute(at.inputs, at.vectors, m, at.a, m)
+
+    return computed
+
+
+def _copying(columns: int) -> Any:
+    """Make a macro that copies row ``m`` of the inputs to row ``r``."""
+
+    @T.inline
+    def copy(at, m, to, r):
+        for k in range(columns // 16):
+            to[r, T.ramp(k * 16, 1, 16)] = at.inputs[0][m, T.ramp(k * 16, 1, 16)]
+        for k in range(columns % 16):
+            to[r, columns // 16 * 16 + k] = at.inputs[0][m, columns // 16 * 16 + k]
+
+    return copy
+
+
+def _rounding(body: Products, columns: int, compute: Callable[..., None] | None) -> Any:
+    """Make a macro that rounds a token's activations, each span of columns with a scale of its own.
+
+    What is rounded lies in the input; in a row of its own where it is computed first, or where float columns are taken
+    out of it.
+    """
+    fmt, fed = body.fmt, cast(Activations, body.fmt.activations)
+    span = fed.group_size or columns  # columns that share a scale
+    in_row = fmt.float_columns > 0 or compute is not None
+    copy, round_span = _copying(columns), _span_rounding(body.integer, fed)
+
+    @T.inline
+    def rounded(at, m):
+        rest = T.meta_var(T.alloc_buffer((1, columns), "float32") if in_row else at.inputs[0])
+        r = T.meta_var(0 if in_row else m)
+        if compute is not None:
+            compute(at.inputs, at.vectors, m, rest, r)
+        elif in_row:
+            copy(at, m, rest, r)
+        if fmt.float_columns > 0:
+            for k in range(fmt.float_columns):
+                rest[r, at.parts["float_columns"][k]] = T.float32(0)
+        for g in range(columns // span):
+            round_span(at, rest, r, m, g, g * span, span // 16, span % 16)
+        if columns % span > 0:
+            begin = T.meta_var(columns // span * span)
+            round_span(at, rest, r, m, columns // span, begin, (columns - begin) // 16, (columns - begin) % 16)
+
+    return rounded
+
+
+def _span_rounding(integer: bool, fed: Activations) -> Any:
+    """Make a macro that rounds columns that share a scale: to int8 codes and their factor, or to floats on a grid."""
+    combine, every = (operator.add if fed.is_sign else T.max), T.ramp(0, 1, 16)
 
     @T.inline
     def peak(rest, m, out, begin, n_vectors, n_tail):
@@ -71,12 +151,11 @@ def preparation(
             lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
         emit_tree(combine, lane, 16)
         out[0] = lane[0]
-        if is_sign:
+        if fed.is_sign:
             out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 
     @T.inline
     def round_span(at, rest, r, m, g, begin, n_vectors, n_tail):
-        # Columns that share a scale: int8 codes and their factor, or floats on their grid.
         scale = T.alloc_buffer((1,), "float32")
         if fed.granularity != "tensor":
             peak(rest, r, scale, begin, n_vectors, n_tail)
@@ -94,29 +173,13 @@ def preparation(
         if integer:
             at.factor[m, g] = scale[0]
 
-    @T.inline
-    def copy_token(at, m, to, r):
-        for k in range(columns // 16):
-            to[r, T.ramp(k * 16, 1, 16)] = at.inputs[0][m, T.ramp(k * 16, 1, 16)]
-        for k in range(columns % 16):
-            to[r, columns // 16 * 16 + k] = at.inputs[0][m, columns // 16 * 16 + k]
+    return round_span
 
-    @T.inline
-    def round_token(at, m):
-        rest = T.meta_var(T.alloc_buffer((1, columns), "float32") if in_row else at.inputs[0])
-        r = T.meta_var(0 if in_row else m)
-        if compute is not None:
-            compute(at.inputs, at.vectors, m, rest, r)
-        elif in_row:
-            copy_token(at, m, rest, r)
-        if has_columns:
-            for k in range(fmt.float_columns):
-                rest[r, at.parts["float_columns"][k]] = T.float32(0)
-        for g in range(columns // fed_columns):
-            round_span(at, rest, r, m, g, g * fed_columns, fed_columns // 16, fed_columns % 16)
-        if columns % fed_columns > 0:
-            begin = T.meta_var(columns // fed_columns * fed_columns)
-            round_span(at, rest, r, m, columns // fed_columns, begin, (columns - begin) // 16, (columns - begin) % 16)
+
+def _add_up(body: Products) -> Any:
+    """Make a macro that adds up a token's activations by groups, where zero points need the sums."""
+    every, integer = T.ramp(0, 1, 16), body.integer
+    padded = body.chunks * body.fmt.chunk_columns
 
     @T.inline
     def add_up(at, m):
@@ -133,24 +196,4 @@ def preparation(
             emit_tree_sum(lane, 16)
             at.sums[m, g] = lane[0]
 
-    @T.inline
-    def prepare(at, m):
-        if is_rounded:
-            round_token(at, m)
-        elif compute is not None:
-            compute(at.inputs, at.vectors, m, at.a, m)
-        else:
-            copy_token(at, m, at.a, m)
-        for k in range(width - columns):
-            at.a[m, columns + k] = T.int8(0) if integer else T.float32(0)
-        if not integer:
-            at.factor[m, 0] = at.parts["tensor_scale"][0] if "tensor_scale" in at.parts else T.float32(1)
-        add_up(at, m)
-        if split is not None:
-            split(at.halves, at.a, m)
-        if is_sliced:
-            for c in range(body.chunks):
-                quads = T.alloc_buffer((8,), "int32")
-                slice_chunk(at.planes, quads, at.a, m, c, fed)
-
-    return prepare
+    return add_up

@@ -45,6 +45,7 @@ class Weights:
         self.stored = [fmt.parts(n, columns) for n in rows]
         self.tiles = [-(-n // TILE_ROWS) for n in rows]
         self.is_ragged = any(n % TILE_ROWS for n in rows)
+        self.has_outliers = "outlier_starts" in self.stored[0]
         self._all: list[Weight] = []
         self._table: Any = None
 

@@ -129,8 +129,23 @@ def _attention(
     seen: str,
     sink: str | None,
 ) -> str:
-    element, product = _element(width), "a * b" if width % 4 else "dot(a, b)"
-    words = width if width % 4 else width // 4
+    element, words = _element(width), width if width % 4 else width // 4
+    base = f"(batch * {kv_heads}u + head / {heads // kv_heads}u) * {places}"
+    loop = f"  for (var at = {begin}; at < end; at += LANES) {{\n"
+    return (
+        _declarations(element, words)
+        + _queries(element, words, heads, scale, base, end, sink)
+        + loop
+        + _scores(words, score, seen)
+        + _SOFTMAX
+        + _values(words)
+        + _outputs(words, heads)
+    )
+
+
+def _declarations(element: str, words: int) -> str:
+    """Declare what a workgroup shares, and the product of two vectors of channels."""
+    product = "a * b" if element == "f32" else "dot(a, b)"
     return f"""
 const LOWEST = -3.0e38;
 const ITEMS: u32 = QUERIES * {words}u;
@@ -145,12 +160,17 @@ var<workgroup> parts: array<{element}, ITEMS * PARTS>;
 
 fn product(a: {element}, b: {element}) -> f32 {{ return {product}; }}
 
-@compute @workgroup_size(LANES)
+"""
+
+
+def _queries(element: str, words: int, heads: int, scale: float, base: str, end: str, sink: str | None) -> str:
+    """Load the scaled queries, and begin with nothing, or with the sink."""
+    return f"""@compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
   let first = id.x * QUERIES;
   let batch = id.y / {heads}u;
   let head = id.y % {heads}u;
-  let base = (batch * {kv_heads}u + head / {heads // kv_heads}u) * {places};
+  let base = {base};
   for (var i = thread; i < ITEMS; i += LANES) {{
     let s = min(first + i / {words}u, sizes.S - 1u);
     query[i] = q[(id.y * sizes.S + s) * {words}u + i % {words}u] * {scale!r};
@@ -161,8 +181,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   }}
   var totals = array<{element}, EACH>();
   let end = {end};
-  for (var at = {begin}; at < end; at += LANES) {{
-    workgroupBarrier();
+"""
+
+
+def _scores(words: int, score: str, seen: str) -> str:
+    """Multiply one key a thread with all queries of the workgroup."""
+    return f"""    workgroupBarrier();
     let j = at + thread;
 //# for n QUERIES
     var found$n$ = 0.0;
@@ -182,24 +206,33 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       scores[n * LANES + thread] = select(LOWEST, {score}, j < end && {seen});
     }}
 //# end
-    workgroupBarrier();
-    for (var n = thread; n < QUERIES; n += LANES) {{
+"""
+
+
+_SOFTMAX = """    workgroupBarrier();
+    for (var n = thread; n < QUERIES; n += LANES) {
       var most = highest[n];
-      for (var k = 0u; k < LANES; k++) {{ most = max(most, scores[n * LANES + k]); }}
+      for (var k = 0u; k < LANES; k++) { most = max(most, scores[n * LANES + k]); }
       shrink[n] = exp(highest[n] - most);
       highest[n] = most;
-    }}
+    }
     workgroupBarrier();
-    for (var n = 0u; n < QUERIES; n++) {{
+    for (var n = 0u; n < QUERIES; n++) {
       scores[n * LANES + thread] = exp(scores[n * LANES + thread] - highest[n]);
-    }}
+    }
     workgroupBarrier();
-    for (var n = thread; n < QUERIES; n += LANES) {{
+    for (var n = thread; n < QUERIES; n += LANES) {
       var sum = sums[n] * shrink[n];
-      for (var k = 0u; k < LANES; k++) {{ sum += scores[n * LANES + k]; }}
+      for (var k = 0u; k < LANES; k++) { sum += scores[n * LANES + k]; }
       sums[n] = sum;
-    }}
-    let count = min(LANES, end - at);
+    }
+"""
+"""Rescale what there is to the highest score so far, and turn the new scores into weights that add to the sums."""
+
+
+def _values(words: int) -> str:
+    """Add the weighted values; the rest of the workgroup shares what few items leave."""
+    return f"""    let count = min(LANES, end - at);
     for (var e = 0u; e < EACH; e++) {{
       let item = (e * LANES + thread) / PARTS;
       if (item < ITEMS) {{
@@ -212,7 +245,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       }}
     }}
   }}
-  for (var e = 0u; e < EACH; e++) {{
+"""
+
+
+def _outputs(words: int, heads: int) -> str:
+    """Add the parts of each output, and divide by the sum of weights."""
+    return f"""  for (var e = 0u; e < EACH; e++) {{
     let place = e * LANES + thread;
     if (place < ITEMS * PARTS) {{ parts[place] = totals[e]; }}
   }}
