@@ -39,7 +39,8 @@ from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets.x86 import AMX, AVX2, AVX512_VNNI, X86
 from compressor.errors import UsageError
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 FORMATS = (
     "W4A8_G128", "W8A8", "W4A16_G128", "W2A8_G64", "W3A16_G128", "W6A8_G128", "FP4_E2M1_G32", "NVFP4", "FP6_E3M2_G128",

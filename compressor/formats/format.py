@@ -53,7 +53,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -61,19 +60,12 @@ from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.names import BLOCKS, number, read_name, write_name
+from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
 
 Strategy = Literal["tensor", "channel", "group", "block"]
 Sliced = Literal["BIP", "BAL"]
 ScaleType = Literal["F16", "E8M0", "E4M3"]
 
-PARTS = (
-    "codes", "scales", "zeros", "tensor_scale", "codebook", "input_scale", "outlier_starts", "outlier_columns",
-    "outlier_values", "float_columns", "float_values",
-)  # fmt: skip
-"""Names of the tensors of a packed weight; a graph has them as parameters ``<site>.<part>``."""
-TILED = ("codes", "scales", "zeros", "codebook")
-"""Those of the codes whose first dimension is tiles of rows."""
-TILE_ROWS = 16
 LARGEST_GROUP = 1 << 20
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -257,37 +249,12 @@ class Format:
         return -(-in_features // self.columns(in_features))
 
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type (as numpy calls it) and shape of each tensor that an [out, in] weight is stored as."""
-        tiles, groups = -(-out_features // TILE_ROWS), self.groups(in_features)
-        scales = (-(-tiles // self.block_tiles), groups) if self.block_tiles else (tiles, groups, TILE_ROWS)
-        found: dict[str, tuple[str, tuple[int, ...]]] = {
-            "codes": ("int32", (tiles, self.chunks(in_features), self.chunk_words, TILE_ROWS)),
-        }
-        if not self.codebook:
-            found["scales"] = ("float16" if self.scale_type == "F16" else "uint8", scales)
-        if not self.symmetric:
-            found["zeros"] = ("uint8", scales)
-        if self.scale_type == "E4M3":
-            found["tensor_scale"] = ("float32", (1,))
-        if self.codebook:
-            found["codebook"] = ("float16", (tiles, groups, self.levels, TILE_ROWS))
-        if self.has_input_scale:
-            found["input_scale"] = ("float32", (1,))
-        if count := self.outliers(out_features, in_features):
-            found["outlier_starts"] = ("int32", (tiles * TILE_ROWS + 1,))
-            found["outlier_columns"] = ("int16" if in_features < 1 << 15 else "int32", (count,))
-            found["outlier_values"] = ("float16", (count,))
-        if self.float_columns:
-            found["float_columns"] = ("int32", (self.float_columns,))
-            found["float_values"] = ("float16", (tiles, self.float_columns, TILE_ROWS))
-        return found
+        """Return type (as numpy calls it) and shape of each tensor that an [out, in] weight is stored as."""
+        return stored_parts(self, out_features, in_features)
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes of all parts of an [out, in] weight, padding included."""
-        return sum(_BYTES[kind] * prod(shape) for kind, shape in self.parts(out_features, in_features).values())
-
-
-_BYTES = {"int32": 4, "float32": 4, "float16": 2, "int16": 2, "uint8": 1}
+        """Count the bytes of all parts of an [out, in] weight, padding included."""
+        return sum(map(part_bytes, self.parts(out_features, in_features).values()))
 
 
 def _presets() -> dict[str, Format]:

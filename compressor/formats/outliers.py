@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
-from compressor.formats.format import TILE_ROWS
 from compressor.formats.packing import PackedWeight, coded_rows
+from compressor.formats.parts import TILE_ROWS
 
 
 def largest(size: Tensor, count: int) -> Tensor:

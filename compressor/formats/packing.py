@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats.format import TILE_ROWS, TILED, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS, TILED
 from compressor.formats.values import STORED, unscaled
 
 PIECE_ELEMENTS = 1 << 22

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
-from compressor.formats.format import PARTS
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows
+from compressor.formats.parts import PARTS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.rewrite import packed_weight, set_bias
 from compressor.graph.sites import Site, linear_sites, packed_sites, ties

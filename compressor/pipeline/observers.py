@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.errors import VerificationError
-from compressor.formats.format import PARTS
+from compressor.formats.parts import PARTS
 from compressor.graph.rules import listing
 from compressor.graph.sites import linear_sites
 from compressor.pipeline.context import Context

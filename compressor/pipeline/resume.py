@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.formats.format import PARTS, Format
+from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.formats.parts import PARTS
 from compressor.graph.rewrite import replace_linear, replace_weight, set_parameter
 from compressor.graph.sites import Site, linear_sites
 from compressor.host.digests import digest

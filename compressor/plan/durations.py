@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 from compressor.graph.costs import NodeCost
 from compressor.numerics.range_search import Work
 from compressor.plan.prices import Machine

@@ -19,7 +19,8 @@ from compressor.errors import CompressorError, VerificationError
 from compressor.export.schema import Manifest, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.formats.format import PARTS, TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
 from compressor.verify.smoke import SmokeResult, smoke_test
 
 UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")
@@ -187,9 +188,6 @@ def _header(file: Path) -> dict[str, _Stored]:
     return {name: (entry["dtype"], entry["shape"], tuple(entry["data_offsets"])) for name, entry in header.items()}
 
 
-_TYPES = {"int32": "I32", "float32": "F32", "float16": "F16", "uint8": "U8"}
-
-
 def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     """Bytes by the format's arithmetic, after the stored parts have been held against its layout.
 
@@ -201,7 +199,9 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     rows, columns = tiles * TILE_ROWS, chunks * fmt.chunk_columns
     wanted = {}
     if rows * columns:
-        wanted = {part: (_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()}
+        wanted = {
+            part: (SAFETENSORS_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()
+        }
     if not wanted or found != wanted:
         raise VerificationError(f"{site}: stored as {found}, {fmt.name} is {wanted or 'codes and scales'}")
     expected = fmt.packed_bytes(rows, columns)

@@ -15,11 +15,16 @@ from compressor_runtime import read_safetensors
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from older_bundles import with_a_run_time_of_one_file
+from torch import nn
 
+from compressor.capture.capture import capture
 from compressor.cli.commands import main
 from compressor.errors import UsageError
 from compressor.export.schema import Manifest, check_schema
+from compressor.graph.model import weight_bytes
 from compressor.host.tensor_files import write_safetensors
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
 from compressor.verify import bundle as module
 from compressor.verify.bundle import Check, Verification, verify_bundle
 
@@ -362,3 +367,16 @@ def test_a_key_that_cannot_be_used_is_a_usage_error(copy: Path, not_executed: No
     with pytest.raises(UsageError, match="cannot be read"):
         verify_bundle(copy, public_key=copy / "no.pem")
     assert invoke("verify", copy, "--public-key", copy / "no.pem").exit_code == 2
+
+
+def test_a_bundle_with_outliers(tmp_path: Path, write_module: Callable[..., Path]) -> None:
+    """Their columns are int16, as long as there are fewer than 32,768 inputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 7)).eval().requires_grad_(False)
+    graph, context = capture(module, (torch.randn(3, 64),)), Context()
+    dense_weight_bytes = weight_bytes(graph)
+    graph = Rtn("W4A16_G32_S5", targets="Linear").run(graph, context)
+    assert {value.dtype for name, value in graph.named_parameters() if "outlier_columns" in name} == {torch.int16}
+    result = verify_bundle(write_module(graph, context, dense_weight_bytes, tmp_path))
+    assert result.verified and find(result, "bytes").passed

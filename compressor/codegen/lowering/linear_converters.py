@@ -20,7 +20,8 @@ from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS, TIMING_FILL
 from compressor.ops.patches import outputs
 
 TUNED_TOKENS = 64
@@ -140,9 +141,11 @@ class LinearConverter:
         def operands(tokens: int) -> list[Any]:
             arrays = [np.ones((1, tokens, columns), "float32")]
             for part, (kind, shape) in fmt.parts(rows, columns).items():
-                arrays.append(np.ones(shape, kind) if part in ("scales", "tensor_scale") else np.zeros(shape, kind))
-                if part == "outlier_starts":  # as many in each row
-                    arrays[-1] = np.linspace(0, fmt.outliers(rows, columns), shape[0]).astype(kind)
+                fill = TIMING_FILL[part]
+                if fill == "even":
+                    arrays.append(np.linspace(0, fmt.outliers(rows, columns), shape[0]).astype(kind))
+                else:
+                    arrays.append(np.full(shape, fill, kind))
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1))

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from compressor.formats.elements import Element
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 HALF = "fn half(pair: u32, place: u32) -> f32 { return unpack2x16float(pair)[place & 1u]; }"
 """Read one float16 from the word that holds two."""

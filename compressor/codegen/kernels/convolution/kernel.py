@@ -22,7 +22,8 @@ from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import ramp, registers, widen
 from compressor.formats.activations import Activations
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 _MOST_GATHERED = 64
 """Words of a tile's weights that may be put together byte by byte; each is a few statements."""

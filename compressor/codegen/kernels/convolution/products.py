@@ -14,7 +14,8 @@ from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE
 from compressor.codegen.kernels.codes import centred, code_quad, dot4
 from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, Feed, PatchFeed
 from compressor.codegen.kernels.vector import registers, splat
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 _QUADS = RUN_BYTES // 4
 _TOKENS = 4  # outputs that share a loaded weight, without AMX

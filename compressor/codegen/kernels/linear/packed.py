@@ -30,7 +30,8 @@ from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProduct
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 
 @dataclass(frozen=True)

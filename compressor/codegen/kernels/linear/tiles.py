@@ -24,7 +24,8 @@ from compressor.codegen.kernels.codes import centred, code_quad, code_values, sc
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 TOKENS = 128
 """Tokens for which codes are unpacked once: so many outputs of two tiles stay in the first-level cache."""

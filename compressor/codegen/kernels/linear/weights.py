@@ -14,7 +14,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 _DATA = 1  # the field of a DLTensor that holds its address
 

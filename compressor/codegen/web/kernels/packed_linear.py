@@ -15,7 +15,8 @@ from compressor.codegen.web.kernels.activations import Rounded
 from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 ONE, MANY = {"LANES": 8, "TILES": 1, "TOKENS": 1}, {"LANES": 2, "TILES": 4, "TOKENS": 8}
 """Shipped constants of decode and of prefill."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from compressor.codegen.web.kernel import SINGLE
 from compressor.codegen.web.kernels.activations import Rounded
 from compressor.codegen.web.values import BYTES4, element_values, four_inputs, quads_of
-from compressor.formats.format import TILE_ROWS, Format
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 PRODUCT = "dot4I8Packed"
 POLYFILLS = {

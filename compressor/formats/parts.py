@@ -1,0 +1,165 @@
+"""List what a packed weight is made of: the one description of each stored tensor.
+
+Byte counts, parameters' names, the check of bundles, the operands that schedules are timed on and the bindings in
+browsers all follow from :data:`PART_TABLE`.  A new part, such as a sparsity mask, is one more row, and what its kernels
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, Protocol, TypeAlias
+
+TILE_ROWS = 16
+"""Rows whose words are interleaved."""
+
+Stored: TypeAlias = "tuple[str, tuple[int, ...]]"
+"""Type, as numpy calls it, and shape."""
+
+_BYTES = {"int32": 4, "float32": 4, "float16": 2, "int16": 2, "uint8": 1}
+SAFETENSORS_TYPES = {"int32": "I32", "float32": "F32", "float16": "F16", "int16": "I16", "uint8": "U8"}
+"""Names of the types in a safetensors header."""
+
+
+class Layout(Protocol):
+    """What parts ask of a format (:class:`compressor.formats.format.Format`)."""
+
+    @property
+    def symmetric(self) -> bool: ...  # noqa: D102
+
+    @property
+    def scale_type(self) -> Literal["F16", "E8M0", "E4M3"]: ...  # noqa: D102
+
+    @property
+    def codebook(self) -> bool: ...  # noqa: D102
+
+    @property
+    def float_columns(self) -> int: ...  # noqa: D102
+
+    @property
+    def has_input_scale(self) -> bool: ...  # noqa: D102
+
+    @property
+    def block_tiles(self) -> int: ...  # noqa: D102
+
+    @property
+    def chunk_words(self) -> int: ...  # noqa: D102
+
+    @property
+    def levels(self) -> int: ...  # noqa: D102
+
+    def chunks(self, in_features: int) -> int: ...  # noqa: D102
+
+    def groups(self, in_features: int) -> int: ...  # noqa: D102
+
+    def outliers(self, out_features: int, in_features: int) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describe one tensor of a packed weight.
+
+    Attributes:
+        name: a graph has it as the parameter ``<site>.<name>``.
+        stored: (format, out_features, in_features) -> type and shape; None where the format does not have it.
+        is_tiled: its first dimension is tiles of rows, or blocks of them: a piece of the weight has a piece of it.
+        timing_fill: what it holds while schedules are timed: one number, or ``even``, offsets at equal distances.
+    """
+
+    name: str
+    stored: Callable[[Layout, int, int], Stored | None]
+    is_tiled: bool = False
+    timing_fill: Literal[0, 1, "even"] = 0
+
+
+def _tiles(out_features: int) -> int:
+    return -(-out_features // TILE_ROWS)
+
+
+def _codes(fmt: Layout, rows: int, columns: int) -> Stored:
+    return "int32", (_tiles(rows), fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
+
+
+def _one_a_scale(fmt: Layout, rows: int, columns: int) -> tuple[int, ...]:
+    if fmt.block_tiles:
+        return -(-_tiles(rows) // fmt.block_tiles), fmt.groups(columns)
+    return _tiles(rows), fmt.groups(columns), TILE_ROWS
+
+
+def _scales(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    kind = "float16" if fmt.scale_type == "F16" else "uint8"
+    return None if fmt.codebook else (kind, _one_a_scale(fmt, rows, columns))
+
+
+def _zeros(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return None if fmt.symmetric else ("uint8", _one_a_scale(fmt, rows, columns))
+
+
+def _tensor_scale(fmt: Layout, _rows: int, _columns: int) -> Stored | None:
+    return ("float32", (1,)) if fmt.scale_type == "E4M3" else None
+
+
+def _codebook(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return ("float16", (_tiles(rows), fmt.groups(columns), fmt.levels, TILE_ROWS)) if fmt.codebook else None
+
+
+def _input_scale(fmt: Layout, _rows: int, _columns: int) -> Stored | None:
+    return ("float32", (1,)) if fmt.has_input_scale else None
+
+
+def _outlier_starts(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return ("int32", (_tiles(rows) * TILE_ROWS + 1,)) if fmt.outliers(rows, columns) else None
+
+
+def _outlier_columns(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    count = fmt.outliers(rows, columns)
+    return ("int16" if columns < 1 << 15 else "int32", (count,)) if count else None
+
+
+def _outlier_values(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    count = fmt.outliers(rows, columns)
+    return ("float16", (count,)) if count else None
+
+
+def _float_columns(fmt: Layout, _rows: int, _columns: int) -> Stored | None:
+    return ("int32", (fmt.float_columns,)) if fmt.float_columns else None
+
+
+def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
+    return ("float16", (_tiles(rows), fmt.float_columns, TILE_ROWS)) if fmt.float_columns else None
+
+
+PART_TABLE = (
+    Part("codes", _codes, is_tiled=True),
+    Part("scales", _scales, is_tiled=True, timing_fill=1),
+    Part("zeros", _zeros, is_tiled=True),
+    Part("tensor_scale", _tensor_scale, timing_fill=1),
+    Part("codebook", _codebook, is_tiled=True),
+    Part("input_scale", _input_scale),
+    Part("outlier_starts", _outlier_starts, timing_fill="even"),
+    Part("outlier_columns", _outlier_columns),
+    Part("outlier_values", _outlier_values),
+    Part("float_columns", _float_columns),
+    Part("float_values", _float_values),
+)
+"""All parts, in the order in which kernels take them."""
+PARTS = tuple(part.name for part in PART_TABLE)
+"""Names of the tensors of a packed weight."""
+TILED = tuple(part.name for part in PART_TABLE if part.is_tiled)
+"""Those whose first dimension is tiles of rows."""
+TIMING_FILL = {part.name: part.timing_fill for part in PART_TABLE}
+"""What each holds while schedules are timed."""
+
+
+def stored_parts(fmt: Layout, out_features: int, in_features: int) -> dict[str, Stored]:
+    """Return type and shape of each tensor that an [out, in] weight is stored as."""
+    found = ((part.name, part.stored(fmt, out_features, in_features)) for part in PART_TABLE)
+    return {name: stored for name, stored in found if stored is not None}
+
+
+def part_bytes(stored: Stored) -> int:
+    """Count the bytes of one tensor."""
+    kind, shape = stored
+    return _BYTES[kind] * prod(shape)
