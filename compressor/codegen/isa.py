@@ -1,19 +1,42 @@
-"""Describe instruction sets as kernels see them."""
+"""Describe instruction sets by what their machines can do; each target's file defines its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set as the kernels see it."""
+    """Hold what kernels know of a machine: how wide its registers are, and which instructions it has.
+
+    An instruction is a function that emits it into the kernel that is being written.  Where a machine lacks one,
+    kernels emit vector expressions that LLVM turns into code for any CPU.
+
+    Attributes:
+        name: in manifests and in the tuner's database.
+        lanes: 32-bit lanes of a register.
+        mcpu: LLVM's name of the CPU.
+        cpu_flags: what /proc/cpuinfo must list; they go into the manifest, and the run-time checks them.
+        mattr: LLVM's names of what ``mcpu`` lacks.
+        dot4: (accumulator, codes, activations, bits of a code) -> accumulator + the sum over the four bytes of each
+            lane of codes (unsigned) * activations (signed), int32.
+        lookup16: (sixteen floats, index) -> ``values[index % 16]`` of each lane, float32.
+        quick_lookup: ``lookup16`` is one instruction, and beats a mask and a conversion.
+        count_ones: (int32 vector) -> the ones in each lane.
+        ones_of_bytes: (int32 vector) -> the ones in each byte, as bytes of a vector of the same type.
+        matrix_unit: ``amx`` where registers hold matrices of int8 or bfloat16.
+    """
 
     name: str
-    lanes: int  # 32-bit lanes of a register
-    vnni: bool  # has vpdpbusd
-    vpopcnt: bool  # has vpopcntd
-    cpu_flags: tuple[str, ...]  # what /proc/cpuinfo must list, of x86
-    mcpu: str
-    tiles: bool = False  # has AMX: registers that hold matrices of int8 or bfloat16
-    mattr: tuple[str, ...] = ()  # LLVM's names of what ``mcpu`` lacks
+    lanes: int
+    mcpu: str = "generic"
+    cpu_flags: tuple[str, ...] = ()
+    mattr: tuple[str, ...] = ()
+    dot4: Callable[[Any, Any, Any, int], Any] | None = None
+    lookup16: Callable[[Sequence[float], Any], Any] | None = None
+    quick_lookup: bool = False
+    count_ones: Callable[[Any], Any] | None = None
+    ones_of_bytes: Callable[[Any], Any] | None = None
+    matrix_unit: str = ""

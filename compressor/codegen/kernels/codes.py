@@ -38,8 +38,8 @@ def centred(codes: Any, centre: int, lanes: int) -> Any:
     return T.reinterpret(octets - T.broadcast(byte, 4 * lanes), dtype=f"int32x{lanes}")
 
 
-def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[[int], Any]) -> Any:
-    """What the codes in one byte of each lane stand for, but for the constant factor that :func:`scale_values` has.
+def code_values(codes: Any, byte: int, fmt: Format, isa: Isa, table: Callable[[int], Any]) -> Any:
+    """Emit the values of the codes in one byte of each lane, but for the constant factor that :func:`scale_values` has.
 
     Args:
         table: code -> a codebook's vector of values, one a lane.
@@ -47,16 +47,17 @@ def code_values(codes: Any, byte: int, fmt: Format, lanes: int, table: Callable[
     A float of few bits is, with its fields in the places of float16's, a float16 that is smaller by a power of two:
     subnormals as well, which that conversion takes at full speed.
     """
+    lanes = isa.lanes
     if fmt.codebook:
         return _pick([table(level) for level in range(fmt.levels)], codes, 8 * byte, lanes)
     element = fmt.element
     code = codes if byte == 0 else T.shift_right(codes, splat(8 * byte, lanes))
-    if element is None and fmt.bits <= 4 and lanes == 16:  # one permutation in place of a mask and a conversion
-        return _lookup16(range(16), code, lanes)
+    if element is None and fmt.bits <= 4 and isa.quick_lookup:  # in place of a mask and a conversion
+        return _lookup16(range(16), code, isa)
     if element is None:
         return T.Cast(f"float32x{lanes}", T.bitwise_and(code, splat(0xFF, lanes)))
     if not element.is_float:
-        return _lookup16(element.values, code, lanes)
+        return _lookup16(element.values, code, isa)
     sign = T.shift_left(T.bitwise_and(code, splat(1 << (fmt.bits - 1), lanes)), splat(16 - fmt.bits, lanes))
     rest = T.shift_left(
         T.bitwise_and(code, splat((1 << (fmt.bits - 1)) - 1, lanes)), splat(10 - element.mantissa_bits, lanes)
@@ -73,23 +74,11 @@ def _pick(found: Sequence[Any], codes: Any, shift: int, lanes: int) -> Any:
     return found[0]
 
 
-def _lookup16(values: Sequence[float], index: Any, lanes: int) -> Any:
-    """``values[index % 16]``, by permutation of registers where there is one."""
-    if lanes < 8:
-        return _pick([splat_float(value, lanes) for value in values], index, 0, lanes)
-
-    def table(some: Sequence[float]) -> Any:
-        return T.Shuffle([T.float32(value) for value in some], list(range(len(some))))
-
-    if lanes == 16:
-        permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.permvar.sf.512")
-        return T.call_llvm_pure_intrin(permute, table(values), index, dtype="float32x16")
-    permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.permps")
-    low, high = (
-        T.call_llvm_pure_intrin(permute, table(part), index, dtype="float32x8") for part in (values[:8], values[8:])
-    )
-    is_low = T.EQ(T.bitwise_and(index, splat(8, lanes)), splat(0, lanes))
-    return T.Select(is_low, low, high)
+def _lookup16(values: Sequence[float], index: Any, isa: Isa) -> Any:
+    """Emit ``values[index % 16]``: the machine's own way, or by choices between two."""
+    if isa.lookup16 is not None:
+        return isa.lookup16(values, index)
+    return _pick([splat_float(value, isa.lanes) for value in values], index, 0, isa.lanes)
 
 
 def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
@@ -110,52 +99,20 @@ def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
 
 
 def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
-    """``acc + sum over 4 bytes of codes (unsigned) * activation (signed)`` in int32.
+    """Emit ``acc + sum over 4 bytes of codes (unsigned) * activation (signed)`` in int32.
 
     Args:
         codes: int32 vector of four unsigned bytes a lane.
         activation: int32 vector of four signed bytes a lane.
     """
-    octets, lanes = f"int8x{4 * isa.lanes}", isa.lanes
-    a = T.reinterpret(activation, dtype=octets)
-    if isa.vnni:
-        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
-        return T.call_llvm_pure_intrin(name, acc, T.reinterpret(codes, dtype=octets), a, dtype=f"int32x{lanes}")
-
-    if lanes == 4:  # WebAssembly multiplies 16-bit numbers and adds them by pairs
-        eight = T.broadcast(T.int16(8), 2 * lanes)
-
-        def halves(value: Any) -> Any:
-            return T.reinterpret(value, dtype=f"int16x{2 * lanes}")
-
-        unsigned, signed = halves(codes), halves(activation)
-        low = T.bitwise_and(unsigned, T.broadcast(T.int16(255), 2 * lanes))
-        high = halves(T.bitwise_and(T.shift_right(codes, splat(8, lanes)), splat(0x00FF00FF, lanes)))
-        pairs_of = (
-            (low, T.shift_right(T.shift_left(signed, eight), eight)),
-            (high, T.shift_right(signed, eight)),
-        )
-        name = T.llvm_lookup_intrinsic_id("llvm.wasm.dot")
-        for one, other in pairs_of:
-            acc = acc + T.call_llvm_pure_intrin(name, one, other, dtype=f"int32x{lanes}")
-        return acc
-
-    def products(unsigned: Any) -> Any:
-        pairs = T.call_llvm_pure_intrin(
-            T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.ub.sw"),
-            T.reinterpret(unsigned, dtype=octets),
-            a,
-            dtype=f"int16x{2 * lanes}",
-        )
-        ones = T.broadcast(T.int16(1), 2 * lanes)
-        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.wd")
-        return T.call_llvm_pure_intrin(name, pairs, ones, dtype=f"int32x{lanes}")
-
-    if fmt.bits < 8:  # 2 * 127 * 127 fits the saturating 16-bit sum of pmaddubsw
-        return acc + products(codes)
-    low = products(T.bitwise_and(codes, splat(0x7F7F7F7F, lanes)))
-    high = products(T.bitwise_and(T.shift_right(codes, splat(7, lanes)), splat(0x01010101, lanes)))
-    return acc + low + T.shift_left(high, splat(7, lanes))
+    if isa.dot4 is not None:
+        return isa.dot4(acc, codes, activation, fmt.bits)
+    lanes = isa.lanes
+    for byte in range(4):
+        unsigned = T.bitwise_and(T.shift_right(codes, splat(8 * byte, lanes)), splat(0xFF, lanes))
+        signed = T.shift_right(T.shift_left(activation, splat(24 - 8 * byte, lanes)), splat(24, lanes))
+        acc = acc + unsigned * signed
+    return acc
 
 
 def to_float(value: Any, storage: str, lanes: int) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from compressor.codegen.lowering.compile import Lowered
 
-NULL = Isa("null", 8, False, False, (), "generic")
+NULL = Isa("null", 8)
 """Eight lanes and no instruction of its own: kernels are written down for it and never compiled."""
 
 _LOCK_AND_MANIFEST_BYTES, _PARAMETER_BYTES = 8_000, 160  # fitted to a bundle

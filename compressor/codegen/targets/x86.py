@@ -7,9 +7,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compressor_runtime import allow_tiles
 
@@ -59,7 +59,7 @@ class X86:
 
     def executes(self, isa: Isa) -> bool:
         """Whether this machine can execute code for ``isa``."""
-        return host_flags().issuperset(isa.cpu_flags) and (not isa.tiles or allow_tiles())
+        return host_flags().issuperset(isa.cpu_flags) and (not isa.matrix_unit or allow_tiles())
 
     def launcher(self, isa: Isa) -> tuple[str, ...]:
         """Return nothing: what this machine lacks is compiled, not executed."""
@@ -100,34 +100,132 @@ def _compiler() -> list[str]:
     )
 
 
+# Instructions; TVM is imported when a kernel is written.
+
+
+def _vpdpbusd(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
+    from tvm.script import tirx as T
+
+    name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
+    operands = (T.reinterpret(codes, dtype="int8x64"), T.reinterpret(activation, dtype="int8x64"))
+    return T.call_llvm_pure_intrin(name, acc, *operands, dtype="int32x16")
+
+
+def _vpmaddubsw(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
+    """Add pairs of products in 16 bits, then pairs of those; codes of 8 bits in two steps, as pairs may overflow."""
+    from tvm.script import tirx as T
+
+    from compressor.codegen.kernels.vector import splat
+
+    a = T.reinterpret(activation, dtype="int8x32")
+
+    def products(unsigned: Any) -> Any:
+        pairs = T.call_llvm_pure_intrin(
+            T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.ub.sw"),
+            T.reinterpret(unsigned, dtype="int8x32"),
+            a,
+            dtype="int16x16",
+        )
+        ones = T.broadcast(T.int16(1), 16)
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.pmadd.wd")
+        return T.call_llvm_pure_intrin(name, pairs, ones, dtype="int32x8")
+
+    if bits < 8:  # 2 * 127 * 127 fits the saturating 16-bit sum of pmaddubsw
+        return acc + products(codes)
+    low = products(T.bitwise_and(codes, splat(0x7F7F7F7F, 8)))
+    high = products(T.bitwise_and(T.shift_right(codes, splat(7, 8)), splat(0x01010101, 8)))
+    return acc + low + T.shift_left(high, splat(7, 8))
+
+
+def _permute16(values: Sequence[float], index: Any) -> Any:
+    from tvm.script import tirx as T
+
+    permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.permvar.sf.512")
+    return T.call_llvm_pure_intrin(permute, _table(values), index, dtype="float32x16")
+
+
+def _permute8_twice(values: Sequence[float], index: Any) -> Any:
+    """Look up in either half of the table, and choose by the index's fourth bit."""
+    from tvm.script import tirx as T
+
+    from compressor.codegen.kernels.vector import splat
+
+    permute = T.llvm_lookup_intrinsic_id("llvm.x86.avx2.permps")
+    low, high = (
+        T.call_llvm_pure_intrin(permute, _table(part), index, dtype="float32x8") for part in (values[:8], values[8:])
+    )
+    is_low = T.EQ(T.bitwise_and(index, splat(8, 8)), splat(0, 8))
+    return T.Select(is_low, low, high)
+
+
+def _table(values: Sequence[float]) -> Any:
+    from tvm.script import tirx as T
+
+    return T.Shuffle([T.float32(value) for value in values], list(range(len(values))))
+
+
+def _vpopcntd(word: Any) -> Any:
+    from tvm.script import tirx as T
+
+    return T.popcount(word)
+
+
+def _pshufb(lanes: int, name: str) -> Callable[[Any], Any]:
+    """Count the ones in each byte by a table of halves of a byte."""
+
+    def ones_of_bytes(word: Any) -> Any:
+        from tvm.script import tirx as T
+
+        from compressor.codegen.kernels.vector import splat
+
+        octets = f"int8x{4 * lanes}"
+        words = [int.from_bytes([(4 * i + j).bit_count() for j in range(4)], "little") for i in range(4)]
+        every = T.Shuffle([T.int32(words[i % 4]) for i in range(lanes)], list(range(lanes)))
+        table = T.reinterpret(every, dtype=octets)
+
+        def look_up(half: Any) -> Any:
+            index = T.reinterpret(T.bitwise_and(half, splat(0x0F0F0F0F, lanes)), dtype=octets)
+            return T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id(name), table, index, dtype=octets)
+
+        both = look_up(word) + look_up(T.shift_right(word, splat(4, lanes)))
+        return T.reinterpret(both, dtype=f"int32x{lanes}")
+
+    return ones_of_bytes
+
+
+AVX2 = Isa(
+    "avx2",
+    8,
+    "haswell",
+    ("avx2", "fma", "f16c"),
+    dot4=_vpmaddubsw,
+    lookup16=_permute8_twice,
+    ones_of_bytes=_pshufb(8, "llvm.x86.avx2.pshuf.b"),
+)
 AVX512_VNNI = Isa(
     "avx512_vnni",
     16,
-    True,
-    False,
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
     "cascadelake",
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+    dot4=_vpdpbusd,
+    lookup16=_permute16,
+    quick_lookup=True,
+    ones_of_bytes=_pshufb(16, "llvm.x86.avx512.pshuf.b.512"),
 )
-
-
-AVX2 = Isa("avx2", 8, False, False, ("avx2", "fma", "f16c"), "haswell")
-
-
-AVX512_VPOPCNTDQ = Isa(
-    "avx512_vpopcntdq", 16, True, True, (*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"), "icelake-server"
+AVX512_VPOPCNTDQ = replace(
+    AVX512_VNNI,
+    name="avx512_vpopcntdq",
+    mcpu="icelake-server",
+    cpu_flags=(*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"),
+    count_ones=_vpopcntd,
 )
 """Only by name: what it adds serves bit planes alone, and its bundles run on fewer machines."""
-
-
-AMX = Isa(
-    "amx",
-    16,
-    True,
-    False,
-    (*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16"),
-    "cascadelake",
-    True,
-    ("+amx-tile", "+amx-int8", "+amx-bf16"),
+AMX = replace(
+    AVX512_VNNI,
+    name="amx",
+    cpu_flags=(*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16"),
+    mattr=("+amx-tile", "+amx-int8", "+amx-bf16"),
+    matrix_unit="amx",
 )
 
 

@@ -37,7 +37,7 @@ def counts_bits(fmt: Format, isa: Isa) -> bool:
     if not fmt.sliced or not fmt.integer_products or fed is None or (fed.is_sign and fmt.sliced != "BIP"):
         return False
     pairs, bytes_cost = fmt.bits * fed.bits, 22 + 9 * fmt.bits
-    return pairs * (4 if isa.vpopcnt else 8) < bytes_cost
+    return pairs * (4 if isa.count_ones is not None else 8) < bytes_cost
 
 
 def slice_chunk(planes: Any, quads: Any, a: Any, m: Any, c: Any, fed: Activations) -> None:
@@ -112,25 +112,14 @@ class PlaneProducts(Products):
 
 def add_ones(acc: Any, word: Any, negative: bool, fmt: Format, isa: Isa) -> Any:
     """``acc`` plus (or minus) the ones in each 32-bit lane of ``word``."""
-    if isa.vpopcnt:
-        ones = T.popcount(word)
+    if isa.count_ones is not None:
+        ones = isa.count_ones(word)
         return acc - ones if negative else acc + ones
     return dot4(acc, _ones_of_bytes(word, isa), splat(0xFFFFFFFF if negative else 0x01010101, isa.lanes), fmt, isa)
 
 
 def _ones_of_bytes(word: Any, isa: Isa) -> Any:
-    """The ones in each byte, by a table of halves of a byte; WebAssembly counts them."""
-    octets = 4 * isa.lanes
-    if isa.lanes == 4:
-        return T.reinterpret(T.popcount(T.reinterpret(word, dtype=f"int8x{octets}")), dtype="int32x4")
-    name = "llvm.x86.avx512.pshuf.b.512" if isa.lanes == 16 else "llvm.x86.avx2.pshuf.b"
-    words = [int.from_bytes([(4 * i + j).bit_count() for j in range(4)], "little") for i in range(4)]
-    every = T.Shuffle([T.int32(words[i % 4]) for i in range(isa.lanes)], list(range(isa.lanes)))
-    table = T.reinterpret(every, dtype=f"int8x{octets}")
-
-    def look_up(half: Any) -> Any:
-        index = T.reinterpret(T.bitwise_and(half, splat(0x0F0F0F0F, isa.lanes)), dtype=f"int8x{octets}")
-        return T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id(name), table, index, dtype=f"int8x{octets}")
-
-    both = look_up(word) + look_up(T.shift_right(word, splat(4, isa.lanes)))
-    return T.reinterpret(both, dtype=f"int32x{isa.lanes}")
+    """Emit the ones in each byte: the machine's own way, or as LLVM counts them."""
+    if isa.ones_of_bytes is not None:
+        return isa.ones_of_bytes(word)
+    return T.reinterpret(T.popcount(T.reinterpret(word, dtype=f"int8x{4 * isa.lanes}")), dtype=f"int32x{isa.lanes}")

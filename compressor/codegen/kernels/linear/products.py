@@ -95,7 +95,7 @@ class Products:
                 if t == 0:  # a new register of codes, shared by all tokens
                     last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
                     for i in range(0 if self.integer else 4):
-                        value = code_values(last, i, fmt, lanes, partial(_entry, table, n, at))
+                        value = code_values(last, i, fmt, self.isa, partial(_entry, table, n, at))
                         T.buffer_store(values, value, [i, at])
                 if self.integer:
                     four = T.reinterpret(a[m0 + t, T.ramp(column, 1, 4)], dtype="int32")

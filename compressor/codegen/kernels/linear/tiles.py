@@ -40,7 +40,7 @@ Pieces = Callable[[int, int], None]
 def takes_tiles(fmt: Format, isa: Isa) -> bool:
     """Whether several tokens are multiplied by tiles; values of tables need more bits than bfloat16 has."""
     is_exact = fmt.element is None or fmt.element.is_float
-    return isa.tiles and is_exact and not fmt.codebook and not fmt.sliced
+    return isa.matrix_unit == "amx" and is_exact and not fmt.codebook and not fmt.sliced
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class TileProducts:
 
     def _two(self, codes: Any, byte: int, zero: Any) -> Any:
         """Values of two neighbouring columns in bfloat16, one above the other."""
-        values = [code_values(codes, i, self.fmt, _LANES, _no_table) for i in (byte, byte + 1)]
+        values = [code_values(codes, i, self.fmt, self.body.isa, _no_table) for i in (byte, byte + 1)]
         values = values if zero is None else [value - zero for value in values]
         low, high = (T.reinterpret(value, dtype=f"uint32x{_LANES}") for value in values)
         both = T.bitwise_or(T.shift_right(low, T.broadcast(T.uint32(16), _LANES)), high)  # the lower bits are zeros

@@ -65,6 +65,18 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: Isa) -> No
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
+PLAIN = Isa("plain", 4, "haswell", ("avx2", "fma", "f16c"))
+"""Four lanes, as NEON has, and no instruction of its own."""
+
+
+@pytest.mark.parametrize("name", ["W4A8_G32", "W8A8", "W4A16_ASYM_G32", "NF4_G64", "BIP2A8_G128"])
+def test_a_machine_without_instructions_of_its_own_gets_plain_expressions(name: str) -> None:
+    fmt = Format.parse(name)
+    schedule = packed_linear.Schedule(1, 1, 4)
+    assert "llvm" not in packed_linear.packed_linear(32, 256, fmt, True, PLAIN, schedule).script()
+    check_packed_linear(fmt, PLAIN, random.Random(name), torch.Generator().manual_seed(1))
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
