@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,6 +20,7 @@ from compressor.formats.format import Format
 from compressor.recipe.gates import METRICS
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
 from compressor.recipe.sources import SOURCE_KEYS
+from compressor.registry import PASSES, TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -107,17 +111,52 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
 TABLES = re.findall(r"^\| option of `(\w+)` \|", text("docs/recipes.md"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_options_are_documented_with_their_defaults(name: str) -> None:
-    from compressor.registry import PASSES, TARGETS
+def described_options(cls: type[Any]) -> dict[str, str]:
+    """Read an option's meaning from the section ``Attributes:`` of its dataclass's docstring."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
+
+def as_written(value: object) -> str:
+    """Return an option's value as a recipe would write it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_written, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def default_cell(field: dataclasses.Field[Any]) -> str:
+    """Return the table's cell for an option's default."""
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return "none" if field.default in (None, ()) else f"`{as_written(field.default)}`"
+
+
+def option_table(name: str) -> str:
+    """Generate the table of a pass's or a target's options from its dataclass."""
     cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
-    table = rows("docs/recipes.md", f"option of `{name}`")
-    assert [option for row in table for option in named(row[0])] == [f.name for f in dataclasses.fields(cls)]
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for option, default, _ in table:
-        if default.startswith("`"):
-            assert defaults[named(option)[0]] == yaml.safe_load(named(default)[0])
+    meanings, lines = described_options(cls), [f"| option of `{name}` | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        meaning = re.sub(r":\w+:`([^`]+)`", r"`\1`", meanings[field.name]).replace("``", "`").replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {default_cell(field)} | {meaning.removesuffix('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_options_follow_the_dataclasses(name: str, pytestconfig: pytest.Config) -> None:
+    page = text("docs/recipes.md")
+    table = next(re.finditer(rf"^\| option of `{name}` \|.*\n(?:\|.*\n)*", page, re.MULTILINE)).group()
+    if pytestconfig.getoption("--update-docs"):
+        (ROOT / "docs" / "recipes.md").write_text(page.replace(table, option_table(name)), encoding="utf-8")
+    else:
+        assert table == option_table(name), "stale: run pytest tests/test_docs.py --update-docs"
+
+
+@pytest.mark.parametrize("name", [*PASSES.names(), *TARGETS.names()])
+def test_every_option_is_described_where_it_is_declared(name: str) -> None:
+    """``compress show`` prints this description, and the tables are made of it."""
+    cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
+    assert list(described_options(cls)) == [field.name for field in dataclasses.fields(cls)]
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=by_page)
@@ -170,9 +209,13 @@ def test_commands_in_the_pages_exist_with_their_options(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
-def test_python_in_the_pages_parses(page: Path) -> None:
+def test_python_in_the_pages_parses_and_imports_what_exists(page: Path) -> None:
     for body in blocks(page, "python"):
-        ast.parse(body)
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "compressor":
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{by_page(page)}: {node.module}.{alias.name}"
 
 
 def functions(path: Path) -> set[str]:
