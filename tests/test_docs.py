@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +243,33 @@ def test_functions_that_are_named_with_their_file_exist(page: Path) -> None:
         assert name in functions(files[0]), f"{by_page(page)}: {path}:{name}"
 
 
-def test_the_map_has_every_folder_with_its_invariant() -> None:
-    package, page = ROOT / "compressor", " ".join(text("docs/architecture.md").split())
-    folders = {path.parent for path in package.rglob("__init__.py") if "_data" not in path.parts} - {package}
-    described = set(re.findall(r"\*\*`([\w/]+)/`\*\*", page))
-    names = {str(folder.relative_to(package)) for folder in folders}
-    assert described <= names and {name for name in names if "/" not in name} <= described
-    for name in described:
-        doc = ast.get_docstring(ast.parse((package / name / "__init__.py").read_text(encoding="utf-8"))) or ""
-        first, invariant = doc.split("\n\n")[0], doc.partition("Invariant: ")[2].split("\n\n")[0]
-        assert f"**`{name}/`** {' '.join(first.split())}" in page, name
-        assert f"*Invariant: {' '.join(invariant.split())}*" in page, name
+def described_folder(folder: Path) -> tuple[str, str]:
+    """Read a folder's sentence and its invariant from the docstring of its ``__init__.py``."""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    parts = (doc.split("\n\n")[0], doc.partition("Invariant: ")[2].split("\n\n")[0])
+    sentence, invariant = (" ".join(part.split()).replace("``", "`") for part in parts)
+    assert sentence.count(". ") == 0, f"{folder}: more than one sentence"
+    return sentence, invariant
+
+
+def test_the_map_has_every_folder_with_its_invariant(pytestconfig: pytest.Config) -> None:
+    package, page = ROOT / "compressor", text("docs/architecture.md")
+    names = {
+        str(path.parent.relative_to(package)) for path in package.rglob("__init__.py") if "_data" not in path.parts
+    }
+    entries = re.findall(r"^\*\*`([\w/]+)/`\*\* (.+?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert {name for name in names - {"."} if "/" not in name} <= {name for name, _ in entries} <= names
+    for name, entry in entries:
+        sentence, invariant = described_folder(package / name)
+        about = re.fullmatch(r".*?\.(?= )(.*) \*Invariant: [^*]*\*", " ".join(entry.split()))
+        assert about is not None, f"{name}: sentence, what else there is to say, *Invariant: ...*"
+        wanted = f"**`{name}/`** {sentence}{about.group(1)} *Invariant: {invariant}*"
+        if wanted == " ".join(f"**`{name}/`** {entry}".split()):
+            continue
+        assert pytestconfig.getoption("--update-docs"), f"{name} is stale: run pytest tests/test_docs.py --update-docs"
+        lines = textwrap.fill(wanted, 120, break_long_words=False, break_on_hyphens=False)
+        page = page.replace(f"**`{name}/`** {entry}", lines)
+        (ROOT / "docs" / "architecture.md").write_text(page, encoding="utf-8")
 
 
 def test_the_phases_are_those_of_the_code() -> None:
