@@ -20,6 +20,9 @@ from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files that generated kernels must equal")
+    parser.addoption(
+        "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
+    )
 
 
 @pytest.fixture(scope="session")

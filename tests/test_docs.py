@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import inspect
 import re
 import shlex
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,6 +21,7 @@ from compressor.formats.format import Format
 from compressor.recipe.gates import METRICS
 from compressor.recipe.recipe import EvaluationSpec, Recipe, TextSpec, load_recipe, load_text_spec
 from compressor.recipe.sources import SOURCE_KEYS
+from compressor.registry import PASSES, TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -107,17 +112,52 @@ def test_defaults_of_recipe_keys_are_the_documented_ones() -> None:
 TABLES = re.findall(r"^\| option of `(\w+)` \|", text("docs/recipes.md"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_options_are_documented_with_their_defaults(name: str) -> None:
-    from compressor.registry import PASSES, TARGETS
+def described_options(cls: type[Any]) -> dict[str, str]:
+    """Read an option's meaning from the section ``Attributes:`` of its dataclass's docstring."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
+
+def as_written(value: object) -> str:
+    """Return an option's value as a recipe would write it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_written, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def default_cell(field: dataclasses.Field[Any]) -> str:
+    """Return the table's cell for an option's default."""
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return "none" if field.default in (None, ()) else f"`{as_written(field.default)}`"
+
+
+def option_table(name: str) -> str:
+    """Generate the table of a pass's or a target's options from its dataclass."""
     cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
-    table = rows("docs/recipes.md", f"option of `{name}`")
-    assert [option for row in table for option in named(row[0])] == [f.name for f in dataclasses.fields(cls)]
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for option, default, _ in table:
-        if default.startswith("`"):
-            assert defaults[named(option)[0]] == yaml.safe_load(named(default)[0])
+    meanings, lines = described_options(cls), [f"| option of `{name}` | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        meaning = re.sub(r":\w+:`([^`]+)`", r"`\1`", meanings[field.name]).replace("``", "`").replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {default_cell(field)} | {meaning.removesuffix('.')} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_options_follow_the_dataclasses(name: str, pytestconfig: pytest.Config) -> None:
+    page = text("docs/recipes.md")
+    table = next(re.finditer(rf"^\| option of `{name}` \|.*\n(?:\|.*\n)*", page, re.MULTILINE)).group()
+    if pytestconfig.getoption("--update-docs"):
+        (ROOT / "docs" / "recipes.md").write_text(page.replace(table, option_table(name)), encoding="utf-8")
+    else:
+        assert table == option_table(name), "stale: run pytest tests/test_docs.py --update-docs"
+
+
+@pytest.mark.parametrize("name", [*PASSES.names(), *TARGETS.names()])
+def test_every_option_is_described_where_it_is_declared(name: str) -> None:
+    """``compress show`` prints this description, and the tables are made of it."""
+    cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
+    assert list(described_options(cls)) == [field.name for field in dataclasses.fields(cls)]
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=by_page)
@@ -170,9 +210,13 @@ def test_commands_in_the_pages_exist_with_their_options(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
-def test_python_in_the_pages_parses(page: Path) -> None:
+def test_python_in_the_pages_parses_and_imports_what_exists(page: Path) -> None:
     for body in blocks(page, "python"):
-        ast.parse(body)
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "compressor":
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{by_page(page)}: {node.module}.{alias.name}"
 
 
 def functions(path: Path) -> set[str]:
@@ -199,17 +243,33 @@ def test_functions_that_are_named_with_their_file_exist(page: Path) -> None:
         assert name in functions(files[0]), f"{by_page(page)}: {path}:{name}"
 
 
-def test_the_map_has_every_folder_with_its_invariant() -> None:
-    package, page = ROOT / "compressor", " ".join(text("docs/architecture.md").split())
-    folders = {path.parent for path in package.rglob("__init__.py") if "_data" not in path.parts} - {package}
-    described = set(re.findall(r"\*\*`([\w/]+)/`\*\*", page))
-    names = {str(folder.relative_to(package)) for folder in folders}
-    assert described <= names and {name for name in names if "/" not in name} <= described
-    for name in described:
-        doc = ast.get_docstring(ast.parse((package / name / "__init__.py").read_text(encoding="utf-8"))) or ""
-        first, invariant = doc.split("\n\n")[0], doc.partition("Invariant: ")[2].split("\n\n")[0]
-        assert f"**`{name}/`** {' '.join(first.split())}" in page, name
-        assert f"*Invariant: {' '.join(invariant.split())}*" in page, name
+def described_folder(folder: Path) -> tuple[str, str]:
+    """Read a folder's sentence and its invariant from the docstring of its ``__init__.py``."""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    parts = (doc.split("\n\n")[0], doc.partition("Invariant: ")[2].split("\n\n")[0])
+    sentence, invariant = (" ".join(part.split()).replace("``", "`") for part in parts)
+    assert sentence.count(". ") == 0, f"{folder}: more than one sentence"
+    return sentence, invariant
+
+
+def test_the_map_has_every_folder_with_its_invariant(pytestconfig: pytest.Config) -> None:
+    package, page = ROOT / "compressor", text("docs/architecture.md")
+    names = {
+        str(path.parent.relative_to(package)) for path in package.rglob("__init__.py") if "_data" not in path.parts
+    }
+    entries = re.findall(r"^\*\*`([\w/]+)/`\*\* (.+?)\n\n", page, re.MULTILINE | re.DOTALL)
+    assert {name for name in names - {"."} if "/" not in name} <= {name for name, _ in entries} <= names
+    for name, entry in entries:
+        sentence, invariant = described_folder(package / name)
+        about = re.fullmatch(r".*?\.(?= )(.*) \*Invariant: [^*]*\*", " ".join(entry.split()))
+        assert about is not None, f"{name}: sentence, what else there is to say, *Invariant: ...*"
+        wanted = f"**`{name}/`** {sentence}{about.group(1)} *Invariant: {invariant}*"
+        if wanted == " ".join(f"**`{name}/`** {entry}".split()):
+            continue
+        assert pytestconfig.getoption("--update-docs"), f"{name} is stale: run pytest tests/test_docs.py --update-docs"
+        lines = textwrap.fill(wanted, 120, break_long_words=False, break_on_hyphens=False)
+        page = page.replace(f"**`{name}/`** {entry}", lines)
+        (ROOT / "docs" / "architecture.md").write_text(page, encoding="utf-8")
 
 
 def test_the_phases_are_those_of_the_code() -> None:

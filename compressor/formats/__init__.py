@@ -1,4 +1,4 @@
-"""Describe number formats as data, by name and as bits: what kernels are held to.
+"""Describe number formats as data, by name and as bits: the definition that kernels are checked against.
 
 Invariant: the modules of formats as data import no torch.
 """

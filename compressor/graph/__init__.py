@@ -1,4 +1,4 @@
 """Read and rewrite a captured graph: sites, segments, folding, residual stream, costs of nodes.
 
-Invariant: what is known of a model is read from the dataflow, never from a table of architectures.
+Invariant: facts about a model are read from its dataflow, never from a table of architectures.
 """
