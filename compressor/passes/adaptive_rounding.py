@@ -31,7 +31,7 @@ from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantiz
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _DAMPENING = 0.1  # times the mean of H's diagonal, added to it; 0.01 overfits the noise of 16,000 tokens
@@ -174,9 +174,9 @@ class AdaptiveRounding(Pass):
         sites = choose_sites(graph, "adaptive_rounding", fmt, self.targets, self.ignore)
         matched = self.match_dense
         work = partial(adaptive_rounding_work, steps=self.steps, observer=self.observer, match_dense=matched)
-        gathering = Gathering(true_sequential=True, with_dense=matched, gradients=self.task_guided)
+        needs = CalibrationNeeds(true_sequential=True, with_dense=matched, gradients=self.task_guided)
         formats = {site.name: fmt for site in sites}
-        return plan_sites(graph, formats, self.ignore, work, adaptive_rounding_working_bytes, gathering)
+        return plan_sites(graph, formats, self.ignore, work, adaptive_rounding_working_bytes, needs)
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross = statistic.value, statistic.cross

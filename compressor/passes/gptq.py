@@ -26,7 +26,7 @@ from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantiz
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _MOST_DAMPENING = 1e3
@@ -278,7 +278,7 @@ class Gptq(Pass):
             ignore,
             partial(gptq_work, observer=self.observer, match_dense=matched),
             gptq_working_bytes,
-            Gathering(self.true_sequential, matched),
+            CalibrationNeeds(self.true_sequential, matched),
         )
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
