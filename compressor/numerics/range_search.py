@@ -30,8 +30,8 @@ _FEW_BITS = 3  # up to which a grid's best range is but a part of the weight's; 
 
 
 def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
-    """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2; or, of more
-    grids, by error times a matrix times error.
+    """Search the grid of one group of columns with the least sum over columns of importance * error ** 2; or, given a
+    matrix, with the least error times matrix times error.
 
     A symmetric grid of integers has one code more below zero than above.  Its scale may be negative, so that the code
     more serves the sign of the largest weight.

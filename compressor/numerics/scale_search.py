@@ -52,7 +52,7 @@ def search_scale(
     scale_of: Callable[[float], Tensor],
     share: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The scale, float64 [in], of the strength whose :func:`output_error` is least once channels share it.
+    """Return the scale, float64 [in], of the strength with the least :func:`output_error` once channels share it.
 
     Args:
         x, weights, fmt: as for :func:`output_error`.

@@ -1,4 +1,5 @@
-"""GPTQ: rounding whose errors the columns still to come make up for (Frantar et al. 2022, arXiv 2210.17323)."""
+"""GPTQ: quantise column by column; later columns compensate the error of earlier ones (Frantar et al. 2022, arXiv
+2210.17323)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _CLEAR = 0.99  # of the loss of round to nearest; what is above is computed once
 
 @dataclass(frozen=True)
 class GptqInfo:
-    """What happened while one weight was quantised.
+    """Facts about the quantisation of one weight.
 
     Attributes:
         error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs.
@@ -262,7 +263,7 @@ class Gptq(Pass):
         )
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Predict what :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
         return self.plan_formats(graph, {site.name: fmt for site in sites}, self.ignore)
@@ -270,7 +271,7 @@ class Gptq(Pass):
     def plan_formats(
         self, graph: GraphModule, formats: Mapping[str, Format], ignore: str | Sequence[str]
     ) -> list[SitePlan]:
-        """What :meth:`quantize_sites` will do."""
+        """Predict what :meth:`quantize_sites` will do with each linear, on a graph without weights."""
         matched = self.match_dense
         return plan_sites(
             graph,
@@ -333,8 +334,8 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
 
 
 def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of GPTQ: the weight, its transpose and a product in float64; the factor of the Hessian's inverse, twice
-    while it is turned round.
+    """Return the bytes that GPTQ works in: the weight, its transpose and a product in float64; the Cholesky factor of
+    H^-1, two copies while it is flipped.
 
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """

@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: packed where they are made, kept so by the run-time, read so by attention.
+"""Store keys and values in fewer bits: packed where they are made, kept packed by the run-time, read by attention.
 
 Permuting channels at compile time, so that outliers share blocks, is after Trukhanov and Soloveychik 2024, "Accurate
 Block Quantization in LLMs with Outliers" (arXiv 2403.20137); the order is chosen otherwise, see
@@ -75,7 +75,7 @@ class KvCache(Pass):
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Nothing becomes of linears; the graph's caches change as they will in :meth:`run`."""
+        """Change the graph's caches as :meth:`run` will; linears stay as they are."""
         fmt, info = CacheFormat.parse(self.scheme), graph.meta["model"]
         orders = None
         if self.permute and fmt.groups(info.head_dim) > 1:
@@ -100,7 +100,10 @@ class KvCache(Pass):
 
 
 def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[int, Orders]:
-    """Orders by layer.  An error in a key's channel costs the queries' mean square there, in a value's always 1."""
+    """Choose each layer's orders.
+
+    An error in a key's channel costs the queries' mean square there, in a value's channel 1.
+    """
     ids = ctx.calibration("kv_cache").ids
     stream = SegmentRunner(graph, torch.split(ids, max(1, MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
     layers, found = attention_layers(graph), dict[int, Orders]()

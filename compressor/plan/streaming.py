@@ -29,7 +29,7 @@ _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 
 @dataclass(frozen=True)
 class Streaming:
-    """What one streaming takes.
+    """Cost of running the samples through the graph once, segment by segment.
 
     Attributes:
         work: by unit.
@@ -161,7 +161,7 @@ class _Pricing:
 
 
 def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
-    """Each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's."""
     costs, cut = node_costs(graph, 1, length), segments(graph)
     runs = samples if length else samples / len(graph.meta["inputs"][0][0])
     work = {unit: 4 * runs * amount for unit, amount in eager_work(costs.values()).items()}
@@ -172,7 +172,7 @@ def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
 
 
 def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
-    """Squared gradients of weights, each used as soon as it is there."""
+    """Price squared gradients of weights, each used as soon as it is there."""
     found = _plan_backwards(graph, samples, length)
     work = Counter(found.work)
     for plan in plans:
@@ -194,7 +194,7 @@ def _one_after_another(first: Streaming, second: Streaming) -> Streaming:
 
 
 def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
-    """All windows through all segments, one window at a time, logits of all tokens included."""
+    """Price all windows through all segments, one window at a time, logits of all tokens included."""
     costs = node_costs(graph, 1, length)
     cut = segments(graph)
     work = {unit: windows * amount for unit, amount in eager_work(costs.values()).items()}
@@ -204,21 +204,21 @@ def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
 
 
 def runs_bytes(segment: Segment, costs: Mapping[Node, NodeCost], runs: float) -> int:
-    """Bytes of what is live at the end of a segment, for all runs."""
+    """Return the bytes that are live at the end of a segment, for all runs."""
     if segment.exit is None:
         return 0
     return int(runs * costs[_owner(segment.exit, costs)].held_bytes)
 
 
 def _owner(node: Node, costs: Mapping[Node, NodeCost]) -> Node:
-    """The node whose storage a view is of."""
+    """Return the node whose storage a view shows."""
     while (above := costs[node].owner) is not None and above in costs:
         node = above
     return node
 
 
 def live_bytes(segment: Segment, passed: set[Node], costs: Mapping[Node, NodeCost], runs: float) -> int:
-    """Bytes of what the rest of a segment reads of the nodes that have been run, and its entry, for all runs."""
+    """Return the bytes of those values, the entry included, that nodes still to run will read, for all runs."""
     rest = [node for node in segment.nodes if node not in passed]
     read = {source for node in rest for source in node.all_input_nodes if source in passed or source is segment.entry}
     owners = {_owner(node, costs) for node in read}
@@ -226,7 +226,7 @@ def live_bytes(segment: Segment, passed: set[Node], costs: Mapping[Node, NodeCos
 
 
 def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
-    """The most storage that is live at once while nodes run in order, each value until its last user is done."""
+    """Return the most bytes that are live at once while nodes run in order, each value until its last user is done."""
     inside = {node: i for i, node in enumerate(nodes)}
 
     def owner(node: Node) -> Node:
@@ -252,7 +252,7 @@ def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
 
 
 def _elements(cost: NodeCost, site: Site) -> int:
-    """Of a linear's input."""
+    """Return the elements of a linear's input."""
     return int(cost.flops) // (2 * site.out_features)
 
 
@@ -261,6 +261,6 @@ def _weight_bytes(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> int:
 
 
 def _packed(cost: NodeCost, plan: SitePlan) -> NodeCost:
-    """The cost of a linear once it is packed."""
+    """Return the cost of a linear once it is packed."""
     working = max(cost.working_bytes, 4 * cost.weights)
     return dataclasses.replace(cost, format=plan.format, weight_bytes=plan.bytes_after, cast=0, working_bytes=working)
