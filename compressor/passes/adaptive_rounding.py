@@ -26,7 +26,7 @@ from compressor.numerics.learned_rounding import (
 )
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import match_dense
-from compressor.numerics.range_search import Observer, Work, _observer_work, chooser
+from compressor.numerics.range_search import Observer, Work, chooser, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -200,7 +200,7 @@ def adaptive_rounding_work(
     """
     size = rows * columns
     chunks = -(-rows // ROUNDING_ROWS)
-    work = _observer_work(rows, columns, fmt, observer)
+    work = observer_work(rows, columns, fmt, observer)
     work.update({
         "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
         "stream_byte": 400 * steps * size,

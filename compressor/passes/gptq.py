@@ -22,7 +22,7 @@ from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import half_product, quadratic, total
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
-from compressor.numerics.range_search import ChooseGrid, Observer, Work, _grid_work, _observer_work, chooser
+from compressor.numerics.range_search import ChooseGrid, Observer, Work, chooser, grid_work, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -318,8 +318,8 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
     upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
     """
     size, cubed = rows * columns, columns**3
-    work = _observer_work(rows, columns, fmt, observer)
-    work.update(_grid_work(rows, columns, fmt, 1, searched=False))
+    work = observer_work(rows, columns, fmt, observer)
+    work.update(grid_work(rows, columns, fmt, 1, searched=False))
     work.update({
         "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
         "matmul_flop": (6 if match_dense else 0) * size * columns,

@@ -19,7 +19,7 @@ from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
-from compressor.numerics.range_search import Work, _grid_work
+from compressor.numerics.range_search import Work, grid_work
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
@@ -102,6 +102,6 @@ class Squeezellm(Pass):
 def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of :func:`compressor.passes.squeezellm.squeezellm_quantize` without the gradients, by unit."""
     work = Counter(rtn_work(rows, columns, fmt))
-    work.update(_grid_work(rows, columns, fmt, 1))
+    work.update(grid_work(rows, columns, fmt, 1))
     work.update({"stream_byte": 40 * rows * columns})
     return work
