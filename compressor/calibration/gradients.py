@@ -107,7 +107,7 @@ def _gradients(
     loss: Callable[[int, Tensor], Tensor],
     ahead: Tensor | None,
 ) -> list[Tensor]:
-    """Of one batch: with respect to the sites' weights or outputs, and last to what comes into the segment."""
+    """Return one batch's gradients by the sites' weights or outputs, and last by the segment's entry."""
     graph, env = stream.graph, stream.environment(segment, i)
     weights: list[Tensor] = []
     for site in sites if of == "weight" or segment.entry is None else ():

@@ -40,7 +40,7 @@ _PIXELS = 1 << 14  # of the images that run at once; of text, it is one sample
 def guided_rows(
     graph: GraphModule, ids: Tensor, sites: Sequence[Site], seed: int, spill: Spill | None = None
 ) -> dict[str, Tensor]:
-    """The weight of each row of each site's input, float32 [rows], its mean 1; the same for sites that share an input.
+    """Return a weight for each row of each site's input, float32 [rows] of mean 1; sites that share an input share it.
 
     Peak memory: as :func:`compressor.calibration.gradients.backwards` takes it, and the weights.
 

@@ -99,13 +99,13 @@ class SegmentRunner:
 
     @torch.no_grad()
     def values(self, segment: Segment, i: int, wanted: Sequence[Node]) -> list[Tensor]:
-        """Run one batch through a segment as far as the nodes of interest; their values."""
+        """Run one batch through a segment up to ``wanted``, and return the values of those nodes."""
         env = self.environment(segment, i)
         with bfloat16_products(self.rounded):
             return self.run(segment, env, wanted)
 
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
-        """What one batch's nodes of a segment read, but for parameters."""
+        """Return the values that a segment's nodes read for one batch, without parameters."""
         env = {**self._shared(self.batches[i]), self.ids_node: self.batches[i]}
         if segment.entry is not None:
             env[segment.entry] = self.hidden[i]
@@ -119,11 +119,11 @@ class SegmentRunner:
         later: Sequence[Node] = (),
         passed: Collection[Node] = (),
     ) -> list[Tensor]:
-        """Run a segment's nodes as far as those of interest; their values.  What nobody reads later leaves ``env``.
+        """Run the segment up to ``wanted`` and return those values; free every other value after its last use.
 
         Args:
-            later: nodes that will be of interest.
-            passed: nodes that have been run; what others read of them is in ``env``.
+            later: nodes that a later call will want.
+            passed: nodes that an earlier call has run; ``env`` holds those of their values that are still read.
         """
         inside = set(segment.nodes).difference(passed)
         needed = ancestors(wanted, inside)
@@ -160,7 +160,7 @@ class SegmentRunner:
 
 
 def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[Tensor]:
-    """Samples in batches of about so many tokens, or pixels, and at least one sample.
+    """Split samples into batches of about ``tokens`` tokens or pixels, each of at least one sample.
 
     A plain module that was captured with a fixed batch gets batches of that size.
 
@@ -191,13 +191,13 @@ def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[
 
 
 def _fits(shape: Sequence[Any], samples: Tensor) -> bool:
-    """Whether samples are of that shape, but for the batch; symbolic sizes are any."""
+    """Return whether samples have that shape, apart from the batch; a symbolic size fits any."""
     sizes = list(zip(shape, samples.shape, strict=False))[1:]
     return len(shape) == samples.dim() and all(not isinstance(size, int) or size == given for size, given in sizes)
 
 
 def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> Iterator[Tensor]:
-    """What a captured model gives, one batch after another: a decoder's logits of all tokens, float32 [batch, sequence,
+    """Yield a captured model's outputs batch by batch: a decoder's logits of all tokens, float32 [batch, sequence,
     vocabulary], or an encoder's hidden states.
 
     Nothing runs before the first is asked for; by then all batches have come as far as the last segment.
@@ -222,7 +222,7 @@ def _is_parameter(graph: GraphModule, name: str) -> bool:
 
 
 def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
-    """Flat inputs of the captured forward: a first run, all tokens kept, empty caches."""
+    """Return the flat inputs of the captured forward for a first run: all tokens kept, empty caches."""
     if info.kind == "module":
         return [ids]
     batch, length = ids.shape
@@ -233,7 +233,7 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:
-    """The nodes among ``inside`` that the targets are computed from, and those targets themselves."""
+    """Return the nodes of ``inside`` that the targets depend on, and those targets that are inside."""
     found: set[Node] = set()
     ahead = [node for node in targets if node in inside]
     while ahead:

@@ -11,7 +11,7 @@ from compressor.numerics.deterministic import BLOCK
 
 
 class Statistic(Protocol):
-    """What is gathered about the input of one group of linears."""
+    """Statistic of the input of one group of linears."""
 
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Take in the rows of one micro-batch, float32 [tokens, in_features].

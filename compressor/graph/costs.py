@@ -5,6 +5,7 @@ Shapes come from the operators' fake kernels, so parameters may be on the meta d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ _PAIR_BYTES = 260  # scaling, masking and softmax of a query and key take as lon
 _UNPACKED_BYTES = 18  # a weight of a piece that is being dequantised
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeCost:
     """What one node computes, reads and writes.
 
@@ -118,41 +119,83 @@ class _Shapes(Interpreter):
 
 
 def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:
-    new, given = list(_tensors(result)), [(source, x) for source, value in inputs.items() for x in _tensors(value)]
-    known = {_storage(x): source for source, x in given}
-    owner = next((known[_storage(x)] for x in new if _storage(x) in known), None)
-    held_bytes = sum({_storage(x): _bytes(x) for x in new if _storage(x) not in known}.values())
-    weights_read = {source: _bytes(x) for source, x in given if source.op == "get_attr"}
-    moved = sum(_bytes(x) for source, x in given if source.op != "get_attr") + sum(map(_bytes, new))
-    activation_bytes = moved if held_bytes else 0
-    kind, flops, cache_bytes, working_bytes, weights, cast = "other", float(sum(x.numel() for x in new)), 0, 0, 0, 0
-    passes, fmt = _PASSES.get(node.target, 1) * activation_bytes, ""
-    args: Any = node.args
+    """Return the cost of one call from the shapes of its inputs and of its result."""
+    cost = _element_wise_cost(node, inputs, result)
     if node.target in (_DENSE, _PACKED):
-        kind, x, y = "linear", inputs[args[0]], result
-        weights = x.shape[-1] * y.shape[-1]
-        flops, passes = 2.0 * x.numel() * y.shape[-1], 0
-        if node.target is _PACKED:
-            fmt = str(args[-3])
-            working_bytes = 4 * weights + _UNPACKED_BYTES * min(weights, PIECE_ELEMENTS)
-            if (fed := Format.parse(fmt).activations) is not None:
-                tensors = 3 if fed.element is None else 6
-                working_bytes, passes = working_bytes + tensors * 4 * x.numel(), 2 * tensors * _bytes(x)
-        elif inputs[args[1]].dtype is not torch.float32:
-            cast, working_bytes = weights, 4 * weights
-    elif node.target in _ATTENTION:
-        kind, (q, k) = "attention", (inputs[args[0]], inputs[args[1]])
-        pairs = q.shape[0] * q.shape[1] * q.shape[2] * (past + k.shape[2])
-        flops, cache_bytes = 4.0 * pairs * q.shape[3], 2 * _bytes(k[:, :, :1]) * past
-        activation_bytes = 2 * _bytes(q) + 2 * _bytes(k)
-        repeated = 2 * 4 * q.shape[0] * q.shape[1] * (past + k.shape[2]) * q.shape[3]
-        working_bytes, passes = 3 * 4 * pairs + repeated, _PAIR_BYTES * pairs + 2 * repeated
-    elif node.target is _EMBEDDING:
-        kind, weights_read = "embedding", {node: _bytes(result)}
+        return _linear_cost(cost, node, inputs, result)
+    if node.target in _ATTENTION:
+        return _attention_cost(cost, node, inputs, past)
+    if node.target is _EMBEDDING:
+        return dataclasses.replace(cost, kind="embedding", weight_bytes=_bytes(result))
+    return cost
+
+
+def _element_wise_cost(node: Node, inputs: Mapping[Node, Any], result: Any) -> NodeCost:
+    """Return the cost of an operator that does about one operation an element of its result."""
+    tensors_in = [(source, x) for source, value in inputs.items() for x in _tensors(value)]
+    tensors_out = list(_tensors(result))
+    sources = {_storage(x): source for source, x in tensors_in}
+    new_storage = {_storage(x): _bytes(x) for x in tensors_out if _storage(x) not in sources}
+    held_bytes = sum(new_storage.values())
+    moved = sum(_bytes(x) for source, x in tensors_in if source.op != "get_attr") + sum(map(_bytes, tensors_out))
+    activation_bytes = moved if held_bytes else 0
+    parameters = {source: _bytes(x) for source, x in tensors_in if source.op == "get_attr"}
     return NodeCost(
-        kind, flops, sum(weights_read.values()), cache_bytes, activation_bytes, held_bytes, working_bytes, weights, fmt,
-        cast, passes, getattr(node.target, "namespace", "") == "compressor", owner,
-    )  # fmt: skip
+        kind="other",
+        flops=float(sum(x.numel() for x in tensors_out)),
+        weight_bytes=sum(parameters.values()),
+        cache_bytes=0,
+        activation_bytes=activation_bytes,
+        held_bytes=held_bytes,
+        working_bytes=0,
+        weights=0,
+        format="",
+        cast=0,
+        passes=_PASSES.get(node.target, 1) * activation_bytes,
+        ours=getattr(node.target, "namespace", "") == "compressor",
+        owner=next((sources[_storage(x)] for x in tensors_out if _storage(x) in sources), None),
+    )
+
+
+def _linear_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result: Tensor) -> NodeCost:
+    """Return the cost of a linear: its product, and the weight that PyTorch dequantises or turns into float32 first."""
+    args: Any = node.args
+    x = inputs[args[0]]
+    outputs = result.shape[-1]
+    weights = x.shape[-1] * outputs
+    cost = dataclasses.replace(cost, kind="linear", flops=2.0 * x.numel() * outputs, weights=weights, passes=0)
+    if node.target is _DENSE:
+        if inputs[args[1]].dtype is torch.float32:
+            return cost
+        return dataclasses.replace(cost, cast=weights, working_bytes=4 * weights)
+    fmt = str(args[-3])
+    working_bytes = 4 * weights + _UNPACKED_BYTES * min(weights, PIECE_ELEMENTS)
+    activations = Format.parse(fmt).activations
+    if activations is None:
+        return dataclasses.replace(cost, format=fmt, working_bytes=working_bytes)
+    temporaries = 3 if activations.element is None else 6  # tensors like x, while PyTorch rounds it
+    working_bytes += temporaries * 4 * x.numel()
+    return dataclasses.replace(cost, format=fmt, working_bytes=working_bytes, passes=2 * temporaries * _bytes(x))
+
+
+def _attention_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], past: int) -> NodeCost:
+    """Return the cost of attention over earlier and new tokens; queries are [batch, heads, length, width]."""
+    args: Any = node.args
+    queries = inputs[args[0]]
+    keys = inputs[args[1]]
+    batch, heads, length, width = queries.shape
+    tokens = past + keys.shape[2]
+    pairs = batch * heads * length * tokens
+    repeated_bytes = 2 * 4 * batch * heads * tokens * width  # keys and values, for every head that reads them
+    return dataclasses.replace(
+        cost,
+        kind="attention",
+        flops=4.0 * pairs * width,
+        cache_bytes=2 * _bytes(keys[:, :, :1]) * past,
+        activation_bytes=2 * _bytes(queries) + 2 * _bytes(keys),
+        working_bytes=3 * 4 * pairs + repeated_bytes,
+        passes=_PAIR_BYTES * pairs + 2 * repeated_bytes,
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Products of float32 matrices by way of bfloat16, where calibration need not see the last bits.
+"""Let oneDNN run float32 GEMMs in bfloat16 (AMX) during calibration, where full precision is not needed.
 
 On a CPU with AMX, oneDNN rounds both factors to bfloat16, multiplies, and sums in float32, about three times as quickly
 as in float32.  A product is then off by 2e-3 of its size; everything between products stays float32.  The rounding to
@@ -21,13 +21,13 @@ _COARSE_BITS = 4
 
 
 def is_coarse(formats: Iterable[Format]) -> bool:
-    """Whether each of the formats rounds weights far more coarsely than bfloat16 does."""
+    """Return whether each of the formats rounds weights far more coarsely than bfloat16 does."""
     return all(fmt.bits <= _COARSE_BITS for fmt in formats)
 
 
 @contextmanager
 def bfloat16_products(wanted: bool = True) -> Iterator[None]:
-    """Inside, factors of float32 matrix products are rounded to bfloat16, if that is wanted and the CPU has AMX.
+    """Round the factors of float32 matrix products to bfloat16 inside, if that is wanted and the CPU has AMX.
 
     Bits do not depend on the number of threads.
     """

@@ -48,7 +48,7 @@ def cluster(weight: Tensor, importance: Tensor, levels: int, start: Tensor | Non
 
 
 def _optimum(x: Tensor, w: Tensor, sums: Tensor, levels: int) -> Tensor:
-    """The best values [out, levels] of those whose clusters end at one of a few places of the sorted rows.
+    """Return the best values [out, levels] among those whose clusters end at one of a few places of the sorted rows.
 
     The places are quantiles of (importance * frequency) ** (1/3), to which the best ends of many clusters are equally
     dense (Panter and Dite 1951); of up to 128 columns they are all.  D[k][j], the loss of k clusters over what is
@@ -98,7 +98,7 @@ def _lloyd(x: Tensor, sums: Tensor, values: Tensor) -> Tensor:
 
 
 def _stretches(x: Tensor, sums: Tensor, values: Tensor) -> Tensor:
-    """Sums of w, w x and w x^2 over what is nearest to each value: [3, out, levels]."""
+    """Return sums of w, w x and w x^2 over the elements nearest to each value: [3, out, levels]."""
     ends = torch.searchsorted(x, (values[:, 1:] + values[:, :-1]) / 2, right=True)
     edge = ends.new_zeros(len(x), 1)
     places = torch.cat([edge, ends, edge + x.shape[1]], dim=1)

@@ -1,9 +1,9 @@
 """Sums, factorisations and functions whose last bit does not depend on the number of threads.
 
-Threads share out the elements of a matrix product, and each element is one thread's: the same bits on any number of
-them.  A sum of a whole tensor, and LAPACK's factorisations and triangular solves, are shared out in other ways, and
-differ.  Here they are made of products, and of pieces that are too small to be shared out.  So are functions that
-are rounded in one way for whole vectors and in another for what is left over where a thread's share ends.
+A GEMM computes each output element on one thread, so its bits do not depend on the thread count.  Full reductions and
+LAPACK's factorisations and triangular solves do depend on it, and are rebuilt here from GEMMs, and from pieces that are
+too small to be divided among threads.  So are element-wise functions, which round whole vectors in one way and the
+remainder at the end of a thread's share in another.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 EVEN = 16
-"""Products of float32 matrices whose sizes are no multiples of this are shared out in other ways."""
+"""Products of float32 matrices whose sizes are not multiples of this are divided among threads in other ways."""
 BLOCK = 512
-"""Columns of a symmetric matrix that are worked on at once where its lower half is not."""
+"""Columns of a symmetric matrix per step of an algorithm that skips its lower half."""
 _PIECE = 1024
 _SMALL = 1 << 11  # elements, which PyTorch leaves to one thread
 
 
 def even(matrix: Tensor) -> Tensor:
-    """With rows and columns of zeros up to the next multiples of :data:`EVEN`."""
+    """Pad with rows and columns of zeros up to the next multiples of :data:`EVEN`."""
     return pad(matrix, (0, -matrix.shape[1] % EVEN, 0, -len(matrix) % EVEN))
 
 
 def total(values: Tensor) -> Tensor:
-    """The sum of all elements, in pieces of one size; a tensor without dimensions."""
+    """Sum all elements, in pieces of one size; returns a tensor without dimensions."""
     values = values.reshape(-1)
     while len(values) > _PIECE:
         values = pad(values, (0, -len(values) % _PIECE)).view(-1, _PIECE).sum(1)
@@ -36,7 +36,7 @@ def total(values: Tensor) -> Tensor:
 
 
 def quadratic(D: Tensor, H: Tensor) -> Tensor:
-    """tr(D H D^T) of a symmetric H, of which only blocks on and above the diagonal are read: half of the product.
+    """Return tr(D H D^T) for a symmetric H; only blocks on and above the diagonal are read: half of the product.
 
     Args:
         D: float64 or float32 [rows, n]; products are in its type.
@@ -51,31 +51,31 @@ def quadratic(D: Tensor, H: Tensor) -> Tensor:
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
-    """A @ B of float32 matrices of any sizes; also of float64."""
+    """Return A @ B for float32 or float64 matrices of any size."""
     if A.dtype == torch.float64:
         return A @ B
     return (even(A) @ even(B))[: len(A), : B.shape[1]]
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """The sum of each column in float64, one thread's work each: [n, columns] -> [columns]."""
+    """Sum each column in float64, each on one thread: [n, columns] -> [columns]."""
     return rows.double().t().contiguous().sum(1)
 
 
 def few_bits(values: Tensor) -> Tensor:
-    """Rounded to ten bits: the last ones of what comes out of a model depend on the number of threads."""
+    """Round to a mantissa of ten bits: the last bits of a model's outputs depend on the number of threads."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp(torch.round(mantissa * 1024) / 1024, exponent)
 
 
 def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """A function of each element, such as torch.sigmoid, in pieces; contiguous."""
+    """Apply an element-wise function, such as torch.sigmoid, in pieces; the result is contiguous."""
     pieces = torch.split(values.reshape(-1), _SMALL)
     return torch.cat([function(piece) for piece in pieces]).view(values.shape)
 
 
 def inverse_cholesky(A: Tensor) -> Tensor | None:
-    """Lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
+    """Return lower R with A^-1 = R^T R, the inverse of A's Cholesky factor; None if A is not positive definite.
 
     With A = [[B, C^T], [C, D]] and the R of B, the factor's lower left is C R^T, and the same again on what that leaves
     of D gives the rest.

@@ -24,12 +24,14 @@ _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2
 
 
 def empty_scale(fmt: Format) -> float:
-    """The scale of a group of zeros: 1, or where the grid has no zero, the smallest."""
+    """Return the scale of a group of zeros: 1, or the smallest scale if the grid has no zero."""
     return _SCALES[fmt.scale_type][0] if fmt.sliced == "BIP" else 1.0
 
 
 def round_scales(scales: Tensor, fmt: Format) -> Tensor:
-    """The nearest scales that the format can store, as float32; of E8M0, the power of two below.  E4M3 saturates.
+    """Round scales to the nearest that the format can store, as float32.
+
+    E8M0 takes the power of two below; E4M3 saturates.
 
     Raises:
         CompressorError: one is NaN, or too large to be stored.
@@ -133,7 +135,8 @@ def nearest_values(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Fo
 
 
 def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
-    """What NVFP4 divides a weight by, so that its largest block scale is E4M3's largest; float32 [1], else None.
+    """Return NVFP4's tensor scale, float32 [1], or None for other formats: it makes the largest block scale E4M3's
+    largest value.
 
     Raises:
         CompressorError: the weight holds NaN or inf.

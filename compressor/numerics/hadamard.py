@@ -71,7 +71,7 @@ def rotate(x: Tensor, signs: Tensor, width: int) -> Tensor:
 
 
 def _paley(size: int) -> Tensor | None:
-    """A Hadamard matrix of Paley's, float64 [size, size] with ones in the first column; None where there is none."""
+    """Return Paley's Hadamard matrix, float64 [size, size] with ones in the first column; None if there is none."""
     for q, first_kind in ((size - 1, True), (size // 2 - 1, False)):
         if size % 4 or q % 4 != (3 if first_kind else 1) or not _is_prime(q):
             continue

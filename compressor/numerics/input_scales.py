@@ -1,4 +1,4 @@
-"""What rounding activations computes: the definition that kernels are held to, and the choice of calibrated scales."""
+"""Choose calibrated scales of activations, and measure the error of rounding with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEPS = 24  # of a quarter of a power of two: a range of 64
 
 
 def search_input_scale(rows: Tensor, absmax: float, activations: Activations, weight: Tensor | None = None) -> Tensor:
-    """The stored scale with the least squared error on some rows, and never worse there than that of the largest size.
+    """Return the stored scale with the least squared error on some rows, never worse there than the largest size's.
 
     One token that is much larger than the others would cost them all their bits: the range is cut in steps of a quarter
     of a power of two, as far as the error falls.

@@ -1,4 +1,4 @@
-"""Which way each weight rounds: learned on a relaxation, then finished one weight at a time.
+"""AdaRound: learn whether each weight rounds up or down, then refine by coordinate descent.
 
 Both minimise the error of a linear's outputs over the calibration samples, sum over rows of (Q - W) H (Q - W)^T, on
 grids that stay as they are.  No rows of samples are needed: for a linear this is exactly the mean squared error of
@@ -20,7 +20,7 @@ _BETAS = tuple(range(20, 0, -2))  # of the regulariser, one after another; even 
 _WARM_UP = 0.2  # of the steps, without regulariser
 _PRESSURE = 10.0  # the regulariser's weight, where the loss of rounding to nearest counts 1 a weight
 _RATE, _MOMENTUM, _SQUARES = 0.05, 0.9, 0.999  # of Adam
-_FLAT = 1e-3  # what is no slope for Adam: in the beginning low + h(V) (high - low) is the weight, but for noise
+_FLAT = 1e-3  # Adam's epsilon: at the start the soft-rounded weight is the weight, and gradients are noise
 _BLOCK = 64  # columns between two updates of all slopes (speed only)
 ROUNDING_ROWS = 64
 """Rows that are learned at once: few enough for their tensors to stay in the processor's caches."""
@@ -29,7 +29,7 @@ ROUNDING_SWEEPS = 12
 
 
 def learn_rounding(W: Tensor, H: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
-    """Whether each weight goes to the upper one of its two neighbours (AdaRound: Nagel et al. 2020, 2004.10568).
+    """Learn whether each weight goes to the upper one of its two neighbours (AdaRound: Nagel et al. 2020, 2004.10568).
 
     Minimises the error of low + h(V) (high - low), with the rectified sigmoid h (eq. 23), plus the sum of
     1 - |2 h(V) - 1|^beta (eq. 24), beta falling from 20 to 2, by Adam from the weights themselves.  A row's loss
@@ -61,10 +61,10 @@ def learn_rounding(W: Tensor, H: Tensor, low: Tensor, high: Tensor, steps: int) 
 
 
 def anneal(A: Tensor, B: Tensor, V: Tensor, twice: Tensor, steps: int) -> Tensor:
-    """The V that minimises (A + B h(V)) H (A + B h(V))^T and the regulariser, as far as that many steps lead.
+    """Minimise (A + B h(V)) H (A + B h(V))^T and the regulariser over V with so many steps of Adam, and return V.
 
-    Operators are such that every element is rounded once (no fused products), which any division of labour leaves
-    as it is.
+    Every operator rounds each element once (no fused products), so the result does not depend on the number of
+    threads.
 
     Args:
         A, B: float [rows, in]; offset and gap of each weight's two values.
@@ -90,7 +90,7 @@ def anneal(A: Tensor, B: Tensor, V: Tensor, twice: Tensor, steps: int) -> Tensor
 
 
 def _power(x: Tensor, exponent: int) -> Tensor:
-    """x to a positive integer, by squaring: pow takes longer, and rounds as its author pleases."""
+    """Raise x to a positive integer by squaring: pow is slower and not correctly rounded on every libm."""
     result = x if exponent % 2 else None
     while exponent := exponent // 2:
         x = x * x
@@ -101,7 +101,7 @@ def _power(x: Tensor, exponent: int) -> Tensor:
 
 
 def neighbours(W: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The codes of the grid's values below and above each weight; beyond the grid's end, its end twice.
+    """Return the codes of the grid's values below and above each weight; beyond the grid's end, its end twice.
 
     Args:
         W: float64 [out, in].
@@ -115,7 +115,7 @@ def neighbours(W: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, f
 
 
 def spread_values(codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
-    """Values of codes uint8 [out, in] on grids [out, groups], float64."""
+    """Return the values, float64, of codes uint8 [out, in] on grids [out, groups]."""
     size = fmt.columns(codes.shape[1])
     parts = []
     for group, part in enumerate(torch.split(codes, size, dim=1)):

@@ -12,7 +12,7 @@ from compressor.formats.outliers import add_outliers, largest
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows, pack
 from compressor.numerics.deterministic import total
 from compressor.numerics.grids import choose_grid, round_to_grid, tensor_scale
-from compressor.numerics.range_search import ChooseGrid, Work, _grid_work, search_grid
+from compressor.numerics.range_search import ChooseGrid, Work, grid_work, search_grid
 
 
 def rtn_quantize(
@@ -76,7 +76,7 @@ def rtn_work(rows: int, columns: int, fmt: Format) -> Work:
     """Work of rounding a weight to nearest and of its error."""
     size = rows * columns
     unit = "fresh_byte" if 8 * min(size, PIECE_ELEMENTS) >= _FRESH_BYTES else "stream_byte"
-    grids = Counter(_grid_work(rows, columns, fmt, 1, searched=False))
+    grids = Counter(grid_work(rows, columns, fmt, 1, searched=False))
     grids.update({"rtn_element": size, "dequantize_element": size, unit: _ERROR_BYTES * size})
     return grids
 

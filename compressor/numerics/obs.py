@@ -1,7 +1,9 @@
 """GPTQ's arithmetic (Frantar et al. 2022, arXiv 2210.17323): the inverse Hessian's factor, the sweep over columns.
 
-With R upper and (H + D)^-1 = R^T R, D the dampening, the sweep leaves W - Q = E R, where column i of E is the error of
-column i, as it was by then, over R[i, i].  So tr((W - Q) (H + D) (W - Q)^T) = ||E||^2.
+Symbols are those of the paper's algorithm 1: W the weight, H the Hessian, Hinv the upper Cholesky factor of the
+inverse, (H + D)^-1 = Hinv^T Hinv with D the dampening, and Err its E.  Column i of Err is the error of column i, after
+the updates by earlier columns, over Hinv[i, i].  The sweep leaves W - Q = Err Hinv, so that
+tr((W - Q) (H + D) (W - Q)^T) = ||Err||^2.
 """
 
 from __future__ import annotations
@@ -24,11 +26,10 @@ _MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the 
 
 
 def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool = False) -> Tensor:
-    """The weight whose outputs on the inputs X as they are come nearest to those of ``weight`` on dense inputs.
+    """Return W' that minimises ||W X_dense - W' X||^2: correct W for inputs that earlier quantised layers have changed.
 
-    W' = W (I + C (H + lambda I)^-1) minimises ||W X_dense - W' X||^2 (Li et al. 2025, GPTAQ, arXiv 2504.02692, whose
-    asymmetric calibration this is, solved before rather than during the rounding), with lambda = 0.1 mean(diag H)
-    to stay near W.
+    W' = W (I + C (H + lambda I)^-1), with lambda = 0.1 mean(diag H) to stay near W.  This is the asymmetric calibration
+    of GPTAQ (Li et al. 2025, arXiv 2504.02692), solved before the rounding rather than during it.
 
     Args:
         weight: float [out, in].
@@ -42,16 +43,16 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool
     H.diagonal().add_(_MATCH_DAMPENING * float(torch.diagonal(H).mean()))
     R = inverse_cholesky(H)
     if R is None or not bool(torch.isfinite(cross).all()):
-        return weight  # dead or overflowed inputs, which gptq_quantize speaks about
+        return weight  # dead or non-finite inputs; gptq_quantize reports them
     R = R.float()  # lambda keeps its condition low
-    del H  # of its size there should be as few as possible at once
+    del H  # [in, in] in float64: free it before the products take as much
     with bfloat16_products(rounded):
         correction = product(product(product(weight.float(), cross), R.t()), R)
     return weight.float() + correction
 
 
 def inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: float) -> Tensor:
-    """Upper R, float64, with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
+    """Return upper R, float64, with (H + damp * mean * I)^-1 = R^T R, columns in the given order.
 
     With H = U U^T, U upper (the Cholesky factor of H read backwards), R is U^-1: one factorisation
     and one triangular inverse instead of the paper's Cholesky, inverse, Cholesky.
@@ -71,7 +72,7 @@ def inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: fl
 
 
 def column_blocks(in_features: int, group: int, blocksize: int) -> Iterator[tuple[int, int]]:
-    """Column ranges, cut so that a group that spans several blocks begins with one and no group straddles two."""
+    """Yield column ranges, cut so that a group that spans several blocks begins with one and no group straddles two."""
     span = group if group > blocksize else blocksize // group * group
     for begin in range(0, in_features, span):
         end = min(begin + span, in_features)
@@ -88,19 +89,20 @@ def sweep(
     choose: ChooseGrid | None,
     outliers: Tensor | None,
 ) -> tuple[PackedWeight, float]:
-    """Algorithm 1 of the paper, on the grids of ``start`` or chosen on the way; and ||E||^2.
+    """Run algorithm 1 of the paper, on the grids of ``start`` or on grids chosen on the way.
 
-    W and codes are held transposed: a column is contiguous.  Errors go to the next few columns one by one, from there
-    to the rest of the block by a product, and to what follows by another.  Outliers have no error: they take the
-    compensated weight as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078, algorithm 1).
+    W and codes are held transposed, so that a column is contiguous: the paper's E Hinv is Hinv^T Err below.  Errors are
+    applied to the next columns one by one, to the rest of the block by one product, and to later blocks by another.
+    Outliers have no error: they take the compensated weight as it is (Dettmers et al. 2023, SpQR, arXiv 2306.03078,
+    algorithm 1).
+
+    Returns:
+        The packed weight, and ||Err||^2.
     """
     out_features, in_features = W.shape
     fmt, size = start.format, start.format.columns(in_features)
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
-    _, scales, zeros = unpack(start)
-    # Of each group contiguous; unpack may return views.
-    scales = scales.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    zeros = None if zeros is None else zeros.t().clone(memory_format=torch.contiguous_format)
+    scales, zeros = _transposed_grids(start)
     unit = start.parts.get("tensor_scale")
     Wt = W.t()[order].contiguous() if unit is None else W.t()[order] / unit.double()
     places, diagonal = order.tolist(), torch.diagonal(Hinv).tolist()
@@ -112,21 +114,22 @@ def sweep(
             for i in range(near.start, near.stop):
                 group = places[i] // size
                 if choose is not None and i % size == 0:
-                    scale, zero = choose(Wt[i : i + size].t().float(), slice(i, i + size))
-                    scales[group] = scale
-                    if zeros is not None and zero is not None:
-                        zeros[group] = zero
+                    _set_grid(scales, zeros, group, *choose(Wt[i : i + size].t().float(), slice(i, i + size)))
                 scale, zero = scales[group], None if zeros is None else zeros[group]
                 code = round_to_grid(Wt[i, :, None], scale, zero, fmt)
+                # E_j = (W_j - Q_j) / [Hinv]_jj, with the j-th diagonal element of the factor (eq. 2, algorithm 1).
                 error = (Wt[i] - grid_values(code, scale, zero, fmt)[:, 0]) / diagonal[i]
                 if outliers is not None:
                     error[outliers[:, places[i]]] = 0.0
                 if i + 1 < near.stop:
+                    # delta = -E_j Hinv_(j, j+1:), for the columns that are next (eq. 2, algorithm 1).
                     Wt[i + 1 : near.stop].addmm_(Hinv[i, i + 1 : near.stop, None], error[None], alpha=-1)
                 Err[i - first] = error
                 codes[places[i]] = code[:, 0]
             if near.stop < last:
+                # W -= E Hinv of the columns just rounded, for the rest of the block (eq. 4).
                 Wt[near.stop : last].addmm_(Hinv[near, near.stop : last].t(), Err[begin:end], alpha=-1)
+        # W -= E Hinv of the whole block, for all later blocks (eq. 4, the paper's lazy batch update).
         Wt[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)
         squares += float(total(Err.square()))
     squares *= 1.0 if unit is None else float(unit) ** 2
@@ -135,3 +138,16 @@ def sweep(
         return packed, squares
     compensated = torch.empty_like(Wt).index_copy_(0, order, Wt if unit is None else Wt * unit)
     return add_outliers(packed, compensated.t(), outliers, fmt.outlier_percent), squares
+
+
+def _transposed_grids(start: PackedWeight) -> tuple[Tensor, Tensor | None]:
+    """Return scales and zero points with the group as first dimension, contiguous: :func:`unpack` may return views."""
+    _, scales, zeros = unpack(start)
+    scales = scales.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return scales, None if zeros is None else zeros.t().clone(memory_format=torch.contiguous_format)
+
+
+def _set_grid(scales: Tensor, zeros: Tensor | None, group: int, scale: Tensor, zero: Tensor | None) -> None:
+    scales[group] = scale
+    if zeros is not None and zero is not None:
+        zeros[group] = zero

@@ -30,8 +30,8 @@ _FEW_BITS = 3  # up to which a grid's best range is but a part of the weight's; 
 
 
 def search_grid(weight: Tensor, importance: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
-    """The best of a few grids of one group of columns, by sum over columns of importance * error ** 2; or, of more
-    grids, by error times a matrix times error.
+    """Search the grid of one group of columns with the least sum over columns of importance * error ** 2; or, given a
+    matrix, with the least error times matrix times error.
 
     A symmetric grid of integers has one code more below zero than above.  Its scale may be negative, so that the code
     more serves the sign of the largest weight.
@@ -126,17 +126,17 @@ _CANDIDATES = {True: 29, False: 14}  # grids that search_grid tries, symmetric o
 _CLUSTER_BYTES = 16 * 129**2  # of element-wise traffic, a row and level of compressor.numerics.clustering.cluster
 
 
-def _grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched: bool = True) -> dict[str, float]:
-    """Work of choosing a weight's grids so many times, by searching or by their range; codebooks cluster either way."""
+def grid_work(rows: int, columns: int, fmt: Format, searches: int, *, searched: bool = True) -> dict[str, float]:
+    """Return the work of choosing a weight's grids ``searches`` times, by search or range; codebooks always cluster."""
     if fmt.codebook:
         each = _CLUSTER_BYTES * rows * fmt.groups(columns) * (fmt.levels + 6)
         return {"grid_element": 0.0, "stream_byte": float(searches * (1 + searched) * each)}
     return {"grid_element": float(searches * (_CANDIDATES[fmt.symmetric] if searched else 0) * rows * columns)}
 
 
-def _observer_work(rows: int, columns: int, fmt: Format, observer: Observer) -> Counter[str]:
-    """Work of choosing a weight's grids once; with ``output``, each of more grids takes a product with the Hessian."""
-    work = Counter(_grid_work(rows, columns, fmt, 1, searched=observer != "minmax"))
+def observer_work(rows: int, columns: int, fmt: Format, observer: Observer) -> Counter[str]:
+    """Return the work of choosing a weight's grids once; ``output`` adds a product with the Hessian for each try."""
+    work = Counter(grid_work(rows, columns, fmt, 1, searched=observer != "minmax"))
     if observer == "output" and not fmt.codebook:
         tried = len(OUTPUT_RATIOS) * (2 if fmt.symmetric else 1)
         work["grid_element"] = tried * rows * columns

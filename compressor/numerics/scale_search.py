@@ -14,7 +14,7 @@ from compressor.formats.rounded_activations import round_activations
 from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.nearest import _ERROR_BYTES, rtn_quantize
-from compressor.numerics.range_search import Work, _grid_work
+from compressor.numerics.range_search import Work, grid_work
 
 Quantize: TypeAlias = Callable[[Tensor, Tensor, Format], PackedWeight]
 """(weight float32 [out, in], scaled; the scale float32 [in]; format) -> what it is rounded to."""
@@ -52,7 +52,7 @@ def search_scale(
     scale_of: Callable[[float], Tensor],
     share: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The scale, float64 [in], of the strength whose :func:`output_error` is least once channels share it.
+    """Return the scale, float64 [in], of the strength with the least :func:`output_error` once channels share it.
 
     Args:
         x, weights, fmt: as for :func:`output_error`.
@@ -68,8 +68,8 @@ KEPT_ROWS = 512  # that calibration.Inputs keeps of 64 samples of 256 tokens
 def scaled_work(rows: int, columns: int, fmt: Format, tries: int, *, chosen: bool = True) -> Work:
     """Work of trying scales of a weight's columns; and, ``chosen``, of searching the grids it is then rounded on."""
     size, rounded = rows * columns, tries + chosen
-    work = Counter(_grid_work(rows, columns, fmt, int(chosen)))
-    work.update(_grid_work(rows, columns, fmt, tries, searched=False))
+    work = Counter(grid_work(rows, columns, fmt, int(chosen)))
+    work.update(grid_work(rows, columns, fmt, tries, searched=False))
     work.update({
         "rtn_element": rounded * size,
         "dequantize_element": rounded * size,

@@ -36,7 +36,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _STRENGTHS = tuple((alpha, beta) for alpha in (0.0, 0.25, 0.5, 0.75) for beta in (0.0, 0.25, 0.5))
@@ -134,8 +134,8 @@ class Abq(Pass):
         """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         formats = {site.name: fmt for site in choose_sites(graph, "abq", fmt, self.targets, self.ignore)}
-        gathering = Gathering(true_sequential=True, with_dense=True)
-        return plan_sites(graph, formats, self.ignore, _work, gptq_working_bytes, gathering)
+        needs = CalibrationNeeds(true_sequential=True, with_dense=True)
+        return plan_sites(graph, formats, self.ignore, _work, gptq_working_bytes, needs)
 
 
 def _work(rows: int, columns: int, fmt: Format) -> Work:

@@ -26,12 +26,12 @@ from compressor.numerics.learned_rounding import (
 )
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import match_dense
-from compressor.numerics.range_search import Observer, Work, _observer_work, chooser
+from compressor.numerics.range_search import Observer, Work, chooser, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _DAMPENING = 0.1  # times the mean of H's diagonal, added to it; 0.01 overfits the noise of 16,000 tokens
@@ -174,9 +174,9 @@ class AdaptiveRounding(Pass):
         sites = choose_sites(graph, "adaptive_rounding", fmt, self.targets, self.ignore)
         matched = self.match_dense
         work = partial(adaptive_rounding_work, steps=self.steps, observer=self.observer, match_dense=matched)
-        gathering = Gathering(true_sequential=True, with_dense=matched, gradients=self.task_guided)
+        needs = CalibrationNeeds(true_sequential=True, with_dense=matched, gradients=self.task_guided)
         formats = {site.name: fmt for site in sites}
-        return plan_sites(graph, formats, self.ignore, work, adaptive_rounding_working_bytes, gathering)
+        return plan_sites(graph, formats, self.ignore, work, adaptive_rounding_working_bytes, needs)
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross = statistic.value, statistic.cross
@@ -200,7 +200,7 @@ def adaptive_rounding_work(
     """
     size = rows * columns
     chunks = -(-rows // ROUNDING_ROWS)
-    work = _observer_work(rows, columns, fmt, observer)
+    work = observer_work(rows, columns, fmt, observer)
     work.update({
         "matmul_flop": (2 * steps + (6 if match_dense else 0)) * size * columns,
         "stream_byte": 400 * steps * size,

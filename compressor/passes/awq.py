@@ -21,7 +21,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _STRENGTHS = tuple(0.05 * step for step in range(20))
@@ -88,7 +88,7 @@ class Awq(Pass):
             self.ignore,
             partial(scaled_work, tries=len(_STRENGTHS)),
             scaled_working_bytes,
-            Gathering(true_sequential=False, with_dense=False, squares=False),
+            CalibrationNeeds(true_sequential=False, with_dense=False, hessian=False),
         )
 
 

@@ -23,7 +23,7 @@ from compressor.host.tensor_files import release
 from compressor.numerics.deterministic import column_sums
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import Gathering, SitePlan
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
 from compressor.pipeline.sites import choose_sites
 
 
@@ -145,9 +145,9 @@ class BiasCorrection(Pass):
                 continue
             set_bias(graph, site, torch.empty(site.out_features, device="meta"))
             work = {"dequantize_element": shape[0] * shape[1], "stream_byte": 40 * shape[0] * shape[1]}
-            gathering = Gathering(true_sequential=True, with_dense=True, squares=False)
+            needs = CalibrationNeeds(true_sequential=True, with_dense=True, hessian=False)
             working = 40 * min(shape[0] * shape[1], PIECE_ELEMENTS)
-            plans.append(SitePlan(site.name, *shape, "", size, size, "its bias is corrected", work, working, gathering))
+            plans.append(SitePlan(site.name, *shape, "", size, size, "its bias is corrected", work, working, needs))
         return plans
 
     def _choose(self, graph: GraphModule) -> tuple[list[Site], list[Site]]:

@@ -1,4 +1,5 @@
-"""GPTQ: rounding whose errors the columns still to come make up for (Frantar et al. 2022, arXiv 2210.17323)."""
+"""GPTQ: quantise column by column; later columns compensate the error of earlier ones (Frantar et al. 2022, arXiv
+2210.17323)."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import half_product, quadratic, total
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
-from compressor.numerics.range_search import ChooseGrid, Observer, Work, _grid_work, _observer_work, chooser
+from compressor.numerics.range_search import ChooseGrid, Observer, Work, chooser, grid_work, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _MOST_DAMPENING = 1e3
@@ -37,7 +38,7 @@ _CLEAR = 0.99  # of the loss of round to nearest; what is above is computed once
 
 @dataclass(frozen=True)
 class GptqInfo:
-    """What happened while one weight was quantised.
+    """Facts about the quantisation of one weight.
 
     Attributes:
         error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs.
@@ -262,7 +263,7 @@ class Gptq(Pass):
         )
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """What :meth:`run` will do, on a graph without weights."""
+        """Predict what :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
         return self.plan_formats(graph, {site.name: fmt for site in sites}, self.ignore)
@@ -270,7 +271,7 @@ class Gptq(Pass):
     def plan_formats(
         self, graph: GraphModule, formats: Mapping[str, Format], ignore: str | Sequence[str]
     ) -> list[SitePlan]:
-        """What :meth:`quantize_sites` will do."""
+        """Predict what :meth:`quantize_sites` will do with each linear, on a graph without weights."""
         matched = self.match_dense
         return plan_sites(
             graph,
@@ -278,7 +279,7 @@ class Gptq(Pass):
             ignore,
             partial(gptq_work, observer=self.observer, match_dense=matched),
             gptq_working_bytes,
-            Gathering(self.true_sequential, matched),
+            CalibrationNeeds(self.true_sequential, matched),
         )
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
@@ -317,8 +318,8 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
     upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
     """
     size, cubed = rows * columns, columns**3
-    work = _observer_work(rows, columns, fmt, observer)
-    work.update(_grid_work(rows, columns, fmt, 1, searched=False))
+    work = observer_work(rows, columns, fmt, observer)
+    work.update(grid_work(rows, columns, fmt, 1, searched=False))
     work.update({
         "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
         "matmul_flop": (6 if match_dense else 0) * size * columns,
@@ -333,8 +334,8 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
 
 
 def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Memory of GPTQ: the weight, its transpose and a product in float64; the factor of the Hessian's inverse, twice
-    while it is turned round.
+    """Return the bytes that GPTQ works in: the weight, its transpose and a product in float64; the Cholesky factor of
+    H^-1, two copies while it is flipped.
 
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """

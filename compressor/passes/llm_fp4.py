@@ -29,7 +29,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, compress_site, naming
 from compressor.progress import Task
 
@@ -185,8 +185,8 @@ class LlmFp4(Pass):
         """Plan each linear with the scheme's exponent bits, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
         formats = {site.name: fmt for site in choose_sites(graph, "llm_fp4", fmt, self.targets, self.ignore)}
-        gathering = Gathering(true_sequential=True, with_dense=False, squares=False)
-        return plan_sites(graph, formats, self.ignore, _work, _working_bytes, gathering)
+        needs = CalibrationNeeds(true_sequential=True, with_dense=False, hessian=False)
+        return plan_sites(graph, formats, self.ignore, _work, _working_bytes, needs)
 
 
 def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt: Format, task: Task) -> None:

@@ -21,7 +21,7 @@ from compressor.graph.sites import Site
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _STEP = 8  # their number is a multiple of this, so that layers share kernels
@@ -105,5 +105,5 @@ class LlmInt8(Pass):
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
         fmt = dataclasses.replace(fmt, float_columns=1)
         formats = {site.name: fmt for site in sites}
-        gathering = Gathering(False, False, squares=False)
-        return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, gathering)
+        needs = CalibrationNeeds(False, False, hessian=False)
+        return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, needs)

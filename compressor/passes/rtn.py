@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.pipeline.context import Context
-from compressor.pipeline.input_scales import calibrate_inputs, gathering_for
+from compressor.pipeline.input_scales import calibrate_inputs, input_scale_needs
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan, plan_sites
@@ -58,5 +58,5 @@ class Rtn(Pass):
         fmt = choose_format(self.scheme, self.group_size)
         sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
         return plan_sites(
-            graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes, gathering_for(fmt)
+            graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes, input_scale_needs(fmt)
         )

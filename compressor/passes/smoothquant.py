@@ -19,7 +19,7 @@ from compressor.numerics.scale_search import search_scale
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.scaling import scale_groups
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_dense_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_dense_sites
 from compressor.pipeline.sites import choose_format, choose_sites
 
 _STRENGTHS = tuple(0.1 * step for step in range(11))
@@ -78,7 +78,7 @@ class Smoothquant(Pass):
         fmt = choose_format(self.scheme)
         chosen = choose_sites(graph, "smoothquant", fmt, self.targets, self.ignore)
         tries = len(_STRENGTHS) if self.alpha == "search" else 0
-        return plan_dense_sites(graph, chosen, Gathering(False, False, squares=False), tries, fmt)
+        return plan_dense_sites(graph, chosen, CalibrationNeeds(False, False, hessian=False), tries, fmt)
 
     def _choose(self, fmt: Format, inputs: Inputs, weights: Sequence[Tensor], target: ScaleTarget) -> Tensor:
         scale_of = partial(smooth_scale, inputs.absmax, weights)

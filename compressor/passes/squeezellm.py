@@ -19,10 +19,10 @@ from compressor.graph.sites import Site
 from compressor.numerics.clustering import cluster
 from compressor.numerics.grids import choose_grid
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
-from compressor.numerics.range_search import Work, _grid_work
+from compressor.numerics.range_search import Work, grid_work
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import Gathering, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_format, choose_sites, round_sites
 
 _SENSITIVE = 0.05 / 0.45  # share of outliers chosen by sensitivity (section 4.2)
@@ -95,13 +95,13 @@ class Squeezellm(Pass):
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "squeezellm", fmt, self.targets, self.ignore)
         formats = {site.name: fmt for site in sites}
-        gathering = Gathering(False, False, squares=False, gradients=True)
-        return plan_sites(graph, formats, self.ignore, squeezellm_work, rtn_working_bytes, gathering)
+        needs = CalibrationNeeds(False, False, hessian=False, gradients=True)
+        return plan_sites(graph, formats, self.ignore, squeezellm_work, rtn_working_bytes, needs)
 
 
 def squeezellm_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of :func:`compressor.passes.squeezellm.squeezellm_quantize` without the gradients, by unit."""
     work = Counter(rtn_work(rows, columns, fmt))
-    work.update(_grid_work(rows, columns, fmt, 1))
+    work.update(grid_work(rows, columns, fmt, 1))
     work.update({"stream_byte": 40 * rows * columns})
     return work

@@ -15,13 +15,13 @@ from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
 from compressor.pipeline.resume import learnt
-from compressor.pipeline.site_plan import Gathering
+from compressor.pipeline.site_plan import CalibrationNeeds
 from compressor.pipeline.sites import naming
 
 
-def gathering_for(fmt: Format) -> Gathering | None:
+def input_scale_needs(fmt: Format) -> CalibrationNeeds | None:
     """Return how :func:`calibrate_inputs` runs the samples, or None if the format stores no such scale."""
-    return Gathering(true_sequential=False, with_dense=False, squares=False) if fmt.has_input_scale else None
+    return CalibrationNeeds(true_sequential=False, with_dense=False, hessian=False) if fmt.has_input_scale else None
 
 
 def calibrate_inputs(

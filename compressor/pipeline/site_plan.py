@@ -24,19 +24,19 @@ _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, byte
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Runs of the calibration samples that a pass needs.
+class CalibrationNeeds:
+    """Statistics that a pass needs of the calibration samples.
 
     Attributes:
         true_sequential, with_dense: arguments of :class:`compressor.calibration.calibrate.CalibrationRun`.
-        squares: whether the statistic is a matrix [in, in] rather than a few vectors.
-        gradients: whether samples also run backwards (:func:`compressor.calibration.gradients.backwards`), to weight
-            the rows of that matrix, or in place of it if there is none.
+        hessian: whether the statistic is the Hessian, [in, in], rather than a few vectors [in].
+        gradients: whether samples also run backwards (:func:`compressor.calibration.gradients.backwards`): to weight
+            the rows of the Hessian, or in place of it if none is needed.
     """
 
     true_sequential: bool
     with_dense: bool
-    squares: bool = True
+    hessian: bool = True
     gradients: bool = False
 
 
@@ -52,7 +52,7 @@ class SitePlan:
         note: why it is left alone, or anything unusual.
         work: the pass's arithmetic, by unit (:data:`compressor.plan.prices.UNITS`).
         working_bytes: memory of the pass's arithmetic beside the stored weight.
-        gathering: how calibration samples are run for it; None for a pass without calibration.
+        gathering: statistics of calibration samples that it needs; None for a pass without calibration.
     """
 
     site: str
@@ -64,7 +64,7 @@ class SitePlan:
     note: str = ""
     work: Work = field(default_factory=dict)
     working_bytes: int = 0
-    gathering: Gathering | None = None
+    gathering: CalibrationNeeds | None = None
 
 
 def plan_sites(
@@ -73,7 +73,7 @@ def plan_sites(
     ignore: str | Sequence[str],
     work: Callable[[int, int, Format], Work],
     working_bytes: Callable[[int, int, Format], int],
-    gathering: Gathering | None = None,
+    needs: CalibrationNeeds | None = None,
 ) -> list[SitePlan]:
     """Return one plan per dense linear, in dataflow order, and replace those with a format by packed ones on the meta
     device.
@@ -98,12 +98,12 @@ def plan_sites(
         notes = "; ".join(site_notes(site, packed, before))
         replace_linear(graph, site, packed)
         amounts = (dict(work(*shape, fmt)), working_bytes(*shape, fmt))  # dataclasses.asdict cannot copy a Counter
-        plans.append(SitePlan(site.name, *shape, fmt.name, before, packed.nbytes, notes, *amounts, gathering))
+        plans.append(SitePlan(site.name, *shape, fmt.name, before, packed.nbytes, notes, *amounts, needs))
     return plans
 
 
 def plan_dense_sites(
-    graph: GraphModule, sites: Sequence[Site], gathering: Gathering, tries: int, fmt: Format
+    graph: GraphModule, sites: Sequence[Site], needs: CalibrationNeeds, tries: int, fmt: Format
 ) -> list[SitePlan]:
     """Return one plan per linear that stays dense while its inputs are scaled; ``tries`` scales are tried by rounding
     to ``fmt``.
@@ -115,7 +115,7 @@ def plan_dense_sites(
         before = weight.numel() * weight.element_size()
         note = "scaled, where the scale can be folded"
         work = dict(scaled_work(*shape, fmt, tries, chosen=False))
-        kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), gathering)
+        kept = SitePlan(site.name, *shape, "", before, before, note, work, scaled_working_bytes(*shape, fmt), needs)
         plans.append(kept)
     return plans
 

@@ -58,18 +58,18 @@ class Estimate:
 
 
 def estimate(seconds: float, machine: Machine) -> Estimate:
-    """An interval from the probe's spread and the model's own error, as factors up and down."""
+    """Return an interval from the probe's spread and the model's own error, as factors up and down."""
     factor = 1 + math.hypot(MODEL_ERROR, machine.spread)
     return Estimate(seconds, seconds / factor, seconds * factor)
 
 
 def capture_work(nodes: int, hashed_bytes: int) -> Work:
-    """Capturing a graph of so many nodes, and the digest of the model's files."""
+    """Return the work of capturing a graph of so many nodes, and of hashing the model's files."""
     return {"python": _CAPTURE_TURNS + _EXPORT_TURNS * nodes, "hash_byte": hashed_bytes}
 
 
 def text_work(tokens: int) -> Work:
-    """Reading and tokenising text."""
+    """Return the work of reading and tokenising text."""
     return {"python": _TEXT_TURNS + _TOKEN_TURNS * tokens}
 
 
@@ -94,7 +94,7 @@ class Kernel:
 
 
 def linear_kernels(graph: GraphModule) -> list[Kernel]:
-    """The linears' kernels that schedules are chosen for, equal ones once; of several weights, the first one's."""
+    """Return the linears' kernels that schedules are chosen for, equal ones once; of fused linears, the first one's."""
     from compressor.codegen.lowering.fused_linear import groups
     from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
@@ -127,7 +127,7 @@ def _candidates(kernel: Kernel, isa: Isa) -> tuple[int, int]:
 
 
 def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -> float:
-    """Exporting and lowering a compressed graph, and timing those schedules that no earlier run has timed.
+    """Predict the seconds of lowering a compressed graph, and of timing the schedules that no earlier run has timed.
 
     Args:
         tune: ``off``, ``quick`` or ``full``.
@@ -180,19 +180,19 @@ def proof_work(nodes: int) -> Work:
 
 
 def write_work(bundle_bytes: int) -> Work:
-    """Linking, writing and hashing a bundle."""
+    """Return the work of linking, writing and hashing a bundle."""
     return {"write_byte": bundle_bytes, "hash_byte": bundle_bytes, "python": _LINK_TURNS}
 
 
 def child_work(bundle_bytes: int) -> Work:
-    """Starting a process that loads a bundle, but for its imports."""
+    """Return the work of starting a process that loads a bundle, without its imports."""
     return {"hash_byte": bundle_bytes, "python": _CHILD_TURNS}
 
 
 def timing_seconds(
     machine: Machine, dense: Sequence[Mapping[Node, NodeCost]], bundle: Sequence[float], steps: int, dense_speed: bool
 ) -> float:
-    """Starting both models' processes, and their repeats of a prompt and so many single steps.
+    """Predict the seconds of starting both models' processes, and of their repeats of a prompt and ``steps`` steps.
 
     Args:
         dense: costs of the dense model's prompt and step.

@@ -57,13 +57,13 @@ class StageMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be there."""
+        """Bytes that the stage cannot do without."""
         return self.held_bytes + self.least_mapped_bytes + self.child_bytes
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """What the memory of a run depends on.
+    """Sizes that the memory of a run depends on.
 
     Attributes:
         nodes: of the graph.
@@ -96,7 +96,7 @@ class Amounts:
 
 
 def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
-    """The stages of a run, in order."""
+    """Return the memory of each stage of a run, in order."""
     a = amounts
     base = machine.all_bytes + _CAPTURE_BYTES + _NODE_BYTES * a.nodes
     stages = [StageMemory("capture", base)]
@@ -133,10 +133,10 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
 
 
 def peak(stages: Iterable[StageMemory]) -> StageMemory:
-    """The stage that takes the most."""
+    """Return the stage with the highest peak, in bytes."""
     return max(stages, key=lambda stage: stage.peak_bytes)
 
 
 def needed(stages: Iterable[StageMemory]) -> StageMemory:
-    """The stage that cannot do with less than any other."""
+    """Return the stage that needs the most memory at the least."""
     return max(stages, key=lambda stage: stage.needed_bytes)

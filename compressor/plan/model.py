@@ -16,7 +16,7 @@ from compressor.plan.roofline import Roofline
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What one pass will do.
+    """Prediction of what one pass will do.
 
     Attributes:
         index: from 1, as in the run.
@@ -39,7 +39,7 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do and cost on this machine.
+    """Prediction of what a run will do and cost on this machine.
 
     Attributes:
         model, architecture: of the model.
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """What the run writes, on all disks."""
+        """Bytes that the run writes, on all disks."""
         return sum(written for written, _ in self.disk.values())
 
     def to_json(self) -> dict[str, Any]:

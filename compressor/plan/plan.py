@@ -1,4 +1,4 @@
-"""What a run will do and cost, told before any weight is read: formats, bytes, memory, disk, time, speed bounds.
+"""Predict what a run will do and cost, before any weight is read: formats, bytes, memory, disk, time, speed bounds.
 
 Only the headers of the model's files are read.  Each pass rewrites a graph without weights as it will rewrite the real
 one, so sizes are counted rather than estimated; memory, disk and time come from models of what each stage does
@@ -159,7 +159,7 @@ def compare_plan(plan: Plan, actual: Mapping[str, float]) -> list[tuple[str, flo
 
 
 def _short(plan: Plan) -> list[str]:
-    """What is short, in words."""
+    """Say which memory or disk is too small for the run."""
     short = []
     if plan.needed_bytes > plan.available.bytes:
         stage = needed(plan.memory)
@@ -190,7 +190,7 @@ def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]
 
 
 def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, backend: Backend, here: Machine) -> tuple[str, ...]:
-    """Settings that would make the run fit, each tried on the model; the least change of each kind."""
+    """Find settings that would make the run fit, each tried on the model; the least change of each kind."""
     found: list[str] = []
     for setting, changed in _alternatives(recipe):
         costs = run_costs(graph, plan_passes(graph, changed, backend), changed, backend)

@@ -1,4 +1,4 @@
-"""What work costs on this machine: a few seconds of the real functions, measured once and kept in the cache folder.
+"""Measure the price of each unit of work on this machine: seconds of the real functions, kept in the cache folder.
 
 Each unit of work has a price in seconds.  Plans multiply these prices by amounts of work.
 """
@@ -77,7 +77,7 @@ print(compute())
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as plans know it.
+    """Prices of work on one machine.
 
     Attributes:
         cpu: the processor's model name.
@@ -97,12 +97,12 @@ class Machine:
     all_bytes: int
 
     def cost(self, work: Mapping[str, float]) -> float:
-        """Seconds of some amounts of work by unit."""
+        """Return the seconds that amounts of work, by unit, take."""
         return sum(self.seconds[unit] * amount for unit, amount in work.items())
 
 
 def machine(measure: bool = False) -> Machine:
-    """This machine, from the cache folder's ``machine.json`` or measured now, which takes about five seconds.
+    """Return this machine's prices from the cache folder's ``machine.json``, or measure them, in about five seconds.
 
     Kept by processor, threads, and the versions of PyTorch, TVM and Compressor.  A cache folder that cannot be written
     to costs the next plan these seconds, and this one nothing.
@@ -152,7 +152,7 @@ def probe() -> Machine:
 
 
 def compute() -> str:
-    """What the process of the probe measures, as JSON: ``seconds`` of each unit, ``spreads`` of the measurements."""
+    """Measure in the probe's process; returns JSON: ``seconds`` of each unit, ``spreads`` of the measurements."""
     seconds, spreads = _compute()
     return json.dumps({"seconds": seconds, "spreads": spreads})
 

@@ -97,7 +97,7 @@ def _phase(graph: GraphModule, machine: Machine, phase: str, tokens: int, past: 
 
 
 def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
-    """The names of linears and embeddings, those of one module together, without the numbers of blocks."""
+    """Join the names of linears and embeddings, those of one module together, without the numbers of blocks."""
     leaves: dict[str, list[str]] = {}
     for node in nodes:
         if costs[node].kind in ("linear", "embedding"):

@@ -22,14 +22,14 @@ from compressor.graph.sites import Site
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import half_product
 from compressor.numerics.range_search import Work
-from compressor.pipeline.site_plan import Gathering, SitePlan
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
 
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What one streaming takes.
+    """Cost of running the samples through the graph once, segment by segment.
 
     Attributes:
         work: by unit.
@@ -54,17 +54,17 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     The events are those of the run: both walk :func:`compressor.calibration.steps.calibration_steps`.
 
     Args:
-        plans: of the pass, all with the same gathering.
+        plans: of the pass; all calibrated ones have the same needs.
         samples, length: of the calibration; of a plain module, whose costs are those of its example, length is 0.
     """
     chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
-    gathering = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
-    if gathering.gradients and not gathering.squares:
+    needs = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
+    if needs.gradients and not needs.hessian:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     batch = min(samples, max(1, MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
-    pricing = _Pricing(chosen, gathering, node_costs(graph, batch, length), samples / batch)
+    pricing = _Pricing(chosen, needs, node_costs(graph, batch, length), samples / batch)
     cut, done = segments(graph), 0
-    for step in calibration_steps(graph, chosen, gathering.true_sequential):
+    for step in calibration_steps(graph, chosen, needs.true_sequential):
         for behind in cut[done : step.index]:
             pricing.run(behind.nodes)
         done = step.index
@@ -73,7 +73,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
         for round_ in step.rounds:
             pricing.show(cut[step.index], [[sites[name] for name in group] for group in round_])
     priced = pricing.result()
-    return _one_after_another(_plan_backwards(graph, samples, length), priced) if gathering.gradients else priced
+    return _one_after_another(_plan_backwards(graph, samples, length), priced) if needs.gradients else priced
 
 
 class _Pricing:
@@ -81,18 +81,19 @@ class _Pricing:
 
     Args:
         chosen: the plan of each linear of interest.
+        needs: statistics that the pass needs.
         dense: costs of the graph before the pass, of one micro-batch.
         runs: micro-batches.
     """
 
     def __init__(
-        self, chosen: Mapping[str, SitePlan], gathering: Gathering, dense: dict[Node, NodeCost], runs: float
+        self, chosen: Mapping[str, SitePlan], needs: CalibrationNeeds, dense: dict[Node, NodeCost], runs: float
     ) -> None:
-        self._chosen, self._gathering, self._dense, self._runs = chosen, gathering, dense, runs
+        self._chosen, self._needs, self._dense, self._runs = chosen, needs, dense, runs
         self._current = dict(dense)  # with the linears that are packed by now
-        self._graphs = 2 if gathering.with_dense else 1
+        self._graphs = 2 if needs.with_dense else 1
         coarse = is_coarse(Format.parse(plan.format) for plan in chosen.values() if plan.format)
-        self._product = "bfloat16_flop" if gathering.squares and coarse else "matmul_flop"
+        self._product = "bfloat16_flop" if needs.hessian and coarse else "matmul_flop"
         self._work: dict[str, float] = defaultdict(float)
         self._again: dict[str, float] = defaultdict(float)
         self._passed: set[Node] = set()  # of the segment, those that were run already
@@ -118,7 +119,7 @@ class _Pricing:
         needed = ancestors([group[0].input for group in groups], set(segment.nodes))
         nodes = [node for node in segment.nodes if node in needed]
         self.run(nodes)
-        if self._gathering.true_sequential:
+        if self._needs.true_sequential:
             self._passed |= needed
             self._live = max(self._live, live_bytes(segment, self._passed, self._dense, self._runs))
         widest = 4 * max(_elements(self._dense[group[0].node], group[0]) for group in groups)
@@ -133,7 +134,7 @@ class _Pricing:
         """Add the work of the statistics of some groups; returns their bytes."""
         read = [_elements(self._dense[group[0].node], group[0]) for group in groups]  # in one run
         widths = [group[0].in_features for group in groups]
-        if not self._gathering.squares:
+        if not self._needs.hessian:
             self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
             return 0
         for size, width in zip(read, widths, strict=True):
@@ -160,7 +161,7 @@ class _Pricing:
 
 
 def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
-    """Each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's."""
     costs, cut = node_costs(graph, 1, length), segments(graph)
     runs = samples if length else samples / len(graph.meta["inputs"][0][0])
     work = {unit: 4 * runs * amount for unit, amount in eager_work(costs.values()).items()}
@@ -171,7 +172,7 @@ def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
 
 
 def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int, length: int) -> Streaming:
-    """Squared gradients of weights, each used as soon as it is there."""
+    """Price squared gradients of weights, each used as soon as it is there."""
     found = _plan_backwards(graph, samples, length)
     work = Counter(found.work)
     for plan in plans:
@@ -193,7 +194,7 @@ def _one_after_another(first: Streaming, second: Streaming) -> Streaming:
 
 
 def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
-    """All windows through all segments, one window at a time, logits of all tokens included."""
+    """Price all windows through all segments, one window at a time, logits of all tokens included."""
     costs = node_costs(graph, 1, length)
     cut = segments(graph)
     work = {unit: windows * amount for unit, amount in eager_work(costs.values()).items()}
@@ -203,21 +204,21 @@ def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
 
 
 def runs_bytes(segment: Segment, costs: Mapping[Node, NodeCost], runs: float) -> int:
-    """Bytes of what is live at the end of a segment, for all runs."""
+    """Return the bytes that are live at the end of a segment, for all runs."""
     if segment.exit is None:
         return 0
     return int(runs * costs[_owner(segment.exit, costs)].held_bytes)
 
 
 def _owner(node: Node, costs: Mapping[Node, NodeCost]) -> Node:
-    """The node whose storage a view is of."""
+    """Return the node whose storage a view shows."""
     while (above := costs[node].owner) is not None and above in costs:
         node = above
     return node
 
 
 def live_bytes(segment: Segment, passed: set[Node], costs: Mapping[Node, NodeCost], runs: float) -> int:
-    """Bytes of what the rest of a segment reads of the nodes that have been run, and its entry, for all runs."""
+    """Return the bytes of those values, the entry included, that nodes still to run will read, for all runs."""
     rest = [node for node in segment.nodes if node not in passed]
     read = {source for node in rest for source in node.all_input_nodes if source in passed or source is segment.entry}
     owners = {_owner(node, costs) for node in read}
@@ -225,7 +226,7 @@ def live_bytes(segment: Segment, passed: set[Node], costs: Mapping[Node, NodeCos
 
 
 def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
-    """The most storage that is live at once while nodes run in order, each value until its last user is done."""
+    """Return the most bytes that are live at once while nodes run in order, each value until its last user is done."""
     inside = {node: i for i, node in enumerate(nodes)}
 
     def owner(node: Node) -> Node:
@@ -251,7 +252,7 @@ def peak_bytes(nodes: Sequence[Node], costs: Mapping[Node, NodeCost]) -> int:
 
 
 def _elements(cost: NodeCost, site: Site) -> int:
-    """Of a linear's input."""
+    """Return the elements of a linear's input."""
     return int(cost.flops) // (2 * site.out_features)
 
 
@@ -260,6 +261,6 @@ def _weight_bytes(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> int:
 
 
 def _packed(cost: NodeCost, plan: SitePlan) -> NodeCost:
-    """The cost of a linear once it is packed."""
+    """Return the cost of a linear once it is packed."""
     working = max(cost.working_bytes, 4 * cost.weights)
     return dataclasses.replace(cost, format=plan.format, weight_bytes=plan.bytes_after, cast=0, working_bytes=working)

@@ -23,7 +23,8 @@ from compressor.graph.costs import node_costs
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.segments import segments
-from compressor.passes.kv_cache import KvCache, block_order
+from compressor.numerics.channel_order import order_channels
+from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import verify_stage
 from compressor.pipeline.pipeline import Pipeline
@@ -145,7 +146,7 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
 
 
 def cost(order: list[int], squares: Tensor, weight: Tensor, fmt: CacheFormat) -> float:
-    """The definition that :func:`block_order` lessens."""
+    """The definition that :func:`order_channels` lessens."""
     total, span = 0.0, fmt.span(len(order))
     for first in range(0, len(order), span):
         block = order[first : first + span]
@@ -160,7 +161,7 @@ def test_no_swap_of_two_channels_would_help(width: int, name: str, seed: int) ->
     rng, fmt = torch.Generator().manual_seed(seed), CacheFormat.parse(name)
     rows = torch.randn(20, width, generator=rng) * torch.rand(width, generator=rng).mul(4).exp()
     weight, squares = torch.rand(width, generator=rng).double() + 0.1, rows.double().square()
-    order, given_ = block_order(rows, weight, fmt).tolist(), list(range(width))
+    order, given_ = order_channels(rows, weight, fmt).tolist(), list(range(width))
     assert sorted(order) == given_
     assert lost(rows[:, order], weight[order], fmt) <= lost(rows, weight, fmt)
     if order == given_:
@@ -183,6 +184,6 @@ def test_outliers_share_a_block(name: str) -> None:
     rows, fmt = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), CacheFormat.parse(name)
     outliers, weight = [1, 6, 11, 12, 18, 22, 27, 31], torch.ones(32, dtype=torch.float64)
     rows[:, outliers] = 6 * rows[:, outliers].sign() + rows[:, outliers]
-    order = block_order(rows, weight, fmt)
+    order = order_channels(rows, weight, fmt)
     assert set(outliers) in [set(block) for block in order.view(4, 8).tolist()]
     assert lost(rows[:, order.long()], weight, fmt) < 0.6 * lost(rows, weight, fmt)
