@@ -336,7 +336,7 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
         ("calibration=python_docs_heldout", "held out, for evaluation only"),
         ("calibration.samples=100000", "100000 samples are wanted; set samples to [0-9]+ or less"),
         ("evaluation.text=empty.txt", r"empty\.txt: the text is empty"),
-        ("target=arm", "no target is called 'arm'; there are: webgpu, x86"),
+        ("target=arm", "no target is called 'arm'; there are: null, webgpu, x86"),
         ("target={x86: {isa: avx3}}", "'avx3' does not fit"),
         ("gates={perplexty: <= 3}", "unknown metric; nearest: perplexity"),
         ("gates={perplexity: about 3}", "is not a condition; write <=, >=, < or >, a number and a unit"),
@@ -376,7 +376,7 @@ def test_bad_recipe_files_say_where(invoke: Callable[..., Result], tmp_path: Pat
 def test_bad_outputs_are_refused_before_any_work(
     invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run.job.capture", lambda *_args, **_options: pytest.fail("began to work"))
+    monkeypatch.setattr("compressor.run.prepare.capture", lambda *_args, **_options: pytest.fail("began to work"))
     file = tmp_path / "file"
     file.write_text("precious")
     mine = tmp_path / "mine"
@@ -530,9 +530,9 @@ def test_a_run_that_never_begins_still_leaves_its_files(folder: Path, tmp_path: 
 def test_reports_that_cannot_be_written_are_refused_before_any_work(
     invoke: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.run.job.capture", lambda *_args, **_options: pytest.fail("began to work"))
+    monkeypatch.setattr("compressor.run.prepare.capture", lambda *_args, **_options: pytest.fail("began to work"))
     for option in ("--junit", "--report"):
-        for place, message in ((tmp_path, "is no file"), (tmp_path / "out" / "x", "lies inside the bundle")):
+        for place, message in ((tmp_path, "is not a file"), (tmp_path / "out" / "x", "lies inside the bundle")):
             result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", option, place)
             assert result.exit_code == 2 and message in one_message(result)
     assert not list(tmp_path.iterdir())
