@@ -296,7 +296,7 @@ def test_an_encoder(tmp_path: Path, require_tool: Callable[[str], Path]) -> None
     kept = mask > 0
     got, wanted = bundle.encode(ids, mask)[kept], expected.numpy()[kept]
     assert np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted)
-    with pytest.raises(UsageError, match=r"bundle: is an encoder, .* compared with: --dense"):
+    with pytest.raises(UsageError, match=r"bundle: is an encoder, .* compare its embeddings with: --dense"):
         evaluate_path(tmp_path / "bundle", EvaluationSpec(text=("python_docs_heldout.txt",)))
 
 

@@ -209,8 +209,8 @@ def test_places_of_a_leak() -> None:
     verdict = check_independence(capture(Outer(), (torch.randn(3, 4),), dynamic_shapes=({0: Dim("batch")},)))
     (leak,) = verdict.leaks
     assert (leak.node, leak.operator, leak.module) == ("mean", "aten.mean.dim", "inner")
-    assert leak.line.startswith("test_independence.py:") and "dimension 0" in leak.reason
-    assert "mean" in str(verdict) and "in inner, test_independence.py" in str(verdict)
+    assert leak.line.startswith("test_check.py:") and "dimension 0" in leak.reason
+    assert "mean" in str(verdict) and "in inner, test_check.py" in str(verdict)
 
 
 @pytest.mark.parametrize(
