@@ -52,7 +52,7 @@ class SitePlan:
         note: why it is left alone, or anything unusual.
         work: the pass's arithmetic, by unit (:data:`compressor.plan.prices.UNITS`).
         working_bytes: memory of the pass's arithmetic beside the stored weight.
-        gathering: statistics of calibration samples that it needs; None for a pass without calibration.
+        needs: statistics of calibration samples that it needs; None for a pass without calibration.
     """
 
     site: str
@@ -64,7 +64,7 @@ class SitePlan:
     note: str = ""
     work: Work = field(default_factory=dict)
     working_bytes: int = 0
-    gathering: CalibrationNeeds | None = None
+    needs: CalibrationNeeds | None = None
 
 
 def plan_sites(

@@ -14,7 +14,7 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 from compressor.graph.costs import NodeCost
 from compressor.numerics.range_search import Work
-from compressor.plan.prices import Machine
+from compressor.plan.prices import Prices
 from compressor.plan.roofline import Roofline
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Estimate:
     high: float
 
 
-def estimate(seconds: float, machine: Machine) -> Estimate:
+def estimate(seconds: float, prices: Prices) -> Estimate:
     """Return an interval from the probe's spread and the model's own error, as factors up and down."""
-    factor = 1 + math.hypot(MODEL_ERROR, machine.spread)
+    factor = 1 + math.hypot(MODEL_ERROR, prices.spread)
     return Estimate(seconds, seconds / factor, seconds * factor)
 
 
@@ -126,7 +126,7 @@ def _candidates(kernel: Kernel, isa: Isa) -> tuple[int, int]:
     return len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, kernel.format, isa))
 
 
-def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -> float:
+def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> float:
     """Predict the seconds of lowering a compressed graph, and of timing the schedules that no earlier run has timed.
 
     Args:
@@ -138,24 +138,24 @@ def compile_seconds(graph: GraphModule, machine: Machine, tune: str, isa: Isa) -
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
     turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * nodes + _GENERATE_TURNS * len(kernels)
-    seconds = turns * machine.seconds["python"]
-    done = {key.partition("|")[0] for key in Database().entries if f"|{machine.cpu}|" in key}
+    seconds = turns * prices.seconds["python"]
+    done = {key.partition("|")[0] for key in Database().entries if f"|{prices.cpu}|" in key}
     for kernel in kernels if tune != "off" else ():
         for tokens, candidates in zip((1, TUNED_TOKENS), _candidates(kernel, isa), strict=True):
             if f"{kernel.name}:{tokens}" in done:
                 continue
             candidates = min(candidates, QUICK_CANDIDATES) if tune == "quick" else candidates
-            once = kernel_seconds(kernel, tokens, machine)
-            each = _CANDIDATE_TURNS * machine.seconds["python"] + max(_TIMED_S, _TIMED_RUNS * once)
+            once = kernel_seconds(kernel, tokens, prices)
+            each = _CANDIDATE_TURNS * prices.seconds["python"] + max(_TIMED_S, _TIMED_RUNS * once)
             seconds += candidates * each if candidates > 1 else 0
     return seconds
 
 
-def kernel_seconds(kernel: Kernel, tokens: int, machine: Machine) -> float:
+def kernel_seconds(kernel: Kernel, tokens: int, prices: Prices) -> float:
     """One call of a linear's generated kernel."""
-    price = machine.seconds["int8_op" if kernel.integer else "matmul_flop"]
+    price = prices.seconds["int8_op" if kernel.integer else "matmul_flop"]
     product = 2 * kernel.rows * kernel.columns * tokens * price
-    return max(_SLOWER_PRODUCT * product, _SLOWER_READ * kernel.bytes * machine.seconds["read_byte"])
+    return max(_SLOWER_PRODUCT * product, _SLOWER_READ * kernel.bytes * prices.seconds["read_byte"])
 
 
 def bundle_seconds(roofline: Roofline, calls: int) -> float:
@@ -190,7 +190,7 @@ def child_work(bundle_bytes: int) -> Work:
 
 
 def timing_seconds(
-    machine: Machine, dense: Sequence[Mapping[Node, NodeCost]], bundle: Sequence[float], steps: int, dense_speed: bool
+    prices: Prices, dense: Sequence[Mapping[Node, NodeCost]], bundle: Sequence[float], steps: int, dense_speed: bool
 ) -> float:
     """Predict the seconds of starting both models' processes, and of their repeats of a prompt and ``steps`` steps.
 
@@ -198,19 +198,19 @@ def timing_seconds(
         dense: costs of the dense model's prompt and step.
         bundle: seconds of the bundle's.
     """
-    seconds = machine.seconds["import_bundle"] + _REPEATS * (_PAUSE_S + bundle[0] + steps * bundle[1])
+    seconds = prices.seconds["import_bundle"] + _REPEATS * (_PAUSE_S + bundle[0] + steps * bundle[1])
     if dense_speed:
-        prompt, step = (_dense_seconds(costs.values(), machine) for costs in dense)
-        loading = sum(cost.weights for cost in dense[1].values()) * 12 * machine.seconds["stream_byte"]
-        seconds += machine.seconds["import_dense"] + loading + _REPEATS * (_PAUSE_S + prompt + steps * step)
+        prompt, step = (_dense_seconds(costs.values(), prices) for costs in dense)
+        loading = sum(cost.weights for cost in dense[1].values()) * 12 * prices.seconds["stream_byte"]
+        seconds += prices.seconds["import_dense"] + loading + _REPEATS * (_PAUSE_S + prompt + steps * step)
     return seconds
 
 
-def _dense_seconds(costs: Iterable[NodeCost], machine: Machine) -> float:
+def _dense_seconds(costs: Iterable[NodeCost], prices: Prices) -> float:
     """PyTorch's modules on float32 weights: products at the peak, or weights at the bandwidth, and its overhead."""
     costs = list(costs)
-    seconds = _EAGER_STEP * len(costs) * machine.seconds["node"]
+    seconds = _EAGER_STEP * len(costs) * prices.seconds["node"]
     for cost in costs:
-        reading = 4 * cost.weights * machine.seconds["read_byte"]
-        seconds += max(cost.flops * machine.seconds["matmul_flop"], _SLOWER_READ * reading) if cost.weights else 0.0
+        reading = 4 * cost.weights * prices.seconds["read_byte"]
+        seconds += max(cost.flops * prices.seconds["matmul_flop"], _SLOWER_READ * reading) if cost.weights else 0.0
     return seconds

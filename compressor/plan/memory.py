@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compressor.formats.packing import PIECE_ELEMENTS
-from compressor.plan.prices import Machine
+from compressor.plan.prices import Prices
 from compressor.plan.streaming import Streaming
 
 MODEL_ERROR = 0.15
@@ -95,10 +95,10 @@ class Amounts:
     dense_speed: bool
 
 
-def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
+def memory_stages(amounts: Amounts, prices: Prices) -> list[StageMemory]:
     """Return the memory of each stage of a run, in order."""
     a = amounts
-    base = machine.all_bytes + _CAPTURE_BYTES + _NODE_BYTES * a.nodes
+    base = prices.all_bytes + _CAPTURE_BYTES + _NODE_BYTES * a.nodes
     stages = [StageMemory("capture", base)]
     if a.text_tokens:
         base += _TEXT_BYTES + 8 * a.text_tokens
@@ -116,7 +116,7 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
     stages.append(StageMemory("compile", base + operands))
     stages.append(StageMemory("write", base + 8 * min(a.largest, PIECE_ELEMENTS), a.largest, a.largest))
     # The process that runs the bundle maps its weights; one linear's at a time are in use.
-    bundle = machine.bundle_bytes + _BUNDLE_BYTES + a.child_activation_bytes
+    bundle = prices.bundle_bytes + _BUNDLE_BYTES + a.child_activation_bytes
     weights, least = a.weight_bytes, min(a.weight_bytes, a.largest_operand_bytes)
     stages.append(StageMemory("check", base, weights, least, bundle))
     if a.evaluation is not None:
@@ -127,7 +127,7 @@ def memory_stages(amounts: Amounts, machine: Machine) -> list[StageMemory]:
     children = bundle
     if a.dense_speed:
         weights += a.dense_weight_bytes  # the checkpoint's pages, beside what it is turned into
-        children += machine.dense_bytes + _DENSE_BYTES + a.dense_float_bytes + a.child_activation_bytes
+        children += prices.dense_bytes + _DENSE_BYTES + a.dense_float_bytes + a.child_activation_bytes
     stages.append(StageMemory("time", base, weights, least, children))
     return stages
 

@@ -19,7 +19,7 @@ from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
 from compressor.plan.model import PassPlan
-from compressor.plan.prices import machine
+from compressor.plan.prices import machine_prices
 from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
 
@@ -53,7 +53,7 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
     meta = _without_weights(graph)
     with _at(recipe, ("target",), ""):
         backend.check(meta)
-    context = Context(seed=recipe.seed, target=recipe.target.name, prices=_Prices())
+    context = Context(seed=recipe.seed, target=recipe.target.name, prices=_SecondsByUnit())
     passes: list[PassPlan] = []
     before: list[GraphModule] = []
     for index, step in enumerate(recipe.passes):
@@ -70,7 +70,7 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
     step.requires(graph, context)
     planned = step.plan(graph, context)
     sites = tuple(planned or ())
-    if recipe.calibration is None and (step.runs_samples or any(site.gathering for site in sites)):
+    if recipe.calibration is None and (step.runs_samples or any(site.needs for site in sites)):
         scales = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
         context.calibration(name, scales and f"stored scales of {scales}")  # raises, as in the run
     notes = tuple(context.notes[said:])
@@ -97,14 +97,14 @@ def _at(recipe: Recipe, path: tuple[str | int, ...], name: str) -> Iterator[None
         raise recipe.problem(path, str(error).removeprefix(f"{name}: ")) from error
 
 
-class _Prices(Mapping[str, float]):
+class _SecondsByUnit(Mapping[str, float]):
     """Seconds by unit of work; the machine is measured when the first of them is asked for."""
 
     def __getitem__(self, unit: str) -> float:
-        return machine().seconds[unit]
+        return machine_prices().seconds[unit]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(machine().seconds)
+        return iter(machine_prices().seconds)
 
     def __len__(self) -> int:
-        return len(machine().seconds)
+        return len(machine_prices().seconds)

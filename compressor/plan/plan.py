@@ -24,7 +24,7 @@ from compressor.plan.durations import estimate
 from compressor.plan.memory import needed, peak
 from compressor.plan.model import Plan
 from compressor.plan.passes import PlannedPasses, plan_passes
-from compressor.plan.prices import Machine, machine
+from compressor.plan.prices import Prices, machine_prices
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
 from compressor.recipe.recipe import Recipe
@@ -73,7 +73,7 @@ def plan_graph(
         planned: what :func:`compressor.plan.passes.plan_passes` gave for these.
         output, measure: as for :func:`make_plan`.
     """
-    here, passes, final = machine(measure), planned.passes, planned.final
+    here, passes, final = machine_prices(measure), planned.passes, planned.final
     place = Path(output or recipe.output or ".")
     available = available_memory()
     costs = run_costs(graph, planned, recipe, backend)
@@ -189,7 +189,7 @@ def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]
     return {str(output): (costs.bundle_bytes, free), str(cache_folder()): (cached, cache_free)}
 
 
-def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, backend: Backend, here: Machine) -> tuple[str, ...]:
+def _advice(plan: Plan, graph: GraphModule, recipe: Recipe, backend: Backend, here: Prices) -> tuple[str, ...]:
     """Find settings that would make the run fit, each tried on the model; the least change of each kind."""
     found: list[str] = []
     for setting, changed in _alternatives(recipe):

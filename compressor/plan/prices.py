@@ -76,7 +76,7 @@ print(compute())
 
 
 @dataclass(frozen=True)
-class Machine:
+class Prices:
     """Prices of work on one machine.
 
     Attributes:
@@ -101,7 +101,7 @@ class Machine:
         return sum(self.seconds[unit] * amount for unit, amount in work.items())
 
 
-def machine(measure: bool = False) -> Machine:
+def machine_prices(measure: bool = False) -> Prices:
     """Return this machine's prices from the cache folder's ``machine.json``, or measure them, in about five seconds.
 
     Kept by processor, threads, and the versions of PyTorch, TVM and Compressor.  A cache folder that cannot be written
@@ -119,7 +119,7 @@ def machine(measure: bool = False) -> Machine:
     file = cache_folder() / "machine.json"
     if not measure:
         try:
-            kept = Machine(**read_entries(file)[key])
+            kept = Prices(**read_entries(file)[key])
             if set(kept.seconds) == set(UNITS):
                 return kept
         except (KeyError, TypeError):
@@ -130,7 +130,7 @@ def machine(measure: bool = False) -> Machine:
     return found
 
 
-def probe() -> Machine:
+def probe() -> Prices:
     """Measure this machine, in a process of its own: it takes memory, and random numbers.
 
     Raises:
@@ -148,7 +148,7 @@ def probe() -> Machine:
     found = json.loads(computed)
     seconds = found["seconds"] | {f"import_{name}": taken for name, (taken, _) in imports.items()}
     sizes = {f"{name}_bytes": size for name, (_, size) in imports.items()}
-    return Machine(cpu_name(), threads, seconds, statistics.median(found["spreads"]), **sizes)
+    return Prices(cpu_name(), threads, seconds, statistics.median(found["spreads"]), **sizes)
 
 
 def compute() -> str:

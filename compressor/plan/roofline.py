@@ -19,7 +19,7 @@ from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
-from compressor.plan.prices import Machine
+from compressor.plan.prices import Prices
 
 PROMPT_TOKENS = 128
 
@@ -69,7 +69,7 @@ class Roofline:
     tokens_per_s: float
 
 
-def rooflines(graph: GraphModule, machine: Machine) -> list[Roofline]:
+def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
     """Prefill and decode of a decoder, the forward call of an encoder; nothing for other modules.
 
     Args:
@@ -80,15 +80,15 @@ def rooflines(graph: GraphModule, machine: Machine) -> list[Roofline]:
         return []
     prompt = min(PROMPT_TOKENS, info.max_positions or PROMPT_TOKENS)
     if info.kind == "encoder":
-        return [_phase(graph, machine, "forward", prompt, 0)]
-    return [_phase(graph, machine, "prefill", prompt, 0), _phase(graph, machine, "decode", 1, prompt)]
+        return [_phase(graph, prices, "forward", prompt, 0)]
+    return [_phase(graph, prices, "prefill", prompt, 0), _phase(graph, prices, "decode", 1, prompt)]
 
 
-def _phase(graph: GraphModule, machine: Machine, phase: str, tokens: int, past: int) -> Roofline:
+def _phase(graph: GraphModule, prices: Prices, phase: str, tokens: int, past: int) -> Roofline:
     costs = node_costs(graph, 1, tokens, past, rows=1)
     found: dict[tuple[str, float, int], Layer] = {}
     for segment in segments(graph):
-        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], machine)
+        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], prices)
         key = (layer.name, layer.ops, layer.bytes)
         count = found[key].count + 1 if key in found else 1
         found[key] = Layer(layer.name, count, layer.ops, layer.bytes, layer.binds, layer.ms)
@@ -111,13 +111,13 @@ def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
     )
 
 
-def _layer(name: str, costs: Iterable[NodeCost], machine: Machine) -> Layer:
+def _layer(name: str, costs: Iterable[NodeCost], prices: Prices) -> Layer:
     ops = seconds = 0.0
     bytes_ = 0
     for cost in costs:
         integer = bool(cost.format) and Format.parse(cost.format).integer_products
         ops += cost.flops
-        seconds += cost.flops * machine.seconds["int8_op" if integer else "matmul_flop"]
+        seconds += cost.flops * prices.seconds["int8_op" if integer else "matmul_flop"]
         bytes_ += cost.weight_bytes + cost.cache_bytes + (0 if cost.kind == "other" else cost.activation_bytes)
-    reading = bytes_ * machine.seconds["read_byte"]
+    reading = bytes_ * prices.seconds["read_byte"]
     return Layer(name, 1, ops, bytes_, "compute" if seconds > reading else "memory", 1e3 * max(seconds, reading))

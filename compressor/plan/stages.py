@@ -26,7 +26,7 @@ from compressor.plan.durations import (
     write_work,
 )
 from compressor.plan.memory import Amounts, StageMemory, memory_stages
-from compressor.plan.prices import Machine
+from compressor.plan.prices import Prices
 from compressor.plan.roofline import PROMPT_TOKENS, Roofline
 from compressor.plan.streaming import Streaming, plan_calibration, plan_forward
 from compressor.recipe.data_spec import DataSource
@@ -84,42 +84,42 @@ class Costs:
     cache_bytes: int
     spilled_bytes: int
 
-    def memory(self, machine: Machine, *, spill: bool, dense_speed: bool) -> list[StageMemory]:
+    def memory(self, prices: Prices, *, spill: bool, dense_speed: bool) -> list[StageMemory]:
         """The memory of each stage."""
         chosen = replace(self.amounts, spill=spill, dense_speed=dense_speed and self.times_dense)
         skipped = set() if self.runs_here else {"check", "evaluate", "time"}
-        return [stage for stage in memory_stages(chosen, machine) if stage.stage not in skipped]
+        return [stage for stage in memory_stages(chosen, prices) if stage.stage not in skipped]
 
     def seconds(
-        self, machine: Machine, bounds: Sequence[Roofline], *, spill: bool, dense_speed: bool
+        self, prices: Prices, bounds: Sequence[Roofline], *, spill: bool, dense_speed: bool
     ) -> dict[str, float]:
         """The seconds of each stage, given the bounds on the bundle's speed."""
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
-        seconds = {"start": machine.seconds["import_all"]}
+        seconds = {"start": prices.seconds["import_all"]}
         begin = ("capture", "text", "plan", "independence")
-        seconds |= {stage: machine.cost(work) for stage, work in self.work.items() if stage in begin}
+        seconds |= {stage: prices.cost(work) for stage, work in self.work.items() if stage in begin}
         passes = {stage: work for stage, work in self.work.items() if stage.startswith("pass ")}
         for stage, amounts in passes.items():
-            again = machine.cost(self.again.get(stage, {})) if spill else 0.0
-            seconds[stage.removeprefix("pass ")] = machine.cost(amounts) + again
+            again = prices.cost(self.again.get(stage, {})) if spill else 0.0
+            seconds[stage.removeprefix("pass ")] = prices.cost(amounts) + again
         if self.isa is not None:
-            seconds["compile"] = compile_seconds(final, machine, self.tune, self.isa)
-        seconds["write"] = machine.cost(self.work["write"])
+            seconds["compile"] = compile_seconds(final, prices, self.tune, self.isa)
+        seconds["write"] = prices.cost(self.work["write"])
         if not self.runs_here:
             return seconds
-        child = machine.seconds["import_bundle"] + machine.cost(self.work["check"])
+        child = prices.seconds["import_bundle"] + prices.cost(self.work["check"])
         seconds["check"] = child
         calls = sum(node.op == "call_function" for node in final.graph.nodes) // 3
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
-            seconds["evaluate"] = child + machine.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
+            seconds["evaluate"] = child + prices.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
         if info.kind == "decoder":
             prompt_tokens = bounds[0].tokens
             dense = [node_costs(graph, 1, prompt_tokens, rows=1), node_costs(graph, 1, 1, prompt_tokens, rows=1)]
             bundle = [bundle_seconds(bound, calls) for bound in bounds]
             steps = min(_NEW_TOKENS, prompt_tokens)
-            seconds["time"] = timing_seconds(machine, dense, bundle, steps, dense_speed and self.times_dense)
+            seconds["time"] = timing_seconds(prices, dense, bundle, steps, dense_speed and self.times_dense)
         return seconds
 
 
@@ -218,10 +218,10 @@ def _session_bytes(info: ModelInfo) -> int:
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
     spec = recipe.calibration
-    if spec is None or not (step.runs_samples or any(site.gathering for site in step.sites)):
+    if spec is None or not (step.runs_samples or any(site.needs for site in step.sites)):
         return None
     length = 0 if spec.kind == "images" else spec.sequence_length
-    if any(site.gathering for site in step.sites):
+    if any(site.needs for site in step.sites):
         return plan_calibration(graph, step.sites, spec.samples, length)
     return plan_forward(graph, spec.samples, length)
 

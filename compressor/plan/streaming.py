@@ -57,8 +57,8 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
         plans: of the pass; all calibrated ones have the same needs.
         samples, length: of the calibration; of a plain module, whose costs are those of its example, length is 0.
     """
-    chosen = {plan.site: plan for plan in plans if plan.gathering is not None}
-    needs = next(plan.gathering for plan in chosen.values() if plan.gathering is not None)
+    chosen = {plan.site: plan for plan in plans if plan.needs is not None}
+    needs = next(plan.needs for plan in chosen.values() if plan.needs is not None)
     if needs.gradients and not needs.hessian:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     batch = min(samples, max(1, MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])

@@ -22,7 +22,7 @@ from compressor.pipeline.segment_cache import Results
 from compressor.plan.model import Plan
 from compressor.plan.passes import plan_passes
 from compressor.plan.plan import check_plan, plan_graph
-from compressor.plan.prices import machine
+from compressor.plan.prices import machine_prices
 from compressor.recipe.recipe import Recipe
 from compressor.run.clock import Clock
 from compressor.run.lock import Lock
@@ -115,7 +115,7 @@ def prepare(
     planned = plan_passes(graph, recipe, backend)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
-    here = machine()  # measured once and remembered: not part of what the plan predicts
+    here = machine_prices()  # measured once and remembered: not part of what the plan predicts
     with clock.stage("plan", shown=False):
         plan = plan_graph(graph, recipe, backend, planned, destination)
     check_plan(plan)

@@ -84,7 +84,7 @@ def choose_formats(
         if prices is None:
             raise UsageError(
                 f"{budget}: what work costs on this machine is not known here; compress through compressor.compress or "
-                "the command line, or give the context prices=compressor.plan.prices.machine().seconds"
+                "the command line, or give the context prices=compressor.plan.prices.machine_prices().seconds"
             )
         tokens = _tokens(graph, [*linear_sites(graph), *packed_sites(graph)])
         rest = 1e3 * _other_seconds(graph, sites, tokens, prices)

@@ -11,7 +11,7 @@ import torch
 
 from compressor.host.machine import available_memory, free_disk
 from compressor.plan import prices as machine_probe
-from compressor.plan.prices import UNITS, Machine, machine
+from compressor.plan.prices import UNITS, Prices, machine_prices
 
 GB = 1 << 30
 
@@ -99,9 +99,9 @@ def test_a_folder_that_does_not_exist_is_on_its_parents_disk(tmp_path: Path) -> 
     assert free_disk(tmp_path)[1] > 0
 
 
-def a_machine(**changes: float) -> Machine:
+def a_machine(**changes: float) -> Prices:
     """A machine where a unit of work takes a nanosecond."""
-    return Machine("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **changes}, 0.1, 200 << 20, 300 << 20, 450 << 20)
+    return Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **changes}, 0.1, 200 << 20, 300 << 20, 450 << 20)
 
 
 def test_work_is_priced_by_unit() -> None:
@@ -112,21 +112,21 @@ def test_work_is_priced_by_unit() -> None:
 
 def test_a_machine_is_measured_once_and_again_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path))
-    measured: list[Machine] = []
+    measured: list[Prices] = []
 
-    def probe() -> Machine:
+    def probe() -> Prices:
         measured.append(a_machine(node=len(measured) + 1.0))
         return measured[-1]
 
     monkeypatch.setattr(machine_probe, "probe", probe)
-    assert machine() == machine() == measured[0]
-    assert machine(measure=True) == machine() == measured[1]
+    assert machine_prices() == machine_prices() == measured[0]
+    assert machine_prices(measure=True) == machine_prices() == measured[1]
     file = tmp_path / "machine.json"
     ((key, kept),) = json.loads(file.read_text()).items()
     assert torch.__version__ in key and f"{torch.get_num_threads()} threads" in key
     del kept["seconds"]["node"]  # as another version of the probe would have left it
     file.write_text(json.dumps({key: kept}))
-    assert machine() == measured[2]
+    assert machine_prices() == measured[2]
 
 
 def test_a_cache_folder_that_cannot_be_written_to_costs_time_only(
@@ -135,19 +135,19 @@ def test_a_cache_folder_that_cannot_be_written_to_costs_time_only(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "file" / "folder"))
     monkeypatch.setattr(machine_probe, "probe", a_machine)
-    assert machine() == a_machine()
+    assert machine_prices() == a_machine()
 
 
 @pytest.fixture(scope="session")
-def measured_machine() -> Machine:
+def measured_machine() -> Prices:
     return machine_probe.probe()
 
 
-def test_the_probe_measures_every_unit(measured_machine: Machine) -> None:
+def test_the_probe_measures_every_unit(measured_machine: Prices) -> None:
     assert set(measured_machine.seconds) == set(UNITS)
     assert all(0 <= price < 60 for price in measured_machine.seconds.values())
     assert measured_machine.seconds["matmul_flop"] > 0 and measured_machine.seconds["read_byte"] > 0
     assert (
         1 << 24 < measured_machine.bundle_bytes <= measured_machine.dense_bytes <= measured_machine.all_bytes < 1 << 32
     )
-    assert Machine(**json.loads(json.dumps(dataclasses.asdict(measured_machine)))) == measured_machine
+    assert Prices(**json.loads(json.dumps(dataclasses.asdict(measured_machine)))) == measured_machine

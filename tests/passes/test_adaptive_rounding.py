@@ -157,7 +157,7 @@ def test_the_pass_does_what_it_plans_and_says_what_it_reached() -> None:
     assert [(r.site, r.format, r.bytes_after) for r in ctx.records] == [
         (plan.site, plan.format, plan.bytes_after) for plan in plans
     ]
-    assert len(plans) == 4 and all(plan.work and plan.gathering for plan in plans)
+    assert len(plans) == 4 and all(plan.work and plan.needs for plan in plans)
     guided = [plan for plan in replace(step, task_guided=True).plan(clone_graph(dense), ctx) if plan.format]
     local, both = (plan_calibration(dense, given, 4, 128) for given in (plans, guided))
     # Forwards twice and backwards once, which is as much as two forwards.

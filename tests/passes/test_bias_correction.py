@@ -136,7 +136,7 @@ def test_it_follows_a_rotation_and_the_plan_knows_its_bytes() -> None:
     for step in passes:
         planned = step.plan(shadow, Context())
     assert weight_bytes(shadow) == weight_bytes(graph)
-    assert sum(plan.gathering is not None for plan in planned) == 14
+    assert sum(plan.needs is not None for plan in planned) == 14
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:

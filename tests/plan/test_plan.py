@@ -37,7 +37,7 @@ from compressor.plan.memory import StageMemory
 from compressor.plan.model import Plan
 from compressor.plan.passes import plan_passes
 from compressor.plan.plan import check_plan, compare_plan, make_plan
-from compressor.plan.prices import UNITS, Machine
+from compressor.plan.prices import UNITS, Prices
 from compressor.plan.streaming import peak_bytes, plan_calibration
 from compressor.recipe.recipe import Recipe
 
@@ -56,14 +56,14 @@ PRICES = {
     "import_dense": 2.0,
     "import_all": 4.0,
 }
-MACHINE = Machine("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 << 20, 300 << 20, 450 << 20)
+MACHINE = Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 << 20, 300 << 20, 450 << 20)
 
 
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always the same prices, and memory enough."""
-    monkeypatch.setattr(plan_module, "machine", lambda _measure=False: MACHINE)
-    monkeypatch.setattr(passes_module, "machine", lambda _measure=False: MACHINE)
+    monkeypatch.setattr(plan_module, "machine_prices", lambda _measure=False: MACHINE)
+    monkeypatch.setattr(passes_module, "machine_prices", lambda _measure=False: MACHINE)
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(64 * GB, "the test"))
 
 
