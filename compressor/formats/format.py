@@ -183,8 +183,8 @@ class Format:
         )
 
     @property
-    def coded(self) -> Format:
-        """The same without what is stored as floats."""
+    def without_outliers(self) -> Format:
+        """The format of the codes alone: without weights and columns stored as float16."""
         return replace(self, outlier_percent=0.0, float_columns=0)
 
     def outliers(self, out_features: int, in_features: int) -> int:
@@ -198,7 +198,7 @@ class Format:
         return (1 << (self.bits - 1)) + 1 if self.sliced == "BAL" else 1 << self.bits
 
     @property
-    def middle(self) -> float:
+    def zero_point(self) -> float:
         """The zero point of a symmetric grid: a whole number, and a half of bipolar grids."""
         return (self.levels - 1) / 2 if self.sliced else float(1 << (self.bits - 1))
 

@@ -61,7 +61,7 @@ def pack(
 
     Exact: :func:`unpack` returns the same values.
     """
-    (rows, columns), fmt = codes.shape, fmt.coded
+    (rows, columns), fmt = codes.shape, fmt.without_outliers
     if (
         scales.shape[:2] != (rows, fmt.groups(columns))
         or scales.dim() != 2 + fmt.codebook

@@ -25,4 +25,4 @@ def unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """What codes stand for before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
         return torch.from_numpy(_values(fmt.element))[codes.int()]
-    return codes.float().sub_(fmt.middle if zeros is None else zeros)
+    return codes.float().sub_(fmt.zero_point if zeros is None else zeros)

@@ -98,7 +98,7 @@ def round_to_grid(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: For
     if fmt.element is not None:
         codes, ends = map(torch.from_numpy, _rounding(fmt.element))
         return codes[torch.bucketize((weight.double() / scales.double()[:, None]).contiguous(), ends)]
-    zero = fmt.middle if zeros is None else zeros.float()[:, None]
+    zero = fmt.zero_point if zeros is None else zeros.float()[:, None]
     return torch.round(weight / scales.float()[:, None] + zero).clamp(0, fmt.levels - 1).to(torch.uint8)
 
 
@@ -130,7 +130,7 @@ def nearest_values(weight: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Fo
     """Values of the nearest codes: :func:`grid_values` of :func:`round_to_grid`, of integers without the codes."""
     if fmt.codebook or fmt.element is not None:
         return grid_values(round_to_grid(weight, scales, zeros, fmt), scales, zeros, fmt)
-    zero, step = fmt.middle if zeros is None else zeros.float()[:, None], scales.float()[:, None]
+    zero, step = fmt.zero_point if zeros is None else zeros.float()[:, None], scales.float()[:, None]
     return (weight / step).add_(zero).round_().clamp_(0, fmt.levels - 1).sub_(zero).mul_(step)
 
 

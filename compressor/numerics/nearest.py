@@ -31,7 +31,7 @@ def rtn_quantize(
     """
     if fmt.outlier_percent:
         where = largest(weight.abs(), fmt.outliers(*weight.shape)) if outliers is None else outliers
-        rest = rtn_quantize(weight.float().masked_fill(where, 0.0), fmt.coded, choose)
+        rest = rtn_quantize(weight.float().masked_fill(where, 0.0), fmt.without_outliers, choose)
         return add_outliers(rest, weight, where, fmt.outlier_percent)
     size = fmt.columns(weight.shape[1])
     codes, scales, zeros, unit = [], [], [], tensor_scale(weight, fmt)

@@ -91,7 +91,7 @@ def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterato
     if fmt.symmetric:
         extreme = torch.where(-low > high, low, high)
         mirrored = bool(fmt.sliced) or (fmt.element is not None and fmt.element.is_float)  # a negative scale: the same
-        top = fmt.middle if fmt.element is None else fmt.element.largest
+        top = fmt.zero_point if fmt.element is None else fmt.element.largest
         for ratio in _sliced_ratios(fmt.bits) if fmt.sliced else ratios:
             scale = round_scales((extreme.abs() if mirrored else extreme) * (ratio / top), fmt)
             scale = torch.where(extreme == 0, empty_scale(fmt), scale)

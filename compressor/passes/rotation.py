@@ -60,7 +60,7 @@ def pack_rotation(
     if device is not None and device.type == "meta":
         return meta_packed(width, width, _SIGNS), gain
     R = rotate(torch.eye(width), signs, width)  # y = x R; a linear's weight is transposed
-    codes = int(_SIGNS.middle) + torch.sign(R if back else R.t()).to(torch.int8)
+    codes = int(_SIGNS.zero_point) + torch.sign(R if back else R.t()).to(torch.int8)
     scales = scale.repeat(width, 1)
     if centered:
         scales[0] = 0

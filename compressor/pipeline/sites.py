@@ -34,7 +34,8 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
     fmt = Format.parse(scheme)
     if fmt.float_columns:
         raise UsageError(
-            f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; use it, with {fmt.coded.name}"
+            f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; "
+            f"use it, with {fmt.without_outliers.name}"
         )
     return dataclasses.replace(fmt, strategy="group", group_size=group_size) if group_size else fmt
 

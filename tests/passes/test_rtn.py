@@ -34,7 +34,7 @@ def test_every_weight_goes_to_the_nearest_point_of_its_grid(
     for row in range(5):
         for column in range(columns):
             group = column // fmt.columns(columns)
-            zero = fmt.middle if zeros is None else zeros[row, group].float()
+            zero = fmt.zero_point if zeros is None else zeros[row, group].float()
             grid = (codes - zero) * scales[row, group].float()
             nearest = (grid - weight[row, column]).abs().min()
             assert (values[row, column] - weight[row, column]).abs() <= nearest + 1e-6

@@ -65,7 +65,7 @@ class Products:
         run_chunks = -(-self.feed.run_bytes // fmt.chunk_columns)
 
         def stored(tile: Any, chunk: Any, quad: int, at: Any) -> Any:
-            return centred(code_quad(lambda w: codes[tile, chunk, w, at], fmt, quad, lanes), int(fmt.middle), lanes)
+            return centred(code_quad(lambda w: codes[tile, chunk, w, at], fmt, quad, lanes), int(fmt.zero_point), lanes)
 
         def put(tile: Any, place: Any, at: Any, four: Any) -> None:
             T.buffer_store(weights, four, [tile, place, at])

@@ -34,7 +34,7 @@ class Products:
         # Codes of integers are unsigned: their zero point is subtracted, a half of one from the sums of integers.
         self.has_zeros = fmt.element is None and not fmt.codebook
         self.accumulators = 1
-        self.half = fmt.middle % 1 if self.integer else 0.0
+        self.half = fmt.zero_point % 1 if self.integer else 0.0
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -66,7 +66,7 @@ class Products:
         lanes, kind = self.isa.lanes, "int32" if self.integer else "float32"
         minus_sum = self._const(0) - sums[m, g]
         if zeros is None:
-            return T.broadcast(minus_sum * self._const(self.fmt.middle - self.half), lanes)
+            return T.broadcast(minus_sum * self._const(self.fmt.zero_point - self.half), lanes)
         return T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", self.of_rows(zeros, tile, g, at))
 
     def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:

@@ -89,7 +89,7 @@ class TileProducts:
         self.is_direct = whole and body.integer and self.fmt.bits == 8  # what is stored is what the register takes
         # Otherwise the zero point is subtracted while unpacking; of bytes, where it is a number that all codes share.
         is_centred = body.integer and not self.is_direct and self.fmt.symmetric and not body.half
-        self.centre = int(self.fmt.middle) if is_centred else 0
+        self.centre = int(self.fmt.zero_point) if is_centred else 0
 
     def split(self, halves: Any, a: Any, m: Any) -> None:
         """A token's activations, float32, as two numbers in bfloat16 each, uint16 [2, slots, stride]."""
@@ -143,7 +143,7 @@ class TileProducts:
         if not self.body.has_zeros:
             return None
         if zeros is None:
-            return T.broadcast(T.float32(self.fmt.middle), _LANES)
+            return T.broadcast(T.float32(self.fmt.zero_point), _LANES)
         return T.Cast(f"float32x{_LANES}", self.body.of_rows(zeros, tile, g, T.ramp(0, 1, _LANES)))
 
     def _two(self, codes: Any, byte: int, zero: Any) -> Any:

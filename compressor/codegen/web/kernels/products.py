@@ -42,7 +42,7 @@ class _Loop:
 
     def _zero(self) -> str:
         if self.fmt.symmetric:
-            return f"{self.fmt.middle!r}"
+            return f"{self.fmt.zero_point!r}"
         return "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
 
 
@@ -103,9 +103,9 @@ class IntegerLoop(_Loop):
     def __init__(self, rows: int, columns: int, fmt: Format) -> None:
         super().__init__(rows, columns, fmt)
         self.layout = Rounded.of(columns, fmt)
-        middle = int(fmt.middle) if fmt.symmetric else 0
+        middle = int(fmt.zero_point) if fmt.symmetric else 0
         self.offset = 128 if fmt.bits == 8 else middle
-        self.has_sums = not fmt.symmetric or self.offset != fmt.middle
+        self.has_sums = not fmt.symmetric or self.offset != fmt.zero_point
         self.is_late = self.groups == 1 and self.layout.spans == 1 and not self.has_sums
 
     def functions(self) -> str:
