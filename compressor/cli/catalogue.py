@@ -115,7 +115,7 @@ def _format_text(name: str) -> str:
     scales = {"F16": "float16", "E8M0": "E8M0", "E4M3": "E4M3 and one float32 for the whole weight"}[fmt.scale_type]
     planes = " + ".join(f"{width}-bit" for width in fmt.planes)
     floats = f"  outliers     {fmt.outlier_percent:g}% of the weights, float16\n" if fmt.outlier_percent else ""
-    floats += f"  columns      {fmt.float_columns} of the inputs, float16\n" if fmt.float_columns else ""
+    floats += f"  columns      {fmt.outlier_features} of the inputs, float16\n" if fmt.outlier_features else ""
     one = "codebooks    float16" if fmt.codebook else f"scales       {scales}"
     return "\n".join(
         [
@@ -163,8 +163,8 @@ def _activations_text(fmt: Any) -> str:
 def _element_text(fmt: Any) -> str:
     if fmt.codebook:
         return f"{fmt.bits}-bit codes of {fmt.levels} values each"
-    if fmt.sliced:
-        top, what = (fmt.levels - 1) / 2, {"BIP": "bipolar (no zero)", "BAL": "balanced"}[fmt.sliced]
+    if fmt.bit_planes:
+        top, what = (fmt.levels - 1) / 2, {"bipolar": "bipolar (no zero)", "balanced": "balanced"}[fmt.bit_planes]
         return f"{fmt.bits}-bit integers, {what}: {fmt.levels} values a step apart, -{top:g} to {top:g}"
     if fmt.element is None:
         return f"{fmt.bits}-bit integers, {'symmetric' if fmt.symmetric else 'uint8 zero points'}"

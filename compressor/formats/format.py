@@ -54,115 +54,97 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, TypeVar
 
 from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.formats.names import BLOCKS, number, read_name, write_name
+from compressor.formats.extras import EXTRAS, Extra, OutlierFeatures, Outliers
+from compressor.formats.names import Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
-
-Strategy = Literal["tensor", "channel", "group", "block"]
-Sliced = Literal["BIP", "BAL"]
-ScaleType = Literal["F16", "E8M0", "E4M3"]
-
-LARGEST_GROUP = 1 << 20
-PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
-    {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+from compressor.formats.weights import (
+    BitPlanes,
+    ChannelScales,
+    Codebook,
+    Floats,
+    GroupScales,
+    Integers,
+    PlaneGrid,
+    Scales,
+    ScaleType,
+    StandardScales,
+    Strategy,
+    TensorScale,
+    Weights,
 )
+
+E = TypeVar("E", bound=Extra)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one linear is stored and computed.
+    """How one linear is stored and computed: the sum of what its codes are, their scales, its activations, and extras.
 
     Attributes:
-        bits: bits of a weight code, 2 to 8; of bipolar ones 1 to 8.
-        symmetric: the zero point is fixed at ``2 ** (bits - 1)``; otherwise one uint8 a scale is stored.
-            Always so where codes are no integers.
-        strategy: one scale per ``tensor``, output ``channel``, ``group`` of columns of a row, or square ``block``.
-            (The tensor's scale is stored once a row, so that one kernel serves all strategies.)
-        group_size: columns a group, or rows and columns a block, then a multiple of 16; otherwise 0.  The last ones
-            may be shorter.
+        weights: what a code stands for.
+        scales: one for the tensor, each channel, group or block; of which type.
         activations: what they are rounded to; None computes on floats as they come.
-        element: what a code stands for; None for integers.
-        scale_type: ``F16``, or what MX and NVFP4 prescribe.
-        codebook: each row or group has values of its own, float16, in place of a scale.
-        outlier_percent: of the weights that are stored as float16.
-        float_columns: input columns that are stored as float16.
-        sliced: a symmetric grid whose codes lie in planes of one bit: ``BIP``, bipolar, without a zero; or ``BAL``,
-            balanced, with a zero and as many values below as above it.
+        extras: what is stored beside the codes, one of a kind, in the order of
+            :data:`compressor.formats.extras.EXTRAS`.
+
+    Raises:
+        UsageError: the terms do not go together.
     """
 
-    bits: int
-    symmetric: bool = True
-    strategy: Strategy = "group"
-    group_size: int = 0
+    weights: Weights
+    scales: Scales
     activations: Activations | None = None
-    element: Element | None = None
-    scale_type: ScaleType = "F16"
-    codebook: bool = False
-    outlier_percent: float = 0.0
-    float_columns: int = 0
-    sliced: Sliced | None = None
+    extras: tuple[Extra, ...] = ()
 
     example: ClassVar[str] = "W4A16_G128"
 
     def __post_init__(self) -> None:
-        fed = self.activations
-        if self.codebook and not (
-            2 <= self.bits <= 4 and self.element is None and self.symmetric and (fed is None or fed.element is not None)
-        ):
-            raise UsageError("format: codebooks have 2 to 4 bits, and float activations")
-        if self.codebook and self.strategy in ("tensor", "block"):
-            raise UsageError("format: codebooks are of channels or groups")
-        if not 0 <= self.outlier_percent <= 10:
-            raise UsageError(f"format: {self.outlier_percent:g}% of outliers; at most 10 pay")
-        if self.float_columns and (self.element is not None or self.codebook):
+        self._check_scales()
+        self._check_activations()
+        kinds = [type(extra) for extra in self.extras]
+        if kinds != [kind for kind in EXTRAS if kind in kinds]:
+            raise UsageError(f"format: extras {', '.join(kind.__name__ for kind in kinds)}; one of a kind, in order")
+        if OutlierFeatures in kinds and not isinstance(self.weights, Integers | BitPlanes):
             raise UsageError("format: columns in float16 stand beside integers")
-        if self.element is not None and (
-            (self.bits, self.symmetric) != (self.element.bits, True) or (fed is not None and fed.element is None)
-        ):
-            raise UsageError(f"format: {self.element.name} has {self.element.bits} bits, and float activations")
-        block = BLOCKS.get(self.scale_type, self.group_size)
-        if self.group_size != block or (self.scale_type != "F16" and self.element is None):
-            raise UsageError(f"format: {self.scale_type} scales are of floats, one for {block} columns")
-        if self.sliced and (self.element is not None or self.codebook or not self.symmetric):
-            raise UsageError(f"format: {self.sliced} grids are symmetric integers")
-        if self.sliced and not (1 if self.sliced == "BIP" else 2) <= self.bits <= 8:
-            widths = "BIP has 1 to 8 bits" if self.sliced == "BIP" else "BAL has 1 to 7 bits, and takes one more"
-            raise UsageError(f"format: {number(self)}; {widths}")
-        if not self.sliced and self.bits not in PLANES:
+
+    def _check_scales(self) -> None:
+        weights, scales = self.weights, self.scales
+        if isinstance(weights, Codebook) and not isinstance(scales, ChannelScales | GroupScales):
+            raise UsageError("format: codebooks are of channels or groups")
+        if isinstance(scales, StandardScales) and not isinstance(weights, Floats):
+            raise UsageError(f"format: {scales.type} scales are of floats, one for {scales.size} columns")
+        if scales.size % self.chunk_columns:
+            nearest = max(1, round(scales.size / self.chunk_columns)) * self.chunk_columns
             raise UsageError(
-                f"format: {self.bits} bits; integer formats have 2 to 8 bits, or with bit planes, BIP, 1 to 8"
-            )
-        if self.strategy == "block" and (self.group_size % TILE_ROWS or self.scale_type != "F16"):
-            raise UsageError(f"format: blocks have float16 scales, and a multiple of {TILE_ROWS} rows and columns")
-        if (self.strategy in ("group", "block")) != (self.group_size > 0):
-            raise UsageError(f"format: group_size {self.group_size} with strategy {self.strategy!r}")
-        if self.group_size > LARGEST_GROUP:
-            raise UsageError(f"format: group size {self.group_size}; the largest is {LARGEST_GROUP}")
-        if self.group_size % self.chunk_columns:
-            raise UsageError(
-                f"format: group size {self.group_size} of a {self.bits}-bit format is not a multiple of "
-                f"{self.chunk_columns}, the columns of one packed chunk; use {self._nearest_group_size()}"
+                f"format: group size {scales.size} of a {self.bits}-bit format is not a multiple of "
+                f"{self.chunk_columns}, the columns of one packed chunk; use {nearest}"
             )
 
-        if self.integer_products and fed is not None and fed.group_size:
-            sizes = sorted((fed.group_size, self.group_size or fed.group_size))
-            if sizes[1] % sizes[0] or fed.group_size % self.chunk_columns:
+    def _check_activations(self) -> None:
+        act = self.activations
+        if act is None or act.element is not None:
+            return
+        if isinstance(self.weights, Codebook):
+            raise UsageError("format: codebooks have 2 to 4 bits, and float activations")
+        if isinstance(self.weights, Floats):
+            raise UsageError(f"format: {self.weights.element.name} has {self.bits} bits, and float activations")
+        if act.group_size:
+            small, large = sorted((act.group_size, self.group_size or act.group_size))
+            if large % small or act.group_size % self.chunk_columns:
                 raise UsageError(
-                    f"format: integer activations in groups of {fed.group_size}, weights in groups of "
+                    f"format: integer activations in groups of {act.group_size}, weights in groups of "
                     f"{self.group_size}; one must be a multiple of the other, and both of {self.chunk_columns}"
                 )
-
-    def _nearest_group_size(self) -> int:
-        return max(1, round(self.group_size / self.chunk_columns)) * self.chunk_columns
 
     @property
     def name(self) -> str:
         """The canonical name; ``Format.parse(fmt.name) == fmt``."""
-        return write_name(self)
+        return write_name(Terms(self.weights, self.scales, self.activations, self.extras))
 
     @classmethod
     def parse(cls, name: str) -> Format:
@@ -171,9 +153,9 @@ class Format:
         Raises:
             UsageError: the name is none; the nearest preset is named.
         """
-        fields = read_name(name)
-        if fields is not None:
-            return cls(**fields)
+        terms = read_name(name)
+        if terms is not None:
+            return cls(*terms)
         near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
             f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
@@ -184,23 +166,98 @@ class Format:
 
     @property
     def without_outliers(self) -> Format:
-        """The format of the codes alone: without weights and columns stored as float16."""
-        return replace(self, outlier_percent=0.0, float_columns=0)
+        """The same without what is stored as floats."""
+        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, Outliers | OutlierFeatures)))
+
+    def with_extra(self, extra: Extra) -> Format:
+        """Return the same with this extra, in place of another of its kind."""
+        extras = {**{type(one): one for one in self.extras}, type(extra): extra}
+        return replace(self, extras=tuple(extras[kind] for kind in EXTRAS if kind in extras))
+
+    def with_group_size(self, size: int) -> Format:
+        """Return the same with one scale for every ``size`` columns of a row.
+
+        Raises:
+            UsageError: a standard fixes the size of the groups.
+        """
+        if isinstance(self.scales, StandardScales):
+            if size == self.scales.size:
+                return self
+            raise UsageError(f"format: {self.scales.type} scales are of floats, one for {self.scales.size} columns")
+        return replace(self, scales=GroupScales(size))
+
+    def extra(self, kind: type[E]) -> E | None:
+        """Return the extra of a kind; None where the format does not have it."""
+        return next((one for one in self.extras if isinstance(one, kind)), None)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight's code."""
+        return self.weights.bits
+
+    @property
+    def element(self) -> Element | None:
+        """What a code stands for before it is scaled; None for integers and codebooks."""
+        return self.weights.element if isinstance(self.weights, Floats) else None
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether no zero points are stored."""
+        return not isinstance(self.weights, Integers) or self.weights.symmetric
+
+    @property
+    def codebook(self) -> bool:
+        """Whether each row or group has values of its own in place of a scale."""
+        return isinstance(self.weights, Codebook)
+
+    @property
+    def bit_planes(self) -> PlaneGrid | None:
+        """The grid of codes in planes of one bit; None of other codes."""
+        return self.weights.grid if isinstance(self.weights, BitPlanes) else None
+
+    @property
+    def strategy(self) -> Strategy:
+        """What one scale serves."""
+        return self.scales.strategy
+
+    @property
+    def group_size(self) -> int:
+        """Columns a group, or rows and columns a block; otherwise 0."""
+        return self.scales.size
+
+    @property
+    def scale_type(self) -> ScaleType:
+        """Type in which scales are stored."""
+        return self.scales.type
+
+    @property
+    def outlier_percent(self) -> float:
+        """Percentage of the weights that are stored as float16."""
+        found = self.extra(Outliers)
+        return found.percent if found is not None else 0.0
+
+    @property
+    def outlier_features(self) -> int:
+        """Input columns that are stored as float16."""
+        found = self.extra(OutlierFeatures)
+        return found.count if found is not None else 0
 
     def outliers(self, out_features: int, in_features: int) -> int:
-        """Single weights of an [out, in] weight that are stored as float16."""
+        """Count the single weights of an [out, in] weight that are stored as float16."""
         rows = -(-out_features // TILE_ROWS) * TILE_ROWS
         return round(self.outlier_percent / 100 * rows * self.chunks(in_features) * self.chunk_columns)
 
     @property
     def levels(self) -> int:
-        """Number of codes: ``2 ** bits``, or of a balanced grid as many as are in use."""
-        return (1 << (self.bits - 1)) + 1 if self.sliced == "BAL" else 1 << self.bits
+        """Number of codes that are in use."""
+        return self.weights.levels
 
     @property
     def zero_point(self) -> float:
-        """The zero point of a symmetric grid: a whole number, and a half of bipolar grids."""
-        return (self.levels - 1) / 2 if self.sliced else float(1 << (self.bits - 1))
+        """Code of zero on a symmetric grid of integers: a whole number, and a half on bipolar grids."""
+        if isinstance(self.weights, Integers | BitPlanes):
+            return self.weights.zero_point
+        return float(1 << (self.bits - 1))
 
     @property
     def integer_products(self) -> bool:
@@ -215,7 +272,7 @@ class Format:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes, lowest bits first."""
-        return (1,) * self.bits if self.sliced else PLANES[self.bits]
+        return self.weights.planes
 
     @property
     def chunk_columns(self) -> int:
@@ -258,19 +315,20 @@ class Format:
 
 
 def _presets() -> dict[str, Format]:
+    dense = (None, Activations())
     integers = [
-        Format(bits, symmetric, "group", group_size, activations)
+        Format(Integers(bits, symmetric), GroupScales(size), act)
         for bits in (2, 3, 4, 5, 6, 7, 8)
-        for activations in (None, Activations())
+        for act in dense
         for symmetric in (True, False)
-        for group_size in (32, 64, 128)
+        for size in (32, 64, 128)
     ]
     integers += [
-        Format(bits, symmetric, strategy, 0, activations)
+        Format(Integers(bits, symmetric), scales, act)
         for bits in (4, 8)
-        for activations in (None, Activations())
+        for act in dense
         for symmetric in (True, False)
-        for strategy in ("channel", "tensor")
+        for scales in (ChannelScales(), TensorScale())
     ]
     names = [fmt.name for fmt in integers]
     floats = ("FP8_E4M3", "FP8_E5M2", "FP6_E3M2", "FP6_E2M3", "FP4_E2M1", "FP4_E1M2", "FP4_E3M0")

@@ -3,110 +3,136 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
+from compressor.errors import UsageError
 from compressor.formats.activations import NUMBERS, SCALES, SHORT, Activations
 from compressor.formats.elements import Element
+from compressor.formats.extras import EXTRAS, Extra
+from compressor.formats.weights import (
+    BitPlanes,
+    BlockScales,
+    ChannelScales,
+    Codebook,
+    E4M3Scales,
+    E8M0Scales,
+    Floats,
+    GroupScales,
+    Integers,
+    Scales,
+    TensorScale,
+    Weights,
+)
 
-BLOCKS: Mapping[str, int] = MappingProxyType({"E8M0": 32, "E4M3": 16})
-"""Columns a scale of the types that standards fix."""
 _GRANULARITY = r"(?:_(?:(?P<spans>[GB])(?P<size>\d{1,9})|(?P<strategy>[CT])))?"
-_NAME = re.compile(
-    rf"(?P<grid>W|BIP|BAL)(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<fed>{SCALES})?",
+_INTEGER_NAME = re.compile(
+    rf"(?P<grid>W|BIP|BAL)(?P<bits>\d{{1,3}})A(?P<act>{NUMBERS})(?P<asym>_ASYM)?{_GRANULARITY}(?P<act_scales>{SCALES})?",
     re.ASCII,
 )
-_FED = re.compile(rf"(?P<weights>.+?)(?:_A(?P<act>{NUMBERS})(?P<fed>{SCALES})?)?", re.ASCII)
+_WITH_ACTIVATIONS = re.compile(rf"(?P<weights>.+?)(?:_A(?P<act>{NUMBERS})(?P<act_scales>{SCALES})?)?", re.ASCII)
 _ELEMENT_NAME = re.compile(rf"(?:FP(?P<bits>\d)_)?(?P<element>E\dM\d|NF4){_GRANULARITY}", re.ASCII)
 _CODEBOOK_NAME = re.compile(rf"LUT(?P<bits>\d){_GRANULARITY}", re.ASCII)
-_FLOATS_NAME = re.compile(r"(.+?)(?:_S(?P<outliers>\d{1,2}(?:\.\d{1,3})?))?(?:_F(?P<columns>\d{1,5}))?", re.ASCII)
 _MX_NAME = re.compile(r"MXFP(?P<bits>\d)_(?P<element>E\dM\d)", re.ASCII)
 
 
-def number(fmt: Any) -> str:
-    """Grid and bits of integers, as names begin; a balanced grid has one value more than its bits say."""
-    return f"{fmt.sliced or 'W'}{fmt.bits - (fmt.sliced == 'BAL')}"
+class Terms(NamedTuple):
+    """The terms of a format, in the order of :class:`compressor.formats.format.Format`."""
+
+    weights: Weights
+    scales: Scales
+    activations: Activations | None = None
+    extras: tuple[Extra, ...] = ()
 
 
-def write_name(fmt: Any) -> str:
-    """The canonical name."""
-    floats = f"_S{fmt.outlier_percent:g}" if fmt.outlier_percent else ""
-    floats += f"_F{fmt.float_columns}" if fmt.float_columns else ""
-    whole = number(fmt) in ("W8", "BIP8") or (fmt.element is not None and fmt.bits == 8)
-    suffix = {"tensor": "_T", "channel": "" if whole else "_C"}
-    suffix |= {"group": f"_G{fmt.group_size}", "block": f"_B{fmt.group_size}"}
-    fed = fmt.activations
-    numbers, scales = ("16", "") if fed is None else (fed.numbers, fed.scales)
-    if fmt.element is None and not fmt.codebook:
-        return f"{number(fmt)}A{numbers}{'' if fmt.symmetric else '_ASYM'}{suffix[fmt.strategy]}{scales}{floats}"
-    if fmt.codebook or fmt.element is None:
-        element = f"LUT{fmt.bits}{f'_G{fmt.group_size}' if fmt.group_size else ''}"
-    elif fmt.scale_type == "E4M3":
-        element = "NVFP4"
+def write_name(terms: Terms) -> str:
+    """Return the canonical name."""
+    weights, scales, act, extras = terms
+    numbers, act_scales = ("16", "") if act is None else (act.numbers, act.scales)
+    end = "".join(extra.suffix for extra in extras)
+    if isinstance(weights, Integers | BitPlanes):
+        asymmetric = "_ASYM" if isinstance(weights, Integers) and not weights.symmetric else ""
+        return f"{weights.name}A{numbers}{asymmetric}{_suffix(weights, scales)}{act_scales}{end}"
+    if isinstance(scales, E4M3Scales):
+        name = "NVFP4"
+    elif isinstance(scales, E8M0Scales):
+        name = "MXFP4" if weights.name == "FP4_E2M1" else f"MX{weights.name}"
     else:
-        element = f"FP{fmt.bits}_{fmt.element.name}" if fmt.element.is_float else fmt.element.name
-        if fmt.scale_type == "E8M0":
-            element = "MXFP4" if element == "FP4_E2M1" else f"MX{element}"
-        else:
-            element += suffix[fmt.strategy]
-    return element + ("" if fed is None else f"_A{numbers}{scales}") + floats
+        name = weights.name + _suffix(weights, scales)
+    return name + ("" if act is None else f"_A{numbers}{act_scales}") + end
 
 
-def read_name(name: str) -> dict[str, Any] | None:
-    """The fields of the format that a name stands for; None if it stands for none."""
-    match = _FLOATS_NAME.fullmatch(name.strip().upper())
-    codes = None if match is None else _read_codes(match[1])
-    if match is None or codes is None:
+def _suffix(weights: Weights, scales: Scales) -> str:
+    """Return the suffix of the scales: none where one a channel is what the name means without."""
+    assert not isinstance(scales, E8M0Scales | E4M3Scales)
+    is_default = isinstance(scales, ChannelScales) and _is_of_channels(weights)
+    return "" if is_default else scales.suffix
+
+
+def _is_of_channels(weights: Weights) -> bool:
+    """Tell whether the weights have one scale a channel unless the name says otherwise: 8 bits, and codebooks."""
+    is_eight = weights.bits == 8 and not (isinstance(weights, BitPlanes) and weights.grid == "balanced")
+    return is_eight or isinstance(weights, Codebook)
+
+
+def read_name(name: str) -> Terms | None:
+    """Return the terms of the format that a name stands for; None if it stands for none."""
+    suffixes = "".join(f"(?:{kind.pattern})?" for kind in EXTRAS)
+    match = re.fullmatch(f"(.+?){suffixes}", name.strip().upper(), re.ASCII)
+    terms = None if match is None else _read_terms(match[1])
+    if match is None or terms is None:
         return None
-    floats = {"outlier_percent": float(match["outliers"] or 0), "float_columns": int(match["columns"] or 0)}
-    return {**codes, **floats}
+    named = ((kind, text) for kind, text in zip(EXTRAS, match.groups()[1:], strict=True) if text is not None)
+    extras = (kind.read(text) for kind, text in named)
+    return terms._replace(extras=tuple(extra for extra in extras if extra is not None))
 
 
-def _read_codes(given: str) -> dict[str, Any] | None:
-    """The same of a name without what is stored as floats."""
-    if (match := _NAME.fullmatch(given)) is not None:
-        bits, grid = int(match["bits"]), match["grid"]
-        fields = {"bits": bits + (grid == "BAL"), "symmetric": match["asym"] is None, **_granularity(match, bits, 128)}
-        fed = Activations.parse(match["act"], match["fed"])
-        return {**fields, "activations": fed, "sliced": None if grid == "W" else grid}
-    fed = None
-    if (sides := _FED.fullmatch(given)) is not None and sides["act"] not in (None, "16"):
-        given, fed = sides["weights"], Activations.parse(sides["act"], sides["fed"])
-    if (match := _CODEBOOK_NAME.fullmatch(given)) is not None:
-        spans = _granularity(match, 8, 0)  # a row has one codebook unless a group size is given
-        return {"bits": int(match["bits"]), **spans, "activations": fed, "codebook": True}
-    if given == "NVFP4":
-        return _standard(Element.parse("E2M1"), "E4M3", fed)
-    head, _, tail = given.partition("_")
+def _read_terms(text: str) -> Terms | None:
+    """Read a name without extras."""
+    if (match := _INTEGER_NAME.fullmatch(text)) is not None:
+        weights = _integers(match["grid"], int(match["bits"]), match["asym"] is not None)
+        return Terms(weights, _scales(match, weights), Activations.parse(match["act"], match["act_scales"]))
+    act = None
+    if (match := _WITH_ACTIVATIONS.fullmatch(text)) is not None and match["act"] not in (None, "16"):
+        text, act = match["weights"], Activations.parse(match["act"], match["act_scales"])
+    codes = _read_codes(text)
+    return None if codes is None else Terms(*codes, act)
+
+
+def _integers(grid: str, bits: int, is_asymmetric: bool) -> Integers | BitPlanes:
+    if grid == "W":
+        return Integers(bits, not is_asymmetric)
+    planes = BitPlanes("bipolar", bits) if grid == "BIP" else BitPlanes("balanced", bits + 1)
+    if is_asymmetric:
+        raise UsageError(f"format: {grid} grids are symmetric integers")
+    return planes
+
+
+def _read_codes(text: str) -> tuple[Weights, Scales] | None:
+    """Read codes that are not integers, without their activations."""
+    if (match := _CODEBOOK_NAME.fullmatch(text)) is not None:
+        codebook = Codebook(int(match["bits"]))
+        return codebook, _scales(match, codebook)
+    if text == "NVFP4":
+        return Floats(Element("E2M1", 2, 1)), E4M3Scales()
+    head, _, tail = text.partition("_")
     if head in SHORT and not tail.startswith("E"):
-        given = SHORT[head] + (f"_{tail}" if tail else "")
+        text = SHORT[head] + (f"_{tail}" if tail else "")
     for pattern in (_ELEMENT_NAME, _MX_NAME):
-        match = pattern.fullmatch(given)
+        match = pattern.fullmatch(text)
         element = None if match is None else Element.parse(match["element"])
         if match is None or element is None or (match["bits"] or "4") != str(element.bits):
             continue
-        if pattern is _MX_NAME:
-            return _standard(element, "E8M0", fed)
-        default = 128 if element.is_float else 64  # QLoRA's blocks
-        spans = _granularity(match, element.bits, default)
-        return {"bits": element.bits, **spans, "activations": fed, "element": element}
+        floats = Floats(element)
+        return floats, E8M0Scales() if pattern is _MX_NAME else _scales(match, floats)
     return None
 
 
-def _standard(element: Element | None, scale_type: str, fed: Activations | None) -> dict[str, Any] | None:
-    """Blocks that a standard prescribes."""
-    if element is None:
-        return None
-    fields = {"bits": element.bits, "strategy": "group", "group_size": BLOCKS[scale_type], "activations": fed}
-    return {**fields, "element": element, "scale_type": scale_type}
-
-
-def _granularity(match: re.Match[str], bits: int, group_size: int) -> dict[str, Any]:
-    """Strategy and group size of a name; ``group_size`` is that of fewer than 8 bits where the name says nothing."""
-    if match["size"] or (match["strategy"] is None and bits < 8):
-        return {
-            "strategy": "block" if match["spans"] == "B" else "group",
-            "group_size": int(match["size"] or group_size),
-        }
-    return {"strategy": "tensor" if match["strategy"] == "T" else "channel"}
+def _scales(match: re.Match[str], weights: Weights) -> Scales:
+    """Return the scales that a name says, or means: one a channel of 8 bits, otherwise groups of 128, or of NF4 64."""
+    if match["size"]:
+        return (BlockScales if match["spans"] == "B" else GroupScales)(int(match["size"]))
+    if match["strategy"] is not None:
+        return TensorScale() if match["strategy"] == "T" else ChannelScales()
+    if _is_of_channels(weights):
+        return ChannelScales()
+    return GroupScales(64 if weights.name == "NF4" else 128)  # QLoRA's blocks have 64

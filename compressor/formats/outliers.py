@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
+from compressor.formats.extras import OutlierFeatures, Outliers
 from compressor.formats.packing import PackedWeight, coded_rows
 from compressor.formats.parts import TILE_ROWS
 
@@ -28,7 +27,7 @@ def add_outliers(packed: PackedWeight, weight: Tensor, where: Tensor, percent: f
         where: bool [out, in], as many as ``Format.outliers`` says (or all, where that is more).
         percent: of the format.
     """
-    fmt, (rows, columns) = replace(packed.format, outlier_percent=percent), packed.shape
+    fmt, (rows, columns) = packed.format.with_extra(Outliers(percent)), packed.shape
     count = fmt.outliers(rows, columns)
     if not count:
         return packed.with_parts(fmt)
@@ -61,7 +60,7 @@ def add_columns(packed: PackedWeight, weight: Tensor, columns: Tensor) -> Packed
         return packed
     filler = weight.new_zeros(-weight.shape[0] % TILE_ROWS, len(columns))
     tiled = torch.cat([weight[:, columns], filler]).view(-1, TILE_ROWS, len(columns)).movedim(1, -1)
-    fmt = replace(packed.format, float_columns=len(columns))
+    fmt = packed.format.with_extra(OutlierFeatures(len(columns)))
     return packed.with_parts(fmt, float_columns=columns.int(), float_values=_half(tiled).contiguous())
 
 

@@ -6,15 +6,32 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TILED
-from compressor.formats.values import STORED, unscaled
 
 PIECE_ELEMENTS = 1 << 22
+STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
+"""Types that scales are stored in."""
+
+
+@functools.cache
+def _values(element: Element) -> NDArray[np.float32]:
+    """Return the values of an element type, not as a tensor: one made while a graph is traced is fake, and stays so."""
+    return np.array(element.values, np.float32)
+
+
+def unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
+    """Return the values of codes before they are scaled: uint8 [out, n] -> float32."""
+    if fmt.element is not None:
+        return torch.from_numpy(_values(fmt.element))[codes.int()]
+    return codes.float().sub_(fmt.zero_point if zeros is None else zeros)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Layout(Protocol):
     def codebook(self) -> bool: ...  # noqa: D102
 
     @property
-    def float_columns(self) -> int: ...  # noqa: D102
+    def outlier_features(self) -> int: ...  # noqa: D102
 
     @property
     def has_input_scale(self) -> bool: ...  # noqa: D102
@@ -124,11 +124,11 @@ def _outlier_values(fmt: Layout, rows: int, columns: int) -> Stored | None:
 
 
 def _float_columns(fmt: Layout, _rows: int, _columns: int) -> Stored | None:
-    return ("int32", (fmt.float_columns,)) if fmt.float_columns else None
+    return ("int32", (fmt.outlier_features,)) if fmt.outlier_features else None
 
 
 def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
-    return ("float16", (_tiles(rows), fmt.float_columns, TILE_ROWS)) if fmt.float_columns else None
+    return ("float16", (_tiles(rows), fmt.outlier_features, TILE_ROWS)) if fmt.outlier_features else None
 
 
 PART_TABLE = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
-from compressor.formats.values import STORED, unscaled
+from compressor.formats.packing import STORED, unscaled
 from compressor.numerics.clustering import cluster
 
 _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2.0**-9, 448.0)}
@@ -25,7 +25,7 @@ _SCALES = {"F16": (2.0**-24, 65504.0), "E8M0": (2.0**-126, 2.0**112), "E4M3": (2
 
 def empty_scale(fmt: Format) -> float:
     """Return the scale of a group of zeros: 1, or the smallest scale if the grid has no zero."""
-    return _SCALES[fmt.scale_type][0] if fmt.sliced == "BIP" else 1.0
+    return _SCALES[fmt.scale_type][0] if fmt.bit_planes == "bipolar" else 1.0
 
 
 def round_scales(scales: Tensor, fmt: Format) -> Tensor:

@@ -90,9 +90,11 @@ def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterato
     low, high = over_shared(low, fmt, torch.amin), over_shared(high, fmt, torch.amax)
     if fmt.symmetric:
         extreme = torch.where(-low > high, low, high)
-        mirrored = bool(fmt.sliced) or (fmt.element is not None and fmt.element.is_float)  # a negative scale: the same
+        mirrored = fmt.bit_planes is not None or (
+            fmt.element is not None and fmt.element.is_float
+        )  # a negative scale: the same
         top = fmt.zero_point if fmt.element is None else fmt.element.largest
-        for ratio in _sliced_ratios(fmt.bits) if fmt.sliced else ratios:
+        for ratio in _plane_ratios(fmt.bits) if fmt.bit_planes else ratios:
             scale = round_scales((extreme.abs() if mirrored else extreme) * (ratio / top), fmt)
             scale = torch.where(extreme == 0, empty_scale(fmt), scale)
             yield scale, None
@@ -103,7 +105,7 @@ def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterato
         yield choose_grid(torch.stack([low, high], dim=1) * ratio, fmt)
 
 
-def _sliced_ratios(bits: int) -> list[float]:
+def _plane_ratios(bits: int) -> list[float]:
     return [(0.94 if bits <= _FEW_BITS else 0.98) ** step for step in range(_CUTS)]
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.formats.format import LARGEST_GROUP, Format
+from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.formats.weights import LARGEST_GROUP, ChannelScales
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes, weight_error
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -34,8 +35,8 @@ def granularities(smallest: Format, columns: int) -> list[Format]:
     """
     sizes = [1 << power for power in range(LARGEST_GROUP.bit_length())]
     groups = [size for size in reversed(sizes) if smallest.group_size <= size < columns]
-    finer = [dataclasses.replace(smallest, group_size=size) for size in groups]
-    return [dataclasses.replace(smallest, strategy="channel", group_size=0), *finer]
+    finer = [smallest.with_group_size(size) for size in groups]
+    return [dataclasses.replace(smallest, scales=ChannelScales()), *finer]
 
 
 def finequant_quantize(weight: Tensor, smallest: Format, threshold: float = 1.0) -> PackedWeight:

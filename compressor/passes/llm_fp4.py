@@ -18,6 +18,7 @@ from compressor.formats.elements import Element
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.rounded_activations import round_activations
+from compressor.formats.weights import Floats
 from compressor.graph.folding import ScaleTarget
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import total
@@ -89,7 +90,7 @@ def llm_fp4_quantize(
     y = x @ weight.t()
     fed = fmt.activations
     tries = [rtn_quantize(weight, fmt)]
-    tries += [awq_quantize(weight, mean_square, replace(fmt, element=e)) for e in layouts(fmt.bits, 0)]
+    tries += [awq_quantize(weight, mean_square, replace(fmt, weights=Floats(e))) for e in layouts(fmt.bits, 0)]
     dense = [dequantize(packed) for packed in tries]
     best = 0
     seen = x
@@ -156,7 +157,7 @@ class LlmFp4(Pass):
         fmt = choose_format(self.scheme, self.group_size)
         fed = fmt.activations
         sides = [None] if fed is None else [replace(fed, element=element) for element in layouts(fed.bits, 1)]
-        return [replace(fmt, element=e, activations=side).name for e in layouts(fmt.bits, 0) for side in sides]
+        return [replace(fmt, weights=Floats(e), activations=side).name for e in layouts(fmt.bits, 0) for side in sides]
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Shift channels, which preserves the graph's function, then replace every matched linear."""

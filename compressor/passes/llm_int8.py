@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from torch.fx import GraphModule
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
+from compressor.formats.extras import OutlierFeatures
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns
 from compressor.formats.packing import PackedWeight
@@ -103,7 +103,7 @@ class LlmInt8(Pass):
         """
         fmt = choose_format(self.scheme)
         sites = choose_sites(graph, "llm_int8", fmt, self.targets, self.ignore)
-        fmt = dataclasses.replace(fmt, float_columns=1)
+        fmt = fmt.with_extra(OutlierFeatures(1))
         formats = {site.name: fmt for site in sites}
         needs = CalibrationNeeds(False, False, hessian=False)
         return plan_sites(graph, formats, self.ignore, rtn_work, rtn_working_bytes, needs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections import Counter
@@ -32,12 +31,12 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
         UsageError: there is no such scheme, the format cannot have the group size, or columns are stored as floats.
     """
     fmt = Format.parse(scheme)
-    if fmt.float_columns:
+    if fmt.outlier_features:
         raise UsageError(
             f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; "
             f"use it, with {fmt.without_outliers.name}"
         )
-    return dataclasses.replace(fmt, strategy="group", group_size=group_size) if group_size else fmt
+    return fmt.with_group_size(group_size) if group_size else fmt
 
 
 def patterns(value: str | Sequence[str]) -> tuple[str, ...]:

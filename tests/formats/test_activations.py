@@ -21,6 +21,7 @@ from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
 from compressor.formats.rounded_activations import round_activations
+from compressor.formats.weights import ChannelScales, Floats
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.numerics.deterministic import few_bits
@@ -98,7 +99,7 @@ def test_floats_are_rounded_as_ml_dtypes_does(name: str, fractions: list[float],
 def test_floats_of_any_split_are_those_of_the_table(name: str) -> None:
     element = Element.parse(name)
     assert element is not None
-    fmt, x = Format(element.bits, True, "channel", 0, None, element), rows().clamp(-element.largest, element.largest)
+    fmt, x = Format(Floats(element), ChannelScales()), rows().clamp(-element.largest, element.largest)
     codes = round_to_grid(x, torch.ones(len(x)), None, fmt)
     expected = torch.tensor(element.values)[codes.int()]
     got = round_activations(x, Activations(element.bits, element, "tensor"), torch.ones(1))

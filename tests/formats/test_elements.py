@@ -15,6 +15,7 @@ from compressor.errors import CompressorError
 from compressor.formats.elements import Element
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize
+from compressor.formats.weights import ChannelScales, Floats
 from compressor.numerics.grids import choose_grid, round_scales, round_to_grid, tensor_scale
 from compressor.numerics.nearest import rtn_quantize
 
@@ -50,7 +51,7 @@ def test_rounding_is_that_of_ml_dtypes(name: str, fractions: list[float], expone
     x = np.clip(
         x[np.isfinite(x)], -ours.largest, ours.largest
     )  # beyond, ml_dtypes gives NaN or infinity; ours saturates
-    fmt = Format(ours.bits, True, "channel", 0, None, ours)
+    fmt = Format(Floats(ours), ChannelScales())
     codes = round_to_grid(torch.from_numpy(x)[None], torch.ones(1), None, fmt)[0].numpy()
     got = np.array(ours.values)[codes]
     assert np.array_equal(got, x.astype(ORACLES[name]).astype(np.float64))
@@ -59,7 +60,7 @@ def test_rounding_is_that_of_ml_dtypes(name: str, fractions: list[float], expone
 def test_beyond_the_largest_value_rounding_saturates() -> None:
     for name in (*ORACLES, "NF4", "E1M2", "E3M0", "E2M2"):
         ours = element(name)
-        fmt = Format(ours.bits, True, "channel", 0, None, ours)
+        fmt = Format(Floats(ours), ChannelScales())
         codes = round_to_grid(torch.tensor([[1e30, -1e30, 0.0, -0.0]]), torch.ones(1), None, fmt)[0]
         largest, least, zero, other_zero = (ours.values[int(code)] for code in codes)
         assert largest == ours.largest and least == -ours.largest and zero == other_zero == 0.0

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
-from compressor.formats.format import FORMATS, Format, Sliced
+from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize, pack, unpack
+from compressor.formats.weights import BitPlanes, BlockScales, ChannelScales, GroupScales, Integers, TensorScale
 from compressor.numerics.grids import (
     choose_grid,
     grid_values,
@@ -35,11 +36,14 @@ NOT_INTEGER = [
 def formats(draw: st.DrawFn) -> Format:
     if draw(st.booleans()):
         return Format.parse(draw(st.sampled_from([*NOT_INTEGER, *CODEBOOKS])))
-    strategy = draw(st.sampled_from(["tensor", "channel", "group", "block"]))
-    size = 32 * draw(st.integers(1, 3)) if strategy in ("group", "block") else 0
-    fed, sliced = draw(st.sampled_from([None, Activations()])), draw(st.sampled_from([None, None, "BIP", "BAL"]))
-    bits = draw(st.integers(1 if sliced == "BIP" else 2, 8))
-    return Format(bits, sliced is not None or draw(st.booleans()), strategy, size, fed, sliced=sliced)
+    sizes = st.integers(1, 3).map(lambda n: 32 * n)
+    scales = st.one_of(st.just(TensorScale()), st.just(ChannelScales()), sizes.map(GroupScales), sizes.map(BlockScales))
+    integers = st.builds(Integers, st.integers(2, 8), st.booleans())
+    planes = st.one_of(
+        st.integers(1, 8).map(lambda bits: BitPlanes("bipolar", bits)),
+        st.integers(2, 8).map(lambda bits: BitPlanes("balanced", bits)),
+    )
+    return Format(draw(st.one_of(integers, planes)), draw(scales), draw(st.sampled_from([None, Activations()])))
 
 
 @settings(deadline=None, max_examples=80)
@@ -78,24 +82,31 @@ def test_round_trip_is_exact_for_ragged_shapes(fmt: Format, rows: int, columns: 
 @settings(deadline=None, max_examples=20)
 @given(st.booleans(), st.integers(1, 70), st.integers(1, 40), st.integers(0, 9))
 def test_a_block_has_the_grid_of_its_weights_in_one_row(symmetric: bool, rows: int, columns: int, seed: int) -> None:
-    fmt = Format(4, symmetric, "block", 32)
+    fmt = Format(Integers(4, symmetric), BlockScales(32))
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     packed = rtn_quantize(weight, fmt)
     for rows_of_block in torch.arange(rows).split(32):
         for columns_of_block in torch.arange(columns).split(32):
             block = weight[rows_of_block][:, columns_of_block]
-            expected = dequantize(rtn_quantize(block.reshape(1, -1), Format(4, symmetric, "channel")))
+            expected = dequantize(rtn_quantize(block.reshape(1, -1), Format(Integers(4, symmetric), ChannelScales())))
             assert torch.equal(dequantize(packed)[rows_of_block][:, columns_of_block], expected.view_as(block))
     with pytest.raises(ValueError, match="rows of a block"):
-        pack(torch.zeros(2, 32, dtype=torch.uint8), torch.tensor([[1.0], [2.0]]), None, Format(4, True, "block", 32))
+        pack(
+            torch.zeros(2, 32, dtype=torch.uint8),
+            torch.tensor([[1.0], [2.0]]),
+            None,
+            Format(Integers(4), BlockScales(32)),
+        )
 
 
-@pytest.mark.parametrize(("bits", "sliced"), [*((b, None) for b in range(2, 9)), (1, "BIP"), (5, "BIP"), (3, "BAL")])
-def test_layout_is_the_documented_one(bits: int, sliced: Sliced | None) -> None:
+@pytest.mark.parametrize("name", [*(f"W{b}A16_C" for b in range(2, 9)), "BIP1A16_C", "BIP5A16_C", "BAL2A16_C"])
+def test_layout_is_the_documented_one(name: str) -> None:
     """Reads single codes back by the bit positions that the formats module documents."""
-    fmt = Format(bits, True, "channel", 0, sliced=sliced)
+    fmt = Format.parse(name)
     rows, columns = 20, 70
-    codes = torch.randint(fmt.levels, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    codes = torch.randint(
+        fmt.levels, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(fmt.bits)
+    )
     packed = pack(codes, torch.ones(rows, 1).half(), None, fmt).parts["codes"]
     for row, column in [(0, 0), (3, 5), (15, 31), (16, 32), (19, 69), (7, 47)]:
         chunk, inside = divmod(column, fmt.chunk_columns)
@@ -186,7 +197,7 @@ def test_neighbours_of_a_code_stand_for_the_next_values(name: str) -> None:
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_bipolar_codes_are_sums_of_signs(bits: int) -> None:
     """sum of +-2^i over the bits, times half a step (Ma et al. 2024, section 3), in numpy."""
-    fmt = Format(bits, True, "channel", 0, sliced="BIP")
+    fmt = Format(BitPlanes("bipolar", bits), ChannelScales())
     codes = np.arange(fmt.levels, dtype=np.uint8)
     signs = [np.where(codes >> i & 1, 1, -1) * 2**i for i in range(bits)]
     packed = pack(torch.from_numpy(codes)[None], torch.full((1, 1), 0.25).half(), None, fmt)

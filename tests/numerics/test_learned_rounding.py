@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compressor.formats.format import Format
 from compressor.formats.packing import unpack
+from compressor.formats.weights import ChannelScales
 from compressor.numerics.learned_rounding import anneal, descend, learn_rounding, neighbours, spread_values
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.range_search import search_grid
@@ -44,7 +45,7 @@ def all_values(fmt: Format, scales: Tensor, zeros: Tensor | None, row: int, colu
     group = column // size
     one = slice(row, row + 1)
     grid = (scales[one, group : group + 1], None if zeros is None else zeros[one, group : group + 1])
-    alone = fmt if fmt.scale_type != "F16" else Format(fmt.bits, fmt.symmetric, "channel", 0, None, fmt.element)
+    alone = fmt if fmt.scale_type != "F16" else Format(fmt.weights, ChannelScales())
     codes = torch.arange(fmt.levels, dtype=torch.uint8)
     return [float(spread_values(code.view(1, 1), *grid, alone)) for code in codes]
 

@@ -17,6 +17,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.formats.rounded_activations import round_activations
+from compressor.formats.weights import Floats
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
 from compressor.numerics.input_scales import range_cuts
@@ -65,7 +66,7 @@ def test_the_search_is_near_the_best_of_all_combinations(scheme: str, seed: int)
     def lost(seen: Tensor, dense: Tensor) -> float:
         return float((exact - seen.double() @ dense.double().t()).square().sum() / exact.square().sum())
 
-    dense = [dequantize(awq_quantize(weight, square, replace(fmt, element=e))) for e in layouts(4, 0)]
+    dense = [dequantize(awq_quantize(weight, square, replace(fmt, weights=Floats(e)))) for e in layouts(4, 0)]
     fed, seen = fmt.activations, [x]
     if fed is not None:
         sides = [replace(fed, element=element) for element in layouts(fed.bits, 1)]

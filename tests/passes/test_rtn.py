@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize, unpack
+from compressor.formats.weights import ChannelScales, GroupScales, Integers, Scales, TensorScale
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.rtn import Rtn
 
@@ -17,15 +18,15 @@ from compressor.passes.rtn import Rtn
 @given(
     bits=st.integers(2, 8),
     symmetric=st.booleans(),
-    strategy=st.sampled_from(["tensor", "channel", "group"]),
+    scales=st.sampled_from([TensorScale(), ChannelScales(), GroupScales(32)]),
     columns=st.integers(1, 80),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_weight_goes_to_the_nearest_point_of_its_grid(
-    bits: int, symmetric: bool, strategy: str, columns: int, seed: int
+    bits: int, symmetric: bool, scales: Scales, columns: int, seed: int
 ) -> None:
-    fmt = Format(bits, symmetric, strategy, 32 if strategy == "group" else 0)  # type: ignore[arg-type]
+    fmt = Format(Integers(bits, symmetric), scales)
     weight = torch.randn(5, columns, generator=torch.Generator().manual_seed(seed))
     packed = rtn_quantize(weight, fmt)
     _, scales, zeros = unpack(packed)

@@ -77,8 +77,9 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     if fmt.activations is not None and fmt.activations.calibrated:
         packed = packed.fed_with(torch.tensor([0.02]))
     other = torch.randn(rows, columns, generator=rng)
-    if fmt.float_columns:
-        packed = add_columns(packed, other, torch.randperm(columns, generator=rng)[: fmt.float_columns].sort().values)
+    if fmt.outlier_features:
+        features = torch.randperm(columns, generator=rng)[: fmt.outlier_features].sort().values
+        packed = add_columns(packed, other, features)
     where = torch.zeros(rows * columns, dtype=torch.bool)
     where[torch.randperm(rows * columns, generator=rng)[: fmt.outliers(rows, columns)]] = True
     return add_outliers(packed, other, where.view(rows, columns), fmt.outlier_percent)

@@ -145,7 +145,7 @@ def _why_no_prologue(node: fx.Node, x: fx.Node) -> str:
     return why_not(
         (bool(others), f"{x.name} is also read by {', '.join(others)}"),
         (bool(fmt.outlier_percent), "weights in float16 read the activations a second time"),
-        (bool(fmt.float_columns), "columns in float16 read the activations a second time"),
+        (bool(fmt.outlier_features), "columns in float16 read the activations a second time"),
     )
 
 

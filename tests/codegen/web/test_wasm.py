@@ -57,8 +57,8 @@ def distinct() -> list[str]:
     found: dict[Any, str] = {}
     for name in SERVED:
         fmt = Format.parse(name)
-        kind = (fmt.element, fmt.planes, fmt.sliced, fmt.symmetric, fmt.scale_type, fmt.codebook, bool(fmt.group_size))
-        found.setdefault((*kind, bool(fmt.block_tiles), fmt.activations), name)
+        kind = (fmt.weights, fmt.scale_type, fmt.activations)
+        found.setdefault((*kind, bool(fmt.group_size), bool(fmt.block_tiles)), name)
     return list(found.values())
 
 

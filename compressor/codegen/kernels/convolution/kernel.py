@@ -47,7 +47,7 @@ class Epilogue:
 def takes_convolution(fmt: Format, geometry: Geometry) -> bool:
     """Whether :func:`convolution` has a kernel; patches and a packed linear serve the others."""
     fed, (down, along) = fmt.activations, geometry.stride
-    is_plain = fmt.integer_products and fmt.symmetric and not fmt.sliced and fmt.without_outliers == fmt
+    is_plain = fmt.integer_products and fmt.symmetric and not fmt.bit_planes and fmt.without_outliers == fmt
     has_row_scales = fmt.strategy in ("channel", "tensor")
     if fed is None or fed.group_size or fed.is_sign or not (is_plain and has_row_scales) or down != along:
         return False

@@ -34,7 +34,7 @@ def counts_bits(fmt: Format, isa: Isa) -> bool:
     Measured on linears of 2048 x 2048, one token: docs/decisions/0024-bit-planes.md.
     """
     fed = fmt.activations
-    if not fmt.sliced or not fmt.integer_products or fed is None or (fed.is_sign and fmt.sliced != "BIP"):
+    if not fmt.bit_planes or not fmt.integer_products or fed is None or (fed.is_sign and fmt.bit_planes != "bipolar"):
         return False
     pairs, bytes_cost = fmt.bits * fed.bits, 22 + 9 * fmt.bits
     return pairs * (4 if isa.count_ones is not None else 8) < bytes_cost

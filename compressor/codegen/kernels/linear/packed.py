@@ -121,7 +121,7 @@ class _Shape:
         """Decide how a format is multiplied on an instruction set."""
         body = (PlaneProducts if counts_bits(fmt, isa) else Products)(weights.rows[0], columns, fmt, isa)
         is_tiled = takes_tiles(fmt, isa)
-        is_final = body.groups == 1 and not (weights.is_ragged or weights.has_outliers or fmt.float_columns > 0)
+        is_final = body.groups == 1 and not (weights.is_ragged or weights.has_outliers or fmt.outlier_features > 0)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
         width = tiles.stride if is_tiled else body.chunks * fmt.chunk_columns
@@ -155,13 +155,13 @@ def fused_linear(
     """
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
     shape = _Shape.of(columns, fmt, weights, isa, schedule)
-    body, fed, is_sliced = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
+    body, fed, has_planes = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
     # Float columns and outliers read the activations again, as they came.
-    assert prologue is None or not (weights.has_outliers or fmt.float_columns > 0)
+    assert prologue is None or not (weights.has_outliers or fmt.outlier_features > 0)
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     split = shape.tiles.split if shape.is_tiled and not integer else None
-    prepare = preparation(body, columns, width, is_sliced, split, prologue)
+    prepare = preparation(body, columns, width, has_planes, split, prologue)
     store = _store_outputs(shape)
     block, tile_block = _vector_block(shape, store), _tile_block(shape, store)
 
@@ -177,7 +177,7 @@ def fused_linear(
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
-        operands = T.meta_var(T.alloc_buffer((slots, body.chunks * fed.bits), "int32") if is_sliced else a)
+        operands = T.meta_var(T.alloc_buffer((slots, body.chunks * fed.bits), "int32") if has_planes else a)
         # Of floats, AMX takes two in bfloat16.
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
         sums = T.alloc_buffer((slots, body.groups), "int32" if integer else "float32")  # of each group's activations
@@ -217,8 +217,8 @@ def _store_outputs(shape: _Shape) -> Any:
     def add_floats(at, weight, out, tile, token, t, n):
         if not by_group:
             out[t, n, every] = out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)
-        if fmt.float_columns > 0:
-            for k in range(fmt.float_columns):
+        if fmt.outlier_features > 0:
+            for k in range(fmt.outlier_features):
                 single = T.meta_var(T.broadcast(at.inputs[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
                 value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
                 out[t, n, every] = out[t, n, every] + value * single

@@ -39,7 +39,7 @@ def preparation(
     body: Products,
     columns: int,
     width: int,
-    is_sliced: bool,
+    has_planes: bool,
     split: Callable[..., None] | None,
     prologue: Prologue | None = None,
 ) -> Any:
@@ -63,7 +63,7 @@ def preparation(
         add_up(at, m)
         if split is not None:
             split(at.halves, at.a, m)
-        if is_sliced:
+        if has_planes:
             for c in range(body.chunks):
                 quads = T.alloc_buffer((8,), "int32")
                 slice_chunk(at.planes, quads, at.a, m, c, cast(Activations, fmt.activations))
@@ -113,7 +113,7 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
     """
     fmt, fed = body.fmt, cast(Activations, body.fmt.activations)
     span = fed.group_size or columns  # columns that share a scale
-    in_row = fmt.float_columns > 0 or compute is not None
+    in_row = fmt.outlier_features > 0 or compute is not None
     copy, round_span = _copying(columns), _span_rounding(body.integer, fed)
 
     @T.inline
@@ -124,8 +124,8 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
             compute(at.inputs, at.vectors, m, rest, r)
         elif in_row:
             copy(at, m, rest, r)
-        if fmt.float_columns > 0:
-            for k in range(fmt.float_columns):
+        if fmt.outlier_features > 0:
+            for k in range(fmt.outlier_features):
                 rest[r, at.parts["float_columns"][k]] = T.float32(0)
         for g in range(columns // span):
             round_span(at, rest, r, m, g, g * span, span // 16, span % 16)

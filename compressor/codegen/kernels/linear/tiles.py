@@ -40,7 +40,7 @@ Pieces = Callable[[int, int], None]
 def takes_tiles(fmt: Format, isa: Isa) -> bool:
     """Whether several tokens are multiplied by tiles; values of tables need more bits than bfloat16 has."""
     is_exact = fmt.element is None or fmt.element.is_float
-    return isa.matrix_unit == "amx" and is_exact and not fmt.codebook and not fmt.sliced
+    return isa.matrix_unit == "amx" and is_exact and not fmt.codebook and not fmt.bit_planes
 
 
 @dataclass(frozen=True)

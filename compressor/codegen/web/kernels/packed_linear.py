@@ -34,7 +34,7 @@ def check_format(fmt: Format) -> None:
         what
         for what, used in (
             ("single weights in float16 (_S)", fmt.outlier_percent),
-            ("columns in float16 (_F)", fmt.float_columns),
+            ("columns in float16 (_F)", fmt.outlier_features),
         )
         if used
     ]

@@ -37,6 +37,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import pack
 from compressor.formats.rounded_activations import round_activations
+from compressor.formats.weights import BlockScales, ChannelScales, GroupScales, Integers, TensorScale
 from compressor.ops.patches import outputs
 
 
@@ -46,10 +47,9 @@ from compressor.ops.patches import outputs
 def test_packed_linear(bits: int, activation_bits: int, isa: Isa) -> None:
     pick = random.Random(f"{bits} {activation_bits} {isa.name}")
     rng = torch.Generator().manual_seed(bits)
-    strategy = pick.choice(["tensor", "channel", "group", "block"])
-    size = pick.choice([32, 64]) if strategy in ("group", "block") else 0
-    fed = Activations() if activation_bits == 8 else None
-    fmt = Format(bits, pick.random() < 0.5, strategy, size, fed)  # type: ignore[arg-type]
+    size = pick.choice([32, 64])
+    scales = pick.choice([TensorScale(), ChannelScales(), GroupScales(size), BlockScales(size)])
+    fmt = Format(Integers(bits, pick.random() < 0.5), scales, Activations() if activation_bits == 8 else None)
     check_packed_linear(fmt, isa, pick, rng)
 
 
@@ -161,7 +161,7 @@ def test_integer_sums_do_not_saturate() -> None:
     """The largest codes against the largest activations, where a 16-bit intermediate would overflow."""
     for isa in x86.ISAS.values():
         for bits in (7, 8):
-            fmt = Format(bits, False, "channel", 0, Activations())
+            fmt = Format(Integers(bits, symmetric=False), ChannelScales(), Activations())
             codes = torch.full((16, 64), fmt.levels - 1, dtype=torch.uint8)
             packed = pack(codes, torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8), fmt)
             schedule = packed_linear.Schedule(1, 1, 2)

@@ -1,0 +1,69 @@
+"""What a format stores beside the codes and scales of a weight, as data: one class for each kind.
+
+Another kind is one more class in :data:`EXTRAS`, its tensors in :data:`compressor.formats.parts.PART_TABLE`, its
+meaning in :mod:`compressor.formats.packing`, and a kernel that reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from compressor.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Single weights in float16, added to what the codes stand for (SqueezeLLM's dense-and-sparse decomposition).
+
+    Attributes:
+        percent: of the weights, above 0 and at most 10.
+    """
+
+    percent: float
+    pattern: ClassVar[str] = r"_S(\d{1,2}(?:\.\d{1,3})?)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent <= 10:
+            raise UsageError(f"format: {self.percent:g}% of outliers; at most 10 pay")
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_S{self.percent:g}"
+
+    @classmethod
+    def read(cls, text: str) -> Outliers | None:
+        """Return the extra that the group of ``pattern`` names; None where it says that there is nothing."""
+        return cls(float(text)) if float(text) else None
+
+
+@dataclass(frozen=True)
+class OutlierFeatures:
+    """Whole input columns in float16, which the codes leave out (LLM.int8()).
+
+    Attributes:
+        count: columns, 1 or more.
+    """
+
+    count: int
+    pattern: ClassVar[str] = r"_F(\d{1,5})"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"format: {self.count} columns in float16; leave them out, or take one or more")
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_F{self.count}"
+
+    @classmethod
+    def read(cls, text: str) -> OutlierFeatures | None:
+        """Return the extra that the group of ``pattern`` names; None where it says that there is nothing."""
+        return cls(int(text)) if int(text) else None
+
+
+Extra: TypeAlias = Outliers | OutlierFeatures
+EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures)
+"""All kinds, in the order of their suffixes in a name."""
