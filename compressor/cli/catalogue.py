@@ -147,17 +147,17 @@ def _cache_format_text(name: str) -> str:
 
 
 def _activations_text(fmt: Any) -> str:
-    fed = fmt.activations
-    if fed is None:
+    act = fmt.activations
+    if act is None:
         return "float32"
-    kind = f"int{fed.bits}, symmetric" if fed.element is None else fed.numbers
+    kind = f"int{act.bits}, symmetric" if act.element is None else act.numbers
     how = {
         "token": "dynamic per token",
-        "group": f"dynamic per {fed.group_size} columns",
+        "group": f"dynamic per {act.group_size} columns",
         "tensor": "static per tensor",
     }
-    stored = ", one calibrated scale" if fed.calibrated and fed.granularity == "group" else ""
-    return f"{kind}, {how[fed.granularity]}{stored}"
+    stored = ", one calibrated scale" if act.calibrated and act.granularity == "group" else ""
+    return f"{kind}, {how[act.granularity]}{stored}"
 
 
 def _element_text(fmt: Any) -> str:

@@ -58,7 +58,7 @@ class PackedWeight:
         order = [name for name in fmt.parts(*self.shape) if name in parts]
         return PackedWeight({name: parts[name] for name in order}, fmt, self.shape)
 
-    def fed_with(self, input_scale: Tensor | None) -> PackedWeight:
+    def with_input_scale(self, input_scale: Tensor | None) -> PackedWeight:
         """The same with a stored scale of its activations, float32 [1]; None where the format has none."""
         return self if input_scale is None else self.with_parts(self.format, input_scale=input_scale)
 

@@ -40,12 +40,12 @@ def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
     Args:
         x: float [..., in].
     """
-    fed, parts = packed.format.activations, packed.parts
-    if fed is None:
+    act, parts = packed.format.activations, packed.parts
+    if act is None:
         return torch.cat([x @ values.to(x.dtype).T for _, values in dequantize_rows(packed)], dim=-1)
     columns = parts.get("float_columns")
     plain = x if columns is None else x.index_fill(-1, columns.long(), 0.0)
-    rounded = round_activations(plain, fed, parts.get("input_scale"))
+    rounded = round_activations(plain, act, parts.get("input_scale"))
     pieces = []
     for rows, values in coded_rows(packed):
         y, floats = rounded @ values.to(x.dtype).T, float_part(packed, rows)

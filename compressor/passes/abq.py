@@ -81,13 +81,13 @@ class RoundedInputs(Hessian):
     serves a group of sites.
     """
 
-    def __init__(self, in_features: int, fed: Activations | None) -> None:
+    def __init__(self, in_features: int, act: Activations | None) -> None:
         super().__init__(in_features)
-        self._fed = None if fed is None or fed.calibrated else fed
+        self._act = None if act is None or act.calibrated else act
 
     def add(self, x: Tensor, dense: Tensor) -> None:
         """Add rows, float32 [tokens, in_features], and the dense graph's rows."""
-        super().add(round_activations(x, self._fed), dense)
+        super().add(round_activations(x, self._act), dense)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Abq(Pass):
             scale_groups(graph, ctx, "abq", sites, task, partial(search_balance, fmt))
             blocks = Blocks(ctx, "abq", self, task, decides=samples.sha256, chained=True)
             formats = {site.name: fmt for site in sites}
-            statistic = partial(RoundedInputs, fed=fmt.activations)
+            statistic = partial(RoundedInputs, act=fmt.activations)
             self._gptq.quantize_sites(graph, ctx, "abq", formats, blocks, statistic)
         graph.recompile()
         return graph

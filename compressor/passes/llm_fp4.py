@@ -88,7 +88,7 @@ def llm_fp4_quantize(
     if not bool(torch.isfinite(mean_square).all()):
         raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
     y = x @ weight.t()
-    fed = fmt.activations
+    act = fmt.activations
     tries = [rtn_quantize(weight, fmt)]
     tries += [awq_quantize(weight, mean_square, replace(fmt, weights=Floats(e))) for e in layouts(fmt.bits, 0)]
     dense = [dequantize(packed) for packed in tries]
@@ -99,22 +99,22 @@ def llm_fp4_quantize(
     def lost(rows: Tensor, index: int) -> float:
         return float(total((y - rows @ dense[index].t()).double().square()))
 
-    if fed is not None:
-        own = fed.element
-        named_first = sorted(layouts(fed.bits, 1), key=lambda element: element != own)
-        tried = [replace(fed, element=element) for element in named_first]
+    if act is not None:
+        own = act.element
+        named_first = sorted(layouts(act.bits, 1), key=lambda element: element != own)
+        tried = [replace(act, element=element) for element in named_first]
         sides = [(side, step) for side in tried for step in range_cuts(absmax, side, _CUTS)]
-        fed, scale = sides[0]
-        seen = round_activations(x, fed, scale)
+        act, scale = sides[0]
+        seen = round_activations(x, act, scale)
     start = lost(seen, best)
-    for _ in range(_ROUNDS if fed is not None else 1):
+    for _ in range(_ROUNDS if act is not None else 1):
         best = min(range(len(tries)), key=lambda index: lost(seen, index))
-        if fed is not None:
-            fed, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
-            seen = round_activations(x, fed, scale)
+        if act is not None:
+            act, scale = min(sides, key=lambda side: lost(round_activations(x, *side), best))
+            seen = round_activations(x, act, scale)
     chosen = tries[best]
     norm = float(total(y.double().square())) or 1.0
-    packed = chosen.with_parts(replace(chosen.format, activations=fed)).fed_with(scale)
+    packed = chosen.with_parts(replace(chosen.format, activations=act)).with_input_scale(scale)
     return packed, lost(seen, best) / norm, start / norm
 
 
@@ -141,12 +141,12 @@ class LlmFp4(Pass):
 
     def __post_init__(self) -> None:
         fmt = choose_format(self.scheme, self.group_size)
-        fed = fmt.activations
+        act = fmt.activations
         if fmt.element is None or not fmt.element.is_float or fmt.scale_type != "F16":
             raise UsageError(
                 f"llm_fp4: {self.scheme}: weights must be floats with float16 scales, such as FP4_E2M1_G128"
             )
-        if fed is not None and (fed.element is None or fed.granularity != "tensor"):
+        if act is not None and (act.element is None or act.granularity != "tensor"):
             raise UsageError(
                 f"llm_fp4: {self.scheme}: activations must be floats with a calibrated scale: _AFP4_STATIC"
             )
@@ -155,8 +155,8 @@ class LlmFp4(Pass):
     def schemes(self) -> list[str]:
         """Names of the formats that a linear may get."""
         fmt = choose_format(self.scheme, self.group_size)
-        fed = fmt.activations
-        sides = [None] if fed is None else [replace(fed, element=element) for element in layouts(fed.bits, 1)]
+        act = fmt.activations
+        sides = [None] if act is None else [replace(act, element=element) for element in layouts(act.bits, 1)]
         return [replace(fmt, weights=Floats(e), activations=side).name for e in layouts(fmt.bits, 0) for side in sides]
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
@@ -205,12 +205,12 @@ def shift_channels(graph: GraphModule, ctx: Context, sites: Sequence[Site], fmt:
 
 def _work(rows: int, columns: int, fmt: Format) -> Work:
     size = rows * columns
-    fed = fmt.activations
+    act = fmt.activations
     count = len(layouts(fmt.bits, 0))
-    sides = 0 if fed is None else _ROUNDS * (_CUTS * len(layouts(fed.bits, 1)) + count)
+    sides = 0 if act is None else _ROUNDS * (_CUTS * len(layouts(act.bits, 1)) + count)
     work = Counter({key: count * value for key, value in scaled_work(rows, columns, fmt, 0).items()})
     work.update({"matmul_flop": 2 * KEPT_ROWS * size * (2 + count + sides)})
-    if fed is not None:
+    if act is not None:
         work.update(scaled_work(rows, columns, fmt, len(_STRENGTHS), chosen=False))
     return work
 

@@ -69,8 +69,8 @@ class LlmInt8(Pass):
     ignore: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        fed = choose_format(self.scheme).activations
-        if fed is None or fed.calibrated:
+        act = choose_format(self.scheme).activations
+        if act is None or act.calibrated:
             raise UsageError(f"llm_int8: scheme {self.scheme}: activations are to be rounded while running, as in W8A8")
         if not self.threshold > 0:
             raise UsageError(f"llm_int8: threshold {self.threshold:g} is not above 0")

@@ -194,7 +194,7 @@ def sensitivities(
             with naming(site):
                 rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
             errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
-            smallest = rounded[0].fed_with(steps.get(site.name))
+            smallest = rounded[0].with_input_scale(steps.get(site.name))
             worst = _divergence(graph, dense, _outputs_with(graph, site.name, smallest, run, index))
             scale = worst / errors[0] if errors[0] > 0 else 0.0
             yield site.name, [float(f"{scale * error:.4g}") for error in errors]

@@ -103,7 +103,7 @@ def _compress(
         graph,
         ctx,
         site,
-        quantized.packed.fed_with(scale),
+        quantized.packed.with_input_scale(scale),
         pass_name,
         error=quantized.error,
         error_of="output",

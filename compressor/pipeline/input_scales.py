@@ -51,11 +51,11 @@ def calibrate_inputs(
             graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
         ).groups():
             for site in group:
-                fed = wanted[site.name]
-                assert fed is not None
+                act = wanted[site.name]
+                assert act is not None
                 weight = graph.get_parameter(site.weight_name).detach().float() if observer == "output" else None
                 with naming(site):
-                    found[site.name] = search_input_scale(inputs.rows, float(inputs.absmax.max()), fed, weight)
+                    found[site.name] = search_input_scale(inputs.rows, float(inputs.absmax.max()), act, weight)
         return found
 
     decides = [samples.sha256, {name: formats[name].name for name in wanted}, observer == "output"]

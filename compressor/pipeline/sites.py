@@ -216,7 +216,7 @@ def round_sites(
         stored = graph.get_parameter(site.weight_name).detach()
         weight = stored.float()
         with naming(site):
-            packed = quantize(site, weight).fed_with(input_scales.get(site.name))
+            packed = quantize(site, weight).with_input_scale(input_scales.get(site.name))
         compress_site(graph, ctx, site, packed, pass_name, error=weight_error(weight, packed))
         release([stored])
         task.advance()

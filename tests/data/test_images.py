@@ -128,15 +128,15 @@ def test_accuracy_is_the_plain_definition_over_ragged_batches() -> None:
     )
     rng = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(3 * 8 * 6, CLASSES, generator=rng) for _ in range(2))
-    fed: list[int] = []
+    act: list[int] = []
 
     def classify(x: NDArray[np.float32]) -> Tensor:
-        fed.append(len(x))
+        act.append(len(x))
         return torch.as_tensor(x).flatten(1) @ ours
 
     result = measure_accuracy(classify, images, batch=16, dense=lambda x: torch.as_tensor(x).flatten(1) @ theirs)
     p, q = (torch.log_softmax((images.inputs().flatten(1) @ w).double(), 1) for w in (theirs, ours))
-    assert fed == [16, 16, 16] and result.images == COUNT
+    assert act == [16, 16, 16] and result.images == COUNT
     assert result.accuracy == pytest.approx(float((q.argmax(1) == images.labels).double().mean()))
     assert result.dense_accuracy == pytest.approx(float((p.argmax(1) == images.labels).double().mean()))
     assert result.accuracy_drop == pytest.approx(result.dense_accuracy - result.accuracy)

@@ -86,13 +86,13 @@ def test_what_does_not_exist_is_refused(name: str, problem: str) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), st.integers(-12, 3))
 def test_floats_are_rounded_as_ml_dtypes_does(name: str, fractions: list[float], exponent: int) -> None:
-    fed = activations(name, "_STATIC")
-    assert fed.element is not None
-    values = np.array([value for value in fed.element.values if np.isfinite(value)], np.float32)
-    x = np.concatenate([np.array(fractions, np.float32) * np.float32(fed.largest * 2.0**exponent), values])
+    act = activations(name, "_STATIC")
+    assert act.element is not None
+    values = np.array([value for value in act.element.values if np.isfinite(value)], np.float32)
+    x = np.concatenate([np.array(fractions, np.float32) * np.float32(act.largest * 2.0**exponent), values])
     x = np.concatenate([x, (x[:-1] + x[1:]) / 2])  # ties as well
-    expected = np.clip(x, -fed.largest, fed.largest).astype(ORACLES[name]).astype(np.float32)
-    assert np.array_equal(round_activations(torch.from_numpy(x), fed, torch.ones(1)).numpy(), expected)
+    expected = np.clip(x, -act.largest, act.largest).astype(ORACLES[name]).astype(np.float32)
+    assert np.array_equal(round_activations(torch.from_numpy(x), act, torch.ones(1)).numpy(), expected)
 
 
 @pytest.mark.parametrize("name", ["E1M2", "E2M2", "E3M3", "E5M1", "E1M6"])
@@ -120,23 +120,23 @@ def test_blocks_are_those_of_the_weights() -> None:
 
 @pytest.mark.parametrize(("numbers", "scales", "size"), [("4", None, 70), ("8", "_AG32", 32), ("FP8_E4M3", None, 70)])
 def test_dynamic_scales_are_those_of_the_definition(numbers: str, scales: str | None, size: int) -> None:
-    fed, x = activations(numbers, scales), rows()
-    got = round_activations(x, fed)
+    act, x = activations(numbers, scales), rows()
+    got = round_activations(x, act)
     for begin in range(0, 70, size):
         group, rounded = x[:, begin : begin + size].double(), got[:, begin : begin + size].double()
-        step = group.abs().amax(1, keepdim=True) / fed.largest
-        grid = torch.arange(-fed.largest, fed.largest + 1).double() if fed.element is None else None
-        grid = torch.tensor([v for v in fed.element.values if v == v]).double() if fed.element is not None else grid
+        step = group.abs().amax(1, keepdim=True) / act.largest
+        grid = torch.arange(-act.largest, act.largest + 1).double() if act.element is None else None
+        grid = torch.tensor([v for v in act.element.values if v == v]).double() if act.element is not None else grid
         assert grid is not None
         nearest = (group[..., None] / step[..., None] - grid).abs().amin(-1)
-        assert torch.allclose((rounded - group).abs() / step, nearest, atol=2e-6 * fed.largest, rtol=0)
+        assert torch.allclose((rounded - group).abs() / step, nearest, atol=2e-6 * act.largest, rtol=0)
 
 
 @pytest.mark.parametrize(("scales", "size"), [(None, 70), ("_AG32", 32)])
 def test_of_one_bit_are_signs_times_the_mean_size(scales: str | None, size: int) -> None:
-    fed, x = activations("1", scales), rows()
+    act, x = activations("1", scales), rows()
     x[0, 3] = 0.0
-    got = round_activations(x.double(), fed)
+    got = round_activations(x.double(), act)
     for begin in range(0, 70, size):
         group = x[:, begin : begin + size].double()
         expected = torch.where(group < 0, -1.0, 1.0) * group.abs().mean(1, keepdim=True)
@@ -149,13 +149,13 @@ def test_of_one_bit_are_signs_times_the_mean_size(scales: str | None, size: int)
                                          if fmt.activations is not None}))  # fmt: skip
 def test_tokens_do_not_see_each_other_and_nothing_overflows(name: str) -> None:
     cut = name.find("_STATIC") if "_STATIC" in name else name.find("_AG")
-    fed = activations(name[:cut], name[cut:]) if cut > 0 else activations(name)
-    x, scale = rows(), torch.tensor([0.01]) if fed.calibrated else None
+    act = activations(name[:cut], name[cut:]) if cut > 0 else activations(name)
+    x, scale = rows(), torch.tensor([0.01]) if act.calibrated else None
     x[0], x[1], x[2], x[3, 5] = 0.0, 1e-40, 1e30, 1e20
-    got = round_activations(x, fed, scale)
+    got = round_activations(x, act, scale)
     assert bool(torch.isfinite(got).all()) and not bool(got[:2].any())
-    assert torch.equal(torch.cat([round_activations(row, fed, scale) for row in x.split(1)]), got)
-    wide = round_activations(x.double(), fed, scale)  # as test vectors are made
+    assert torch.equal(torch.cat([round_activations(row, act, scale) for row in x.split(1)]), got)
+    wide = round_activations(x.double(), act, scale)  # as test vectors are made
     assert wide.dtype == torch.float64 and float((wide - got)[4:].abs().median()) < 1e-4
 
 
@@ -164,21 +164,21 @@ def test_tokens_do_not_see_each_other_and_nothing_overflows(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["4", "8", "FP4_E2M1", "FP8_E4M3"])
 def test_one_outlier_does_not_set_the_range(name: str) -> None:
-    fed, x = activations(name, "_STATIC"), torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    act, x = activations(name, "_STATIC"), torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
     x[100, 7] = 60.0
     absmax = float(x.abs().max())
-    found = search_input_scale(x, absmax, fed)
-    widest, fine = range_cuts(absmax, fed, 1)[0], [absmax / fed.largest * 2.0 ** (-k / 40) for k in range(240)]
-    best = min(input_error(x, fed, torch.tensor([scale])) for scale in fine)
-    assert best <= input_error(x, fed, found) * (1 + 1e-6) and input_error(x, fed, found) <= 1.12 * best
-    assert input_error(x, fed, found) <= input_error(x, fed, widest)
+    found = search_input_scale(x, absmax, act)
+    widest, fine = range_cuts(absmax, act, 1)[0], [absmax / act.largest * 2.0 ** (-k / 40) for k in range(240)]
+    best = min(input_error(x, act, torch.tensor([scale])) for scale in fine)
+    assert best <= input_error(x, act, found) * (1 + 1e-6) and input_error(x, act, found) <= 1.12 * best
+    assert input_error(x, act, found) <= input_error(x, act, widest)
     if name == "4":
-        assert input_error(x, fed, found) < 0.3 * input_error(x, fed, widest)
+        assert input_error(x, act, found) < 0.3 * input_error(x, act, widest)
 
 
 @pytest.mark.parametrize("name", ["4", "8", "FP4_E2M1"])
 def test_the_outputs_error_decides_where_a_linear_is_given(name: str) -> None:
-    fed, generator = activations(name, "_STATIC"), torch.Generator().manual_seed(0)
+    act, generator = activations(name, "_STATIC"), torch.Generator().manual_seed(0)
     x = torch.randn(200, 20, generator=generator).relu() * (
         torch.rand(200, 1, generator=generator) < 0.2
     )  # mostly zero
@@ -187,19 +187,19 @@ def test_the_outputs_error_decides_where_a_linear_is_given(name: str) -> None:
     weight[:, 0] *= 5
 
     def loss(scale: Tensor) -> float:
-        return float(((x - round_activations(x, fed, scale)).double() @ weight.double().t()).square().sum())
+        return float(((x - round_activations(x, act, scale)).double() @ weight.double().t()).square().sum())
 
     absmax = float(x.max())
-    widest = range_cuts(absmax, fed, 1)[0]
-    found = search_input_scale(x, absmax, fed, weight)
-    tried = [*range_cuts(absmax, fed, 24), *(few_bits(widest * percent / 100) for percent in range(40, 122, 2))]
+    widest = range_cuts(absmax, act, 1)[0]
+    found = search_input_scale(x, absmax, act, weight)
+    tried = [*range_cuts(absmax, act, 24), *(few_bits(widest * percent / 100) for percent in range(40, 122, 2))]
     assert loss(found) == pytest.approx(min(map(loss, tried)), rel=1e-4)
-    assert loss(found) <= loss(search_input_scale(x, absmax, fed)) * (1 + 1e-6)
+    assert loss(found) <= loss(search_input_scale(x, absmax, act)) * (1 + 1e-6)
     if name == "4":
-        assert loss(found) < 0.9 * loss(search_input_scale(x, absmax, fed))
+        assert loss(found) < 0.9 * loss(search_input_scale(x, absmax, act))
     with pytest.raises(CompressorError, match="NaN or inf"):
-        search_input_scale(x, float("nan"), fed, weight)
-    assert float(search_input_scale(torch.zeros(4, 20), 0.0, fed, weight)) == 1.0
+        search_input_scale(x, float("nan"), act, weight)
+    assert float(search_input_scale(torch.zeros(4, 20), 0.0, act, weight)) == 1.0
 
 
 def test_inputs_that_are_not_finite_are_refused_and_none_at_all_give_one() -> None:
@@ -250,7 +250,7 @@ def test_a_pass_that_does_not_calibrate_is_told(dense: GraphModule) -> None:
     packed = rtn_quantize(graph.get_parameter(site.weight_name).detach().float(), Format.parse("W8A8_STATIC"))
     with pytest.raises(UsageError, match="calibrates no scale"):
         compress_site(graph, Context(), site, packed, "other", error=0.0)
-    compress_site(graph, Context(), site, packed.fed_with(torch.ones(1)), "other", error=0.0)
+    compress_site(graph, Context(), site, packed.with_input_scale(torch.ones(1)), "other", error=0.0)
 
 
 def test_the_search_of_scales_goes_by_the_activations() -> None:

@@ -67,9 +67,9 @@ def test_the_search_is_near_the_best_of_all_combinations(scheme: str, seed: int)
         return float((exact - seen.double() @ dense.double().t()).square().sum() / exact.square().sum())
 
     dense = [dequantize(awq_quantize(weight, square, replace(fmt, weights=Floats(e)))) for e in layouts(4, 0)]
-    fed, seen = fmt.activations, [x]
-    if fed is not None:
-        sides = [replace(fed, element=element) for element in layouts(fed.bits, 1)]
+    act, seen = fmt.activations, [x]
+    if act is not None:
+        sides = [replace(act, element=element) for element in layouts(act.bits, 1)]
         seen = [round_activations(x, side, step) for side in sides for step in range_cuts(absmax, side, 12)]
     best = min(lost(a, b) for a, b in itertools.product(seen, dense))
     assert error < 0.95 * rtn_error and best * (1 - 1e-5) <= error <= 1.03 * best

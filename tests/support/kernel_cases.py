@@ -75,11 +75,13 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     unit = torch.rand(1, generator=rng) if fmt.scale_type == "E4M3" else None
     packed = pack(codes, scales, None if fmt.symmetric else zeros, fmt, unit)
     if fmt.activations is not None and fmt.activations.calibrated:
-        packed = packed.fed_with(torch.tensor([0.02]))
+        packed = packed.with_input_scale(torch.tensor([0.02]))
     other = torch.randn(rows, columns, generator=rng)
     if fmt.outlier_features:
         features = torch.randperm(columns, generator=rng)[: fmt.outlier_features].sort().values
         packed = add_columns(packed, other, features)
+    if not fmt.outlier_percent:
+        return packed
     where = torch.zeros(rows * columns, dtype=torch.bool)
     where[torch.randperm(rows * columns, generator=rng)[: fmt.outliers(rows, columns)]] = True
     return add_outliers(packed, other, where.view(rows, columns), fmt.outlier_percent)

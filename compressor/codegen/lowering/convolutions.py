@@ -56,10 +56,10 @@ def fused_convolution(
     y = y.clamp(min=0) if is_relu else y
     if next_scale is None or next_format is None:
         return y
-    fed = Format.parse(next_format).activations
-    assert fed is not None
+    act = Format.parse(next_format).activations
+    assert act is not None
     inverse = torch.where(next_scale > SMALLEST, 1.0 / next_scale, 0.0)
-    codes = torch.round((y * inverse).clamp(-fed.largest, fed.largest))
+    codes = torch.round((y * inverse).clamp(-act.largest, act.largest))
     return (codes + 128).to(torch.uint8).view(torch.int8)
 
 

@@ -174,8 +174,8 @@ class LinearConverter:
         fmt, geometry = Format.parse(name), geometry_of(cast(fx.Node, node.args[0]), pairs)
         assert geometry is not None
         self._count_packed(rows * geometry.columns)
-        next_fed = Format.parse(following).activations if following else None
-        epilogue = convolution.Epilogue(residual is not None, is_relu, next_fed)
+        next_act = Format.parse(following).activations if following else None
+        epilogue = convolution.Epilogue(residual is not None, is_relu, next_act)
         shape = (rows, geometry, fmt, bias is not None, str(x.ty.dtype) == "int8", epilogue)
         out = relax.TensorType([x.ty.shape[0], *geometry.outputs, rows], "int8" if following else "float32")
 

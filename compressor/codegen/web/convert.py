@@ -55,7 +55,7 @@ class WebConverter:
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
-        self._fed: dict[Any, list[Any]] = {}  # (activations, rounding) -> rounded activations
+        self._kept: dict[Any, list[Any]] = {}  # (activations, rounding) -> rounded activations
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Return the converters, by operator name."""
@@ -97,9 +97,9 @@ class WebConverter:
         fmt = Format.parse(format_name)
         kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None)
         stored = dict(zip(fmt.parts(rows, columns), parts, strict=True))
-        fed = [x] if fmt.activations is None else self._rounded(importer, x, fmt, stored.get("input_scale"))
-        rest = [*fed[1:], *(stored[name] for name in packed_linear.stored_parts(fmt)), bias]
-        return self._rowwise(importer, kernels, fed[0], rest, rows)
+        inputs = [x] if fmt.activations is None else self._rounded(importer, x, fmt, stored.get("input_scale"))
+        rest = [*inputs[1:], *(stored[name] for name in packed_linear.stored_parts(fmt)), bias]
+        return self._rowwise(importer, kernels, inputs[0], rest, rows)
 
     def _rounded(self, importer: Any, x: Any, fmt: Format, input_scale: Any) -> list[Any]:
         """Emit the rounding of activations as a format's linears read them, once for all linears that share it."""
@@ -107,8 +107,8 @@ class WebConverter:
         leading = list(x.ty.shape)[:-1]
         layout = activations.Rounded.of(columns, fmt) if fmt.integer_products else None
         key = (x, input_scale, fmt.activations, layout)
-        if key in self._fed:
-            return self._fed[key]
+        if key in self._kept:
+            return self._kept[key]
         kernel = activations.round_activations(columns, fmt)
         operands = [x, *([] if input_scale is None else [input_scale])]
         made = [(columns, "float32")]
@@ -120,7 +120,7 @@ class WebConverter:
         parts = [found]
         if len(out) > 1:
             parts = [importer.block_builder.emit(relax.TupleGetItem(found, i)) for i in range(len(out))]
-        return self._fed.setdefault(key, parts)
+        return self._kept.setdefault(key, parts)
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
         x, weight, eps = importer.retrieve_args(node)

@@ -330,7 +330,7 @@ def test_every_format_keeps_entries_apart() -> None:
         (site,) = linear_sites(graph)
         packed = rtn_quantize(graph.get_parameter(site.weight_name), fmt)
         has_scale = fmt.activations is not None and fmt.activations.calibrated
-        replace_linear(graph, site, packed.fed_with(torch.ones(1) if has_scale else None))
+        replace_linear(graph, site, packed.with_input_scale(torch.ones(1) if has_scale else None))
         assert "compressor.packed_linear.default" in {str(node.target) for node in graph.graph.nodes}
         assert leaks(graph) == (), fmt.name
 

@@ -68,9 +68,9 @@ class ImageFeed:
     one is the left end of the next.
     """
 
-    def __init__(self, geometry: Geometry, fed: Activations, *, is_rounded: bool) -> None:
+    def __init__(self, geometry: Geometry, act: Activations, *, is_rounded: bool) -> None:
         """``is_rounded``: images come as bytes already."""
-        self.geometry, self.fed, self.is_rounded = geometry, fed, is_rounded
+        self.geometry, self.act, self.is_rounded = geometry, act, is_rounded
         (kh, kw), pw, (dh, dw) = geometry.kernel, geometry.padding[1], geometry.dilation
         self.pixel = -(-geometry.channels // 4) * 4
         self.pitch = max(geometry.size[1] + pw, geometry.outputs[1])
@@ -144,7 +144,7 @@ class ImageFeed:
         if self.is_rounded:
             _each(length, lambda k, lanes: T.buffer_store(feed, x[_at(read + k, lanes)], [_at(to + k, lanes)]), 4)
         else:
-            _round(feed, to, x, read, length, inverse, self.fed)
+            _round(feed, to, x, read, length, inverse, self.act)
 
     def of(self, factor: Any, _q: Any) -> Any:
         """The scale of an output's activations."""
@@ -154,8 +154,8 @@ class ImageFeed:
 class PatchFeed:
     """What each output reads, one after the other, where each has a scale of its own."""
 
-    def __init__(self, geometry: Geometry, fed: Activations) -> None:
-        self.geometry, self.fed = geometry, fed
+    def __init__(self, geometry: Geometry, act: Activations) -> None:
+        self.geometry, self.act = geometry, act
         self.runs, self.run_bytes = 1, geometry.columns
         # A cache line more than whole runs, so that the outputs of a block do not meet in the same sets of the cache.
         self.step = (-(-geometry.columns // RUN_BYTES) + 1) * RUN_BYTES
@@ -208,13 +208,13 @@ class PatchFeed:
         with T.serial(0, self.band) as r, T.serial(0, self.pitch) as q:
             out = r * self.pitch + q
             taps = [peaks[r * sh + i * dh, q * sw + j * dw] for i in range(kh) for j in range(kw)]
-            T.buffer_store(factor, span_scale(reduce(T.max, taps), self.fed, input_scale), [out])
+            T.buffer_store(factor, span_scale(reduce(T.max, taps), self.act, input_scale), [out])
             T.buffer_store(inverse, inverse_scale(factor[out]), [0])
             with T.serial(0, kh) as i, T.serial(0, kw) as j:
                 h, w = begin + r * sh + i * dh, q * sw + j * dw - pw
                 with T.If(_inside(h, high, w, wide)), T.Then():
                     read = ((image * high + h) * wide + w) * c
-                    _round(feed, out * self.step + (i * kw + j) * c, x, read, c, inverse[0], self.fed)
+                    _round(feed, out * self.step + (i * kw + j) * c, x, read, c, inverse[0], self.act)
 
     def of(self, factor: Any, q: Any) -> Any:
         """As :meth:`ImageFeed.of`."""
@@ -243,9 +243,9 @@ def _each(length: int, emit: Any, widen: int) -> None:
         done += count * lanes
 
 
-def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, fed: Activations) -> None:
+def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, act: Activations) -> None:
     def one(k: Any, lanes: int) -> None:
-        near = on_grid(x[_at(read + k, lanes)], inverse, fed, lanes)
+        near = on_grid(x[_at(read + k, lanes)], inverse, act, lanes)
         T.buffer_store(feed, to_byte(near, lanes), [_at(to + k, lanes)])
 
     _each(length, one, 1)

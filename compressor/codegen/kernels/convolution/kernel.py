@@ -46,10 +46,10 @@ class Epilogue:
 
 def takes_convolution(fmt: Format, geometry: Geometry) -> bool:
     """Whether :func:`convolution` has a kernel; patches and a packed linear serve the others."""
-    fed, (down, along) = fmt.activations, geometry.stride
+    act, (down, along) = fmt.activations, geometry.stride
     is_plain = fmt.integer_products and fmt.symmetric and not fmt.bit_planes and fmt.without_outliers == fmt
     has_row_scales = fmt.strategy in ("channel", "tensor")
-    if fed is None or fed.group_size or fed.is_sign or not (is_plain and has_row_scales) or down != along:
+    if act is None or act.group_size or act.is_sign or not (is_plain and has_row_scales) or down != along:
         return False
     feed = _feed(fmt, geometry, is_rounded=False)
     return is_aligned(fmt, feed) or feed.runs * -(-feed.run_bytes // 4) <= _MOST_GATHERED
@@ -92,8 +92,8 @@ def convolution(
     (high, wide), (out_high, out_wide) = geometry.size, geometry.outputs
     rows, channels, tiles = out_features, geometry.channels, -(-out_features // TILE_ROWS)
     parts = fmt.parts(out_features, geometry.columns)
-    is_calibrated, has_residual, fed = "input_scale" in parts, epilogue.has_residual, epilogue.next_activations
-    kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, fed is not None))
+    is_calibrated, has_residual, act = "input_scale" in parts, epilogue.has_residual, epilogue.next_activations
+    kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, act is not None))
     bands = -(-out_high // feed.band)
     body = Products(feed, fmt, tiles, isa)
 
@@ -108,7 +108,7 @@ def convolution(
         input_scale = T.meta_var(parameter((1,), "float32") if is_calibrated else None)
         bias = T.meta_var(parameter((rows,), "float32") if has_bias else None)
         residual4 = T.meta_var(parameter(shape, "float32") if has_residual else None)
-        next_scale = T.meta_var(parameter((1,), "float32") if fed is not None else None)
+        next_scale = T.meta_var(parameter((1,), "float32") if act is not None else None)
         y4 = T.meta_var(parameter(shape, y_kind))
         x = T.decl_buffer((n * high * wide * channels,), kind, data=x4.data)
         y = T.decl_buffer(flat, y_kind, data=y4.data)
@@ -192,13 +192,13 @@ class _End:
                         self._finish(lane[r], m, begin + r, 1)
 
     def _finish(self, value: Any, m: Any, begin: Any, lanes: int) -> None:
-        at, fed = ramp(begin, lanes), self.epilogue.next_activations
+        at, act = ramp(begin, lanes), self.epilogue.next_activations
         if self.bias is not None:
             value = value + self.bias[at]
         if self.residual is not None:
             value = value + self.residual[m, at]
         if self.epilogue.is_relu:
             value = T.max(value, widen(T.float32(0), lanes))
-        if fed is not None:
-            value = to_byte(on_grid(value, self.inverse[0], fed, lanes), lanes)
+        if act is not None:
+            value = to_byte(on_grid(value, self.inverse[0], act, lanes), lanes)
         T.buffer_store(self.y, value, [m, at])

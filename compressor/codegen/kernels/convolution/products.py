@@ -51,7 +51,7 @@ class Products:
         self.steps = feed.runs * self.run_quads // _QUADS
         self.is_resident = tiles == 1 and self.steps <= REGISTERS // 2  # all weights stay in registers
         # Of AMX, after those that hold sums: the first registers of activations, and of weights.
-        self._fed, self._held = 2 * self.n_tiles, 2 * self.n_tiles + 2
+        self._act, self._held = 2 * self.n_tiles, 2 * self.n_tiles + 2
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
 
     def load_weights(self, weights: Any, start: Any, codes: Any) -> None:
@@ -124,9 +124,9 @@ class Products:
         def step(run: Any, k: Any, held: Sequence[int]) -> None:
             for s in range(self.sides):
                 place = self.feed.first(block + s) * self.feed.step + self.feed.offset(run) + k * RUN_BYTES
-                amx.load(self._fed + s, band[place], self.feed.step)
+                amx.load(self._act + s, band[place], self.feed.step)
                 for n in range(self.n_tiles):
-                    amx.tile("tdpbusd", T.uint8(s * self.n_tiles + n), T.uint8(self._fed + s), T.uint8(held[n]))
+                    amx.tile("tdpbusd", T.uint8(s * self.n_tiles + n), T.uint8(self._act + s), T.uint8(held[n]))
 
         for i in range(len(pairs)):
             amx.tile("tilezero", T.uint8(i))

@@ -18,15 +18,15 @@ from compressor.formats.rounded_activations import SMALLEST
 _EXPONENT = 0x7F800000  # float32's field
 
 
-def span_scale(top: Any, fed: Activations, input_scale: Any) -> Any:
+def span_scale(top: Any, act: Activations, input_scale: Any) -> Any:
     """The scale of a span of columns whose largest size is ``top``; ``input_scale`` where one is stored."""
-    if fed.scale_type == "E8M0":
-        assert fed.element is not None
-        return _binade(top, 1) * T.float32(2.0**-fed.element.largest_exponent)
-    if fed.scale_type == "E4M3":
-        blocks = T.min(top / (input_scale * T.float32(fed.largest)), T.float32(448))
+    if act.scale_type == "E8M0":
+        assert act.element is not None
+        return _binade(top, 1) * T.float32(2.0**-act.element.largest_exponent)
+    if act.scale_type == "E4M3":
+        blocks = T.min(top / (input_scale * T.float32(act.largest)), T.float32(448))
         return _to_element(blocks, Element("E4M3", 4, 3), 1) * input_scale
-    return input_scale if fed.granularity == "tensor" else top / T.float32(fed.largest)
+    return input_scale if act.granularity == "tensor" else top / T.float32(act.largest)
 
 
 def inverse_scale(scale: Any) -> Any:
@@ -34,14 +34,14 @@ def inverse_scale(scale: Any) -> Any:
     return T.if_then_else(scale > T.float32(SMALLEST), T.float32(1) / scale, T.float32(0))
 
 
-def on_grid(x: Any, inverse: Any, fed: Activations, lanes: int) -> Any:
+def on_grid(x: Any, inverse: Any, act: Activations, lanes: int) -> Any:
     """Activations times the inverse of their scale, rounded and saturated."""
-    if fed.is_sign:
+    if act.is_sign:
         size = widen(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
         return T.Select(x < splat_float(0.0, lanes), splat_float(0.0, lanes) - size, size)
-    largest = splat_float(fed.largest, lanes)
-    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-fed.largest, lanes))
-    return T.nearbyint(scaled) if fed.element is None else _to_element(scaled, fed.element, lanes)
+    largest = splat_float(act.largest, lanes)
+    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-act.largest, lanes))
+    return T.nearbyint(scaled) if act.element is None else _to_element(scaled, act.element, lanes)
 
 
 def _to_element(value: Any, element: Element, lanes: int) -> Any:

@@ -33,14 +33,14 @@ def counts_bits(fmt: Format, isa: Isa) -> bool:
     By time: each pair of planes costs so much, against bytes that are put together from the planes and multiplied.
     Measured on linears of 2048 x 2048, one token: docs/decisions/0024-bit-planes.md.
     """
-    fed = fmt.activations
-    if not fmt.bit_planes or not fmt.integer_products or fed is None or (fed.is_sign and fmt.bit_planes != "bipolar"):
+    act = fmt.activations
+    if not fmt.bit_planes or not fmt.integer_products or act is None or (act.is_sign and fmt.bit_planes != "bipolar"):
         return False
-    pairs, bytes_cost = fmt.bits * fed.bits, 22 + 9 * fmt.bits
+    pairs, bytes_cost = fmt.bits * act.bits, 22 + 9 * fmt.bits
     return pairs * (4 if isa.count_ones is not None else 8) < bytes_cost
 
 
-def slice_chunk(planes: Any, quads: Any, a: Any, m: Any, c: Any, fed: Activations) -> None:
+def slice_chunk(planes: Any, quads: Any, a: Any, m: Any, c: Any, act: Activations) -> None:
     """Put a chunk of int8 activations into planes, in the order of the weight's: column 4 * j + i is bit 8 * i + j.
 
     Args:
@@ -49,12 +49,12 @@ def slice_chunk(planes: Any, quads: Any, a: Any, m: Any, c: Any, fed: Activation
     """
     four = T.reinterpret(a[m, T.ramp(c * CHUNK, 1, CHUNK)], dtype=f"int32x{_QUADS}")
     places = T.Shuffle([T.int32(j) for j in range(_QUADS)], list(range(_QUADS)))
-    for q in range(fed.bits):
-        bits = T.shift_right(four, splat(7 if fed.is_sign else q, _QUADS))
+    for q in range(act.bits):
+        bits = T.shift_right(four, splat(7 if act.is_sign else q, _QUADS))
         bits = T.shift_left(T.bitwise_and(bits, splat(0x01010101, _QUADS)), places)
         T.buffer_store(quads, bits, [T.ramp(0, 1, _QUADS)])
         emit_tree(T.bitwise_or, quads, _QUADS)
-        T.buffer_store(planes, quads[0], [m, c * fed.bits + q])
+        T.buffer_store(planes, quads[0], [m, c * act.bits + q])
 
 
 class PlaneProducts(Products):
@@ -63,8 +63,8 @@ class PlaneProducts(Products):
     def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
         super().__init__(rows, columns, fmt, isa)
         assert isinstance(fmt.activations, Activations)
-        self.columns, self.fed_bits, self.is_sign = columns, fmt.activations.bits, fmt.activations.is_sign
-        self.accumulators = fmt.bits + self.fed_bits - 1
+        self.columns, self.act_bits, self.is_sign = columns, fmt.activations.bits, fmt.activations.is_sign
+        self.accumulators = fmt.bits + self.act_bits - 1
 
     def start_group(
         self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
@@ -89,12 +89,12 @@ class PlaneProducts(Products):
         lanes = self.isa.lanes
         for t, n, at in self.lanes(n_tokens, n_tiles):
             for p in range(self.fmt.bits):
-                for q in range(self.fed_bits):
-                    word = T.broadcast(a[m0 + t, c * self.fed_bits + q], lanes)
+                for q in range(self.act_bits):
+                    word = T.broadcast(a[m0 + t, c * self.act_bits + q], lanes)
                     meet = T.bitwise_xor if self.is_sign else T.bitwise_and
                     both = meet(codes[first + n, c, p, at], word)
                     place = [(p + q) * n_tiles + n, at]
-                    negative = q == self.fed_bits - 1 and not self.is_sign
+                    negative = q == self.act_bits - 1 and not self.is_sign
                     T.buffer_store(acc[t], add_ones(acc[t][tuple(place)], both, negative, self.fmt, self.isa), place)
 
     def end_group(

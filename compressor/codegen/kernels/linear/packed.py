@@ -155,7 +155,7 @@ def fused_linear(
     """
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
     shape = _Shape.of(columns, fmt, weights, isa, schedule)
-    body, fed, has_planes = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
+    body, act, has_planes = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
     # Float columns and outliers read the activations again, as they came.
     assert prologue is None or not (weights.has_outliers or fmt.outlier_features > 0)
@@ -177,12 +177,12 @@ def fused_linear(
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
-        operands = T.meta_var(T.alloc_buffer((slots, body.chunks * fed.bits), "int32") if has_planes else a)
+        operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
         # Of floats, AMX takes two in bfloat16.
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
         sums = T.alloc_buffer((slots, body.groups), "int32" if integer else "float32")  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
-        factor = T.alloc_buffer((slots, body.fed_groups), "float32")
+        factor = T.alloc_buffer((slots, body.act_groups), "float32")
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
         if tokens == 1:
             prepare(at, T.int64(0))
@@ -210,7 +210,7 @@ def fused_linear(
 def _store_outputs(shape: _Shape) -> Any:
     """Make a macro that adds what a token's outputs of a tile still lack, and stores them where they belong."""
     body, weights = shape.body, shape.weights
-    fmt, by_group = body.fmt, body.fed_groups > 1
+    fmt, by_group = body.fmt, body.act_groups > 1
     every = T.ramp(0, 1, 16)
 
     @T.inline
@@ -249,7 +249,7 @@ def _store_outputs(shape: _Shape) -> Any:
 def _vector_block(shape: _Shape, store: Any) -> Any:
     """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
     body = shape.body
-    groups, chunks, by_group = body.groups, body.chunks, body.fed_groups > 1
+    groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
 
     @T.inline
     def block(at, tokens, weight, first, n_tiles, m0, n_tokens):

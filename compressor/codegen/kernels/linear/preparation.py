@@ -111,10 +111,10 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
     What is rounded lies in the input; in a row of its own where it is computed first, or where float columns are taken
     out of it.
     """
-    fmt, fed = body.fmt, cast(Activations, body.fmt.activations)
-    span = fed.group_size or columns  # columns that share a scale
+    fmt, act = body.fmt, cast(Activations, body.fmt.activations)
+    span = act.group_size or columns  # columns that share a scale
     in_row = fmt.outlier_features > 0 or compute is not None
-    copy, round_span = _copying(columns), _span_rounding(body.integer, fed)
+    copy, round_span = _copying(columns), _span_rounding(body.integer, act)
 
     @T.inline
     def rounded(at, m):
@@ -136,9 +136,9 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
     return rounded
 
 
-def _span_rounding(integer: bool, fed: Activations) -> Any:
+def _span_rounding(integer: bool, act: Activations) -> Any:
     """Make a macro that rounds columns that share a scale: to int8 codes and their factor, or to floats on a grid."""
-    combine, every = (operator.add if fed.is_sign else T.max), T.ramp(0, 1, 16)
+    combine, every = (operator.add if act.is_sign else T.max), T.ramp(0, 1, 16)
 
     @T.inline
     def peak(rest, m, out, begin, n_vectors, n_tail):
@@ -151,24 +151,24 @@ def _span_rounding(integer: bool, fed: Activations) -> Any:
             lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
         emit_tree(combine, lane, 16)
         out[0] = lane[0]
-        if fed.is_sign:
+        if act.is_sign:
             out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
 
     @T.inline
     def round_span(at, rest, r, m, g, begin, n_vectors, n_tail):
         scale = T.alloc_buffer((1,), "float32")
-        if fed.granularity != "tensor":
+        if act.granularity != "tensor":
             peak(rest, r, scale, begin, n_vectors, n_tail)
-        scale[0] = span_scale(scale[0], fed, at.parts["input_scale"][0] if fed.calibrated else None)
+        scale[0] = span_scale(scale[0], act, at.parts["input_scale"][0] if act.calibrated else None)
         inverse = T.alloc_buffer((1,), "float32")
         inverse[0] = inverse_scale(scale[0])
         for k in range(n_vectors):
             there = T.meta_var(T.ramp(begin + k * 16, 1, 16))
-            near = T.meta_var(on_grid(rest[r, there], inverse[0], fed, 16))
+            near = T.meta_var(on_grid(rest[r, there], inverse[0], act, 16))
             at.a[m, there] = T.Cast("int8x16", near) if integer else near * T.broadcast(scale[0], 16)
         for k in range(n_tail):
             one = T.meta_var(begin + n_vectors * 16 + k)
-            near = T.meta_var(on_grid(rest[r, one], inverse[0], fed, 1))
+            near = T.meta_var(on_grid(rest[r, one], inverse[0], act, 1))
             at.a[m, one] = T.Cast("int8", near) if integer else near * scale[0]
         if integer:
             at.factor[m, g] = scale[0]

@@ -22,13 +22,13 @@ class Products:
 
     def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
         self.fmt, self.isa, self.integer, self.tiles = fmt, isa, fmt.integer_products, -(-rows // TILE_ROWS)
-        fed = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
+        act = fmt.activations.group_size if fmt.activations is not None and self.integer else 0
         # A group here shares both scales, of the weight and of integer activations; the larger is a multiple.
-        self.group_columns = min(fmt.columns(columns), fed or fmt.columns(columns))
+        self.group_columns = min(fmt.columns(columns), act or fmt.columns(columns))
         self.scale_groups = -(-fmt.columns(columns) // self.group_columns)
-        self.fed_span = max(1, fed // self.group_columns)
+        self.act_span = max(1, act // self.group_columns)
         self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
-        self.fed_groups = -(-columns // fed) if fed else 1
+        self.act_groups = -(-columns // act) if act else 1
         self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
         self.table_size = fmt.levels if fmt.codebook else 1
         # Codes of integers are unsigned: their zero point is subtracted, a half of one from the sums of integers.
@@ -127,7 +127,7 @@ class Products:
         if scale is None:
             return value
         if factor is not None:
-            scale = scale * T.broadcast(factor[m, g // self.fed_span], lanes)
+            scale = scale * T.broadcast(factor[m, g // self.act_span], lanes)
         return value * scale
 
 

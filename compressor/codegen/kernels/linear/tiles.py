@@ -49,7 +49,7 @@ class Buffers:
 
     a: Any  # activations: int8 [slots, stride], or what :meth:`TileProducts.split` made
     weight: Weight
-    fed_sums: Any  # of a group's activations
+    act_sums: Any  # of a group's activations
     factor: Any  # of activations, float32 [slots, their groups]
     b: Any  # a group's weights as registers take them, int32 [steps, n_tiles, 16, 16]: four bytes or two bfloat16
     scale: Any  # a group's, float32 [n_tiles, 16]
@@ -293,9 +293,9 @@ class TileProducts:
             with T.serial(0, T.min(T.int64(size), count - place) if self.is_final else size) as r:
                 m, total = m0 + place + r, at.sums[turn, s, n, begin % SIDE + r, every]
                 if self.body.integer and not self.centre:
-                    total = total + self.body.minus_zeros(at.fed_sums, at.zeros, first + n, m, g, every)
-                factor = at.factor if self.body.fed_groups > 1 else None  # one a token comes last
-                value = self.body.scaled(total, at.scale[n, every], at.fed_sums, factor, m, g)
+                    total = total + self.body.minus_zeros(at.act_sums, at.zeros, first + n, m, g, every)
+                factor = at.factor if self.body.act_groups > 1 else None  # one a token comes last
+                value = self.body.scaled(total, at.scale[n, every], at.act_sums, factor, m, g)
                 if not self.is_final:
                     T.buffer_store(at.out, at.out[place + r, n, every] + value, [place + r, n, every])
                     continue

@@ -38,10 +38,10 @@ class Rounded:
     def of(cls, columns: int, fmt: Format) -> Rounded:
         """Of a linear's input."""
         assert fmt.activations is not None
-        chunk, fed = fmt.chunk_columns, fmt.activations.group_size
-        shared = gcd(_VECTOR_COLUMNS, fmt.group_size or _VECTOR_COLUMNS, fed or _VECTOR_COLUMNS)
+        chunk, act = fmt.chunk_columns, fmt.activations.group_size
+        shared = gcd(_VECTOR_COLUMNS, fmt.group_size or _VECTOR_COLUMNS, act or _VECTOR_COLUMNS)
         step = max(chunk, shared)
-        return cls(step, -(-columns // step), -(-columns // (fed or columns)))
+        return cls(step, -(-columns // step), -(-columns // (act or columns)))
 
     @property
     def is_vector(self) -> bool:
@@ -65,10 +65,10 @@ def round_activations(columns: int, fmt: Format) -> Kernel:
     Buffers: x f32 [M, columns]; input_scale f32 [1], where the format has one; then y f32 [M, columns], or, where
     products are of integers, codes u32 [M, words] and numbers f32 [M, numbers] as in :class:`Rounded`.  Sizes: M.
     """
-    fed = fmt.activations
-    assert fed is not None
-    span = fed.group_size or columns
-    buffers = [Buffer("x"), *[Buffer("input_scale")] * fed.calibrated]
+    act = fmt.activations
+    assert act is not None
+    span = act.group_size or columns
+    buffers = [Buffer("x"), *[Buffer("input_scale")] * act.calibrated]
     layout = Rounded.of(columns, fmt) if fmt.integer_products else None
     if layout is None:
         buffers.append(Buffer("y", written=True))
@@ -78,9 +78,9 @@ def round_activations(columns: int, fmt: Format) -> Kernel:
     else:
         buffers += [Buffer("codes", "u32", written=True), Buffer("numbers", written=True)]
         steps = _bytes(columns, layout)
-    kind = f"{fed.numbers}{fed.scales}" + (f"_by{layout.step_columns}" if layout else "")
+    kind = f"{act.numbers}{act.scales}" + (f"_by{layout.step_columns}" if layout else "")
     text = f"""
-{_scale_functions(fed)}
+{_scale_functions(act)}
 var<workgroup> tops: array<f32, LANES>;
 
 @compute @workgroup_size(LANES)
@@ -127,28 +127,28 @@ def _bytes(columns: int, layout: Rounded) -> str:
   if (thread == 0u) {{ numbers[row * {layout.numbers}u + id.x] = scale; }}"""
 
 
-def _scale_functions(fed: Activations) -> str:
+def _scale_functions(act: Activations) -> str:
     """``join``: what a scale is made of; ``scale_of`` that of a span; ``on_grid``: scaled values, rounded."""
-    largest, grid = fed.largest, "round(near)"
-    functions = [f"fn join(a: f32, b: f32) -> f32 {{ return {'a + b' if fed.is_sign else 'max(a, b)'}; }}"]
-    elements = {fed.element} if fed.element is not None else set()
+    largest, grid = act.largest, "round(near)"
+    functions = [f"fn join(a: f32, b: f32) -> f32 {{ return {'a + b' if act.is_sign else 'max(a, b)'}; }}"]
+    elements = {act.element} if act.element is not None else set()
     scale = f"top / {largest!r}"
-    if fed.is_sign:
+    if act.is_sign:
         scale = "top / columns"
-    elif fed.scale_type == "E8M0":
-        assert fed.element is not None
-        scale = f"bitcast<f32>(bitcast<u32>(top) & 0x7f800000u) * {2.0**-fed.element.largest_exponent!r}"
-    elif fed.scale_type == "E4M3":
+    elif act.scale_type == "E8M0":
+        assert act.element is not None
+        scale = f"bitcast<f32>(bitcast<u32>(top) & 0x7f800000u) * {2.0**-act.element.largest_exponent!r}"
+    elif act.scale_type == "E4M3":
         elements.add(e4m3 := Element("E4M3", 4, 3))
         scale = f"{_rounding(e4m3)}(min(top / (input_scale[0] * {largest!r}), 448.0)) * input_scale[0]"
-    elif fed.granularity == "tensor":
+    elif act.granularity == "tensor":
         scale = "input_scale[0]"
-    if fed.element is not None:
-        grid = f"{_rounding(fed.element)}(near)"
+    if act.element is not None:
+        grid = f"{_rounding(act.element)}(near)"
     functions += [_rounding_function(element) for element in sorted(elements, key=lambda e: e.name)]
     functions.append(f"fn scale_of(top: f32, columns: f32) -> f32 {{ return {scale}; }}")
     body = f"let near = clamp(value, -{largest!r}, {largest!r}); return {grid};"
-    if fed.is_sign:
+    if act.is_sign:
         body = "return select(0.0, select(1.0, -1.0, value < 0.0), inverse > 0.0);"
     functions.append(f"fn on_grid(value: f32, inverse: f32) -> f32 {{ {body} }}")
     return "\n".join(functions)

@@ -179,8 +179,8 @@ class IntegerLoop(_Loop):
         """Scales of a step, those of the weight and of the activations, and its sums."""
         step, layout = self.layout.step_columns, self.layout
         group = f"{s} / {self.fmt.group_size // step}u" if self.groups > 1 else "0u"
-        fed = self.fmt.activations.group_size if self.fmt.activations is not None else 0
-        span = f"{s} / {fed // step}u" if layout.spans > 1 else "0u"
+        act = self.fmt.activations.group_size if self.fmt.activations is not None else 0
+        span = f"{s} / {act // step}u" if layout.spans > 1 else "0u"
         added = f"\n  let added$m$ = numbers[token$m$ * {layout.numbers}u + {layout.spans}u + {s}];"
         zero = f"\n  let zero$i$ = {self._zero()} - {float(self.offset)!r};"
         return f"""//# for m TOKENS

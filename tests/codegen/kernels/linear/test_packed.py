@@ -121,7 +121,7 @@ def test_products_of_bit_planes_are_exact(name: str, isa: Isa, counted: bool) ->
     still = replace(fmt, activations=Activations(fmt.activations.bits, granularity="tensor"))
     rows, columns, top = pick.randint(1, 40), pick.randint(33, 150), int(fmt.activations.largest)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
-    packed = pack(codes, torch.ones(rows, fmt.groups(columns)), None, still).fed_with(torch.ones(1))
+    packed = pack(codes, torch.ones(rows, fmt.groups(columns)), None, still).with_input_scale(torch.ones(1))
     kernel = build(packed_linear.packed_linear(rows, columns, still, False, isa, packed_linear.Schedule(1, 1, 2)), isa)
     for tokens in (1, 3):
         x = torch.randint(-top, top + 1, (1, tokens, columns), generator=rng)
@@ -252,8 +252,8 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
     """Scale, and numbers a register and one at a time, of rows of 16; ties among them."""
     from tvm.script import tirx as T
 
-    fed = Activations.parse(name, "_AG16" if name[0] in "148F" else None)
-    assert fed is not None
+    act = Activations.parse(name, "_AG16" if name[0] in "148F" else None)
+    assert act is not None
     every = T.ramp(0, 1, 16)
 
     @T.prim_func(s_tir=True, private=True)
@@ -264,19 +264,19 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
         y = T.match_buffer(y_, (n, 32), "float32")
         for i in range(n):
             scale = T.alloc_buffer((1,), "float32")
-            scale[0] = activations.span_scale(top[i], fed, T.float32(0.03))
+            scale[0] = activations.span_scale(top[i], act, T.float32(0.03))
             inverse = T.meta_var(activations.inverse_scale(scale[0]))
-            y[i, every] = activations.on_grid(x[i, every], inverse, fed, 16) * T.broadcast(scale[0], 16)
+            y[i, every] = activations.on_grid(x[i, every], inverse, act, 16) * T.broadcast(scale[0], 16)
             for j in range(16):
-                y[i, 16 + j] = activations.on_grid(x[i, j], inverse, fed, 1) * scale[0]
+                y[i, 16 + j] = activations.on_grid(x[i, j], inverse, act, 1) * scale[0]
 
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(400, 16, generator=rng) * torch.logspace(-32, 3, 400, 10.0)[:, None]
     x[200:] = torch.randint(-64, 65, (200, 16), generator=rng) / 8.0  # ties and values of the grid
-    x[200:, 0] = fed.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
+    x[200:, 0] = act.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
     x[7] = 0.0
-    expected = round_activations(x, fed, torch.tensor([0.03]))
-    top = x.abs().mean(1) if fed.is_sign else x.abs().amax(1)
+    expected = round_activations(x, act, torch.tensor([0.03]))
+    top = x.abs().mean(1) if act.is_sign else x.abs().amax(1)
     got = run(build(kernel, x86.AVX2), x, top, out=(400, 32))
     assert torch.equal(got[:, :16], expected) and torch.equal(got[:, 16:], expected)
     assert bool(torch.isfinite(expected).all()) and float((expected != 0).float().mean()) > 0.4
