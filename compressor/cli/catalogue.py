@@ -114,14 +114,13 @@ def _format_text(name: str) -> str:
     span["block"] = f"every {fmt.group_size} rows by {fmt.group_size} columns"
     scales = {"F16": "float16", "E8M0": "E8M0", "E4M3": "E4M3 and one float32 for the whole weight"}[fmt.scale_type]
     planes = " + ".join(f"{width}-bit" for width in fmt.planes)
-    floats = f"  outliers     {fmt.outlier_percent:g}% of the weights, float16\n" if fmt.outlier_percent else ""
-    floats += f"  columns      {fmt.outlier_features} of the inputs, float16\n" if fmt.outlier_features else ""
+    extras = "".join(f"  {extra.label:<11}  {extra.text}\n" for extra in fmt.extras)
     one = "codebooks    float16" if fmt.codebook else f"scales       {scales}"
     return "\n".join(
         [
             fmt.name,
             f"  weights      {_element_text(fmt)}",
-            f"{floats}  {one}, one for {span[fmt.strategy]}",
+            f"{extras}  {one}, one for {span[fmt.strategy]}",
             f"  activations  {_activations_text(fmt)}",
             f"  layout       planes: {planes}; {fmt.chunk_words} words for {fmt.chunk_columns} columns, 16 rows a tile",
             f"  size         {_bits_per_weight(fmt):.3f} bits a weight at 4096 x 4096",

@@ -21,6 +21,7 @@ class Outliers:
     """
 
     percent: float
+    label: ClassVar[str] = "outliers"
     pattern: ClassVar[str] = r"_S(\d{1,2}(?:\.\d{1,3})?)"
 
     def __post_init__(self) -> None:
@@ -31,6 +32,11 @@ class Outliers:
     def suffix(self) -> str:
         """End of a format's name."""
         return f"_S{self.percent:g}"
+
+    @property
+    def text(self) -> str:
+        """What it stores, in words."""
+        return f"{self.percent:g}% of the weights, float16"
 
     @classmethod
     def read(cls, text: str) -> Outliers | None:
@@ -47,6 +53,7 @@ class OutlierFeatures:
     """
 
     count: int
+    label: ClassVar[str] = "columns"
     pattern: ClassVar[str] = r"_F(\d{1,5})"
 
     def __post_init__(self) -> None:
@@ -57,6 +64,11 @@ class OutlierFeatures:
     def suffix(self) -> str:
         """End of a format's name."""
         return f"_F{self.count}"
+
+    @property
+    def text(self) -> str:
+        """What it stores, in words."""
+        return f"{self.count} of the inputs, float16"
 
     @classmethod
     def read(cls, text: str) -> OutlierFeatures | None:

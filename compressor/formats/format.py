@@ -1,15 +1,15 @@
 """Number formats as data.
 
-A :class:`Format` says how the weights of a linear are stored and how its activations are fed: what a code stands for,
-granularity and type of the scales, and the same of the activations.  Names follow the field: ``W4A16_G128``,
+A :class:`Format` says how the weights of a linear are stored and how its activations are rounded: what a code stands
+for, granularity and type of the scales, and the same of the activations. Names follow the field: ``W4A16_G128``,
 ``W4A8_ASYM_G32``, ``W8A8`` (one scale a channel), ``W8A8_T`` (one a tensor), ``FP8_E4M3_B128`` (one a block of 128 rows
 by 128 columns); ``FP6_E3M2_G128``, ``FP8_E4M3``, ``NF4_G64`` (floats and tables); ``MXFP4``, ``MXFP6_E2M3``,
 ``MXFP8_E4M3`` (OCP Microscaling 1.0: blocks of 32, E8M0 scales) and ``NVFP4`` (blocks of 16, E4M3 scales, one float32
 scale a tensor); ``LUT3``, ``LUT4_G128`` (codebooks: non-uniform values of each row or group); ``BIP2A8_G128``,
 ``BIP1A16`` (1 to 8 bit planes: bipolar-INT, Ma et al. 2024, arXiv 2409.17870) and ``BAL2A8`` (bit planes of a balanced
-grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554).  ``A16`` or nothing leaves activations as they are;
+grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or nothing leaves activations as they are;
 ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round them
-(:mod:`compressor.formats.activations`).  ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
+(:mod:`compressor.formats.activations`). ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
 

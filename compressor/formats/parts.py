@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
+from compressor.formats.extras import Extra, OutlierFeatures
+
+E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
 """Rows whose words are interleaved."""
 
@@ -36,9 +39,6 @@ class Layout(Protocol):
     def codebook(self) -> bool: ...  # noqa: D102
 
     @property
-    def outlier_features(self) -> int: ...  # noqa: D102
-
-    @property
     def has_input_scale(self) -> bool: ...  # noqa: D102
 
     @property
@@ -55,6 +55,8 @@ class Layout(Protocol):
     def groups(self, in_features: int) -> int: ...  # noqa: D102
 
     def outliers(self, out_features: int, in_features: int) -> int: ...  # noqa: D102
+
+    def extra(self, kind: type[E]) -> E | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,13 @@ def _outlier_values(fmt: Layout, rows: int, columns: int) -> Stored | None:
 
 
 def _float_columns(fmt: Layout, _rows: int, _columns: int) -> Stored | None:
-    return ("int32", (fmt.outlier_features,)) if fmt.outlier_features else None
+    features = fmt.extra(OutlierFeatures)
+    return ("int32", (features.count,)) if features else None
 
 
 def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
-    return ("float16", (_tiles(rows), fmt.outlier_features, TILE_ROWS)) if fmt.outlier_features else None
+    features = fmt.extra(OutlierFeatures)
+    return ("float16", (_tiles(rows), features.count, TILE_ROWS)) if features else None
 
 
 PART_TABLE = (

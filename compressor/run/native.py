@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.target import NativeTarget
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
+from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.sites import packed_sites
 from compressor.host.resources import resource, runtime_files
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -65,7 +68,12 @@ class NativeBackend:
         return not self.launcher
 
     def check(self, graph: GraphModule) -> None:
-        """Refuse nothing: there are kernels for all that can be captured and packed."""
+        """Refuse formats that the kernels of an instruction set do not read."""
+        for site in packed_sites(graph):
+            fmt = Format.parse(str(site.node.args[3]))
+            for isa in (self.isa, *self._target.faster()):
+                if reason := packed_linear.supports(fmt, isa):
+                    raise UsageError(f"{site.name}: {fmt.name}: {reason}; take a format without it")
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""

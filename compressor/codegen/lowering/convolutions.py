@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from compressor.codegen.kernels.convolution.feeds import Geometry
-from compressor.codegen.kernels.convolution.kernel import takes_convolution
+from compressor.codegen.kernels.convolution.kernel import supports
 from compressor.codegen.lowering.fused_linear import move_to
 from compressor.codegen.lowering.fusion import addition_after, residual_of, why_no_residual
 from compressor.formats.format import Format
@@ -95,11 +95,12 @@ class PatchesIntoLinear:
         given: Any = match.args
         x, *pairs = given[0].args
         sizes = geometry_of(x, pairs)
+        reason = "" if sizes is None else supports(Format.parse(given[3]), sizes)
         return why_not(
             (sizes is None, "the size of the images is not fixed"),
             (
-                sizes is not None and not takes_convolution(Format.parse(given[3]), sizes),
-                f"the kernel of convolutions has no {given[3]} for {given[4]} inputs an output",
+                bool(reason),
+                f"the kernel of convolutions does not serve it: {reason}",
             ),
         )
 

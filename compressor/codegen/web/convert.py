@@ -222,8 +222,7 @@ def why_unsupported(graph: fx.GraphModule) -> str:
         if operator in _ABSENT:
             return _refusal(node)
         if operator == "packed_linear.default":
-            try:
-                packed_linear.check_format(Format.parse(cast(str, node.args[3])))
-            except UsageError as error:
-                return str(error)
+            reason = packed_linear.supports(Format.parse(cast(str, node.args[3])))
+            if reason:
+                return reason
     return ""

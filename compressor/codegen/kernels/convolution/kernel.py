@@ -24,6 +24,7 @@ from compressor.codegen.kernels.vector import ramp, registers, widen
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
+from compressor.formats.weights import ChannelScales, Integers, TensorScale
 
 _MOST_GATHERED = 64
 """Words of a tile's weights that may be put together byte by byte; each is a few statements."""
@@ -44,15 +45,25 @@ class Epilogue:
     next_activations: Activations | None = None
 
 
-def takes_convolution(fmt: Format, geometry: Geometry) -> bool:
-    """Whether :func:`convolution` has a kernel; patches and a packed linear serve the others."""
+def supports(fmt: Format, geometry: Geometry) -> str:
+    """Say why :func:`convolution` has no kernel; an empty text if it has.
+
+    Patches and a packed linear serve the others.
+    """
     act, (down, along) = fmt.activations, geometry.stride
-    is_plain = fmt.integer_products and fmt.symmetric and not fmt.bit_planes and fmt.without_outliers == fmt
-    has_row_scales = fmt.strategy in ("channel", "tensor")
-    if act is None or act.group_size or act.is_sign or not (is_plain and has_row_scales) or down != along:
-        return False
+    if act is None or not fmt.integer_products or act.is_sign:
+        return f"{fmt.name} does not multiply integers of 2 bits or more"
+    if not isinstance(fmt.weights, Integers) or not fmt.weights.symmetric or fmt.extras:
+        return f"{fmt.name} is more than symmetric integers"
+    if act.group_size or not isinstance(fmt.scales, ChannelScales | TensorScale):
+        return f"{fmt.name} has scales of groups"
+    if down != along:
+        return f"strides {down} and {along} differ"
     feed = _feed(fmt, geometry, is_rounded=False)
-    return is_aligned(fmt, feed) or feed.runs * -(-feed.run_bytes // 4) <= _MOST_GATHERED
+    words = feed.runs * -(-feed.run_bytes // 4)
+    if not is_aligned(fmt, feed) and words > _MOST_GATHERED:
+        return f"{words} words an output would be put together one by one"
+    return ""
 
 
 def convolution_name(

@@ -45,7 +45,7 @@ class Products:
     def __init__(self, feed: Feed, fmt: Format, tiles: int, isa: Isa) -> None:
         self.feed, self.fmt, self.tiles, self.isa = feed, fmt, tiles, isa
         self.run_quads = -(-feed.run_bytes // RUN_BYTES) * _QUADS
-        most = 2 if isa.matrix_unit else _MOST_TILES * isa.lanes // TILE_ROWS
+        most = 2 if isa.matrix_unit == "amx" else _MOST_TILES * isa.lanes // TILE_ROWS
         self.n_tiles = next(n for n in range(min(most, tiles), 0, -1) if tiles % n == 0)
         self.sides = min(2, feed.blocks(feed.band))
         self.steps = feed.runs * self.run_quads // _QUADS
@@ -103,7 +103,7 @@ class Products:
     def multiply(self, band: Any, weights: Any, start: Any, end: End) -> None:
         """Outputs of a band, from its bytes."""
         blocks = -(-self.feed.blocks(self.feed.band) // self.sides)
-        if not self.isa.matrix_unit:
+        if self.isa.matrix_unit != "amx":
             with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:
                 end.start_tiles(g * self.n_tiles, self.n_tiles)
                 self._by_dots(band, weights, start, i * self.sides, g * self.n_tiles, end)

@@ -6,7 +6,7 @@ complement), the sum of ``w * a`` over columns is ``sum 2^(p+q) popcount(w_p & a
 1 bit are signs: with ``a`` set where one is minus, which ``m`` of them are, and ``b`` planes of a bipolar weight, the
 sum of ``w * a`` is ``sum 2^p popcount(w_p ^ a) - (2^b - 1) * m`` (Ma et al. 2024, arXiv 2409.17870).
 
-:func:`counts_bits` says when that is quicker than four products of bytes an instruction.
+:func:`supports` says when that is quicker than four products of bytes an instruction.
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ CHUNK = 32
 _QUADS = CHUNK // 4
 
 
-def counts_bits(fmt: Format, isa: Isa) -> bool:
-    """Whether products are counts of ones, for any number of tokens.
+def supports(fmt: Format, isa: Isa) -> str:
+    """Say why products are not counts of ones, for any number of tokens; an empty text where they are.
 
-    By time: each pair of planes costs so much, against bytes that are put together from the planes and multiplied.
-    Measured on linears of 2048 x 2048, one token: docs/decisions/0024-bit-planes.md.
+    The choice is by time: each pair of planes costs so much, against bytes that are put together from the planes and
+    multiplied.  Measured on linears of 2048 x 2048, one token: docs/decisions/0024-bit-planes.md.
     """
     act = fmt.activations
-    if not fmt.bit_planes or not fmt.integer_products or act is None or (act.is_sign and fmt.bit_planes != "bipolar"):
-        return False
+    if not fmt.bit_planes:
+        return "codes do not lie in planes of one bit"
+    if act is None or not fmt.integer_products:
+        return "activations are not integers"
+    if act.is_sign and fmt.bit_planes != "bipolar":
+        return "signs meet a grid that has a zero"
     pairs, bytes_cost = fmt.bits * act.bits, 22 + 9 * fmt.bits
-    return pairs * (4 if isa.count_ones is not None else 8) < bytes_cost
+    if pairs * (4 if isa.count_ones is not None else 8) >= bytes_cost:
+        return f"{pairs} pairs of planes take longer than products of bytes on {isa.name}"
+    return ""
 
 
 def slice_chunk(planes: Any, quads: Any, a: Any, m: Any, c: Any, act: Activations) -> None:

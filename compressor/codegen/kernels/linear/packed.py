@@ -22,14 +22,17 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear.bit_planes import PlaneProducts, counts_bits
+from compressor.codegen.kernels.linear import bit_planes
+from compressor.codegen.kernels.linear import tiles as amx_tiles
+from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts, takes_tiles
+from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
+from compressor.formats.extras import OutlierFeatures, Outliers
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -44,6 +47,13 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
+_EXTRAS = (Outliers, OutlierFeatures)
+
+
+def supports(fmt: Format, isa: Isa) -> str:
+    """Say what this kernel does not read of a format; an empty text if it reads all."""
+    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS)]
+    return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores" if unread else ""
 
 
 def gemv_space(tiles: int) -> list[Schedule]:
@@ -58,7 +68,7 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     tiles and tokens: formats with long chunks take smaller blocks, since the time to compile grows with the square of
     the statements.
     """
-    if takes_tiles(fmt, isa):
+    if not amx_tiles.supports(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
@@ -119,9 +129,9 @@ class _Shape:
     @classmethod
     def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> _Shape:
         """Decide how a format is multiplied on an instruction set."""
-        body = (PlaneProducts if counts_bits(fmt, isa) else Products)(weights.rows[0], columns, fmt, isa)
-        is_tiled = takes_tiles(fmt, isa)
-        is_final = body.groups == 1 and not (weights.is_ragged or weights.has_outliers or fmt.outlier_features > 0)
+        body = (Products if bit_planes.supports(fmt, isa) else PlaneProducts)(weights.rows[0], columns, fmt, isa)
+        is_tiled = not amx_tiles.supports(fmt, isa)
+        is_final = body.groups == 1 and not (weights.is_ragged or fmt.extras)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
         width = tiles.stride if is_tiled else body.chunks * fmt.chunk_columns
@@ -155,7 +165,7 @@ def fused_linear(
     """
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
     shape = _Shape.of(columns, fmt, weights, isa, schedule)
-    body, act, has_planes = shape.body, cast(Activations, fmt.activations), counts_bits(fmt, isa)
+    body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
     # Float columns and outliers read the activations again, as they came.
     assert prologue is None or not (weights.has_outliers or fmt.outlier_features > 0)

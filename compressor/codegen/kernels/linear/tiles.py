@@ -37,10 +37,13 @@ Pieces = Callable[[int, int], None]
 """``pieces(i, n)`` emits part i of n of some statements."""
 
 
-def takes_tiles(fmt: Format, isa: Isa) -> bool:
-    """Whether several tokens are multiplied by tiles; values of tables need more bits than bfloat16 has."""
-    is_exact = fmt.element is None or fmt.element.is_float
-    return isa.matrix_unit == "amx" and is_exact and not fmt.codebook and not fmt.bit_planes
+def supports(fmt: Format, isa: Isa) -> str:
+    """Say why several tokens are not multiplied by AMX's tiles; an empty text where they are."""
+    if isa.matrix_unit != "amx":
+        return f"{isa.name} has no AMX"
+    if fmt.codebook or (fmt.element is not None and not fmt.element.is_float):
+        return "the values of a table need more bits than bfloat16 has"
+    return "codes lie in planes of one bit" if fmt.bit_planes else ""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
 from compressor.codegen.web.kernels.activations import Rounded
 from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
+from compressor.formats.extras import OutlierFeatures, Outliers
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -28,21 +31,20 @@ _UNPACKING = 4
 """What taking a code apart costs, in multiplications."""
 
 
-def check_format(fmt: Format) -> None:
-    """Raise a UsageError for what these kernels do not compute."""
-    missing = [
-        what
-        for what, used in (
-            ("single weights in float16 (_S)", fmt.outlier_percent),
-            ("columns in float16 (_F)", fmt.outlier_features),
-        )
-        if used
-    ]
-    if missing:
-        raise UsageError(
-            f"format {fmt.name}: the target webgpu has no kernels for {' and '.join(missing)}; take a format without "
-            "them, such as W4A16_G128, W8A8 or NF4_G64"
-        )
+_NAMES: Mapping[type, str] = MappingProxyType(
+    {Outliers: "single weights in float16 (_S)", OutlierFeatures: "columns in float16 (_F)"}
+)
+
+
+def supports(fmt: Format) -> str:
+    """Say what these kernels do not compute of a format, and what to do; an empty text if they compute all."""
+    missing = [_NAMES.get(type(extra), extra.suffix) for extra in fmt.extras]
+    if not missing:
+        return ""
+    return (
+        f"format {fmt.name}: the target webgpu has no kernels for {' and '.join(missing)}; take a format without "
+        "them, such as W4A16_G128, W8A8 or NF4_G64"
+    )
 
 
 def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple[Kernel, ...]:
@@ -55,7 +57,8 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
     Raises:
         UsageError: the format stores weights as floats.
     """
-    check_format(fmt)
+    if reason := supports(fmt):
+        raise UsageError(reason)
     if not fmt.integer_products:
         fmt = replace(fmt, activations=None)
     if fmt.integer_products:
