@@ -2,3 +2,7 @@
 
 Invariant: a kernel asks an instruction set what it can do, never what it is called.
 """
+
+from compressor.codegen.kernels.macros import find_parsers_by_frame
+
+find_parsers_by_frame()

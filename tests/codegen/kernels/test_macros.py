@@ -1,0 +1,37 @@
+"""Kernels are the same, whichever way TVM finds the parser that expands a macro."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import tvm
+from tvm.script.parser.core.parser import ScriptMacro
+
+from compressor.codegen.kernels import macros
+from compressor.codegen.kernels.linear.packed import Schedule, packed_linear
+from compressor.codegen.targets.x86 import AVX2
+from compressor.formats.format import Format
+
+
+def test_kernels_are_those_of_tvms_own_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def written() -> tvm.tirx.PrimFunc:
+        return packed_linear(40, 64, Format.parse("W4A8_G32"), True, AVX2, Schedule(1, 1, 2))
+
+    def by_inspection(_macro: object) -> object:
+        """TVM's search, as it is in 0.27."""
+        for info in inspect.getouterframes(inspect.currentframe()):
+            parser = info.frame.f_globals.get(ScriptMacro.parser_object_name)
+            if parser is not None:
+                return parser
+        raise RuntimeError
+
+    assert ScriptMacro._find_parser_def is macros._find_parser
+    ours = written()
+    monkeypatch.setattr(ScriptMacro, "_find_parser_def", by_inspection)
+    tvm.ir.assert_structural_equal(ours, written())
+
+
+def test_a_macro_outside_a_kernel_says_so() -> None:
+    with pytest.raises(RuntimeError, match="outside a kernel"):
+        macros._find_parser(None)
