@@ -41,7 +41,7 @@ def require_adapter() -> None:
 
 @pytest.fixture(scope="session")
 def require_half(require_adapter: None) -> None:
-    """The same, that computes in float16."""
+    """Require an adapter that computes in float16."""
     from compressor.codegen.web.execute_webgpu import has_half
 
     if not has_half():
@@ -52,7 +52,7 @@ def require_half(require_adapter: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tests neither use nor change the user's database of schedules."""
+    """Keep tests away from the user's database of schedules."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("COMPRESS_CACHE_DIR", str(folder))
@@ -145,7 +145,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callable[..., Path]) -> Path:
-    """A finished bundle of a plain module with two packed linears.  Shared: copy it before changing anything."""
+    """Write a finished bundle of a plain module with two packed linears.  Shared: copy it before changing anything."""
     import torch
     from torch import nn
 
@@ -162,6 +162,30 @@ def module_bundle(tmp_path_factory: pytest.TempPathFactory, write_module: Callab
     dense_weight_bytes = weight_bytes(graph)
     graph = Rtn("W8A16", targets="Linear").run(graph, context)
     return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("module"))
+
+
+@pytest.fixture
+def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the two processes in which a run measures speed."""
+    from compressor.evaluate.comparison import Speed
+
+    monkeypatch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory, random_llama: Callable[..., Any]) -> Path:
+    """Save a random Llama of one narrow layer, with the tokenizer of the shipped model."""
+    import json
+
+    from compressor.host.resources import resource
+
+    tokenizer = resource("models") / "reference" / "tokenizer.json"
+    vocabulary = len(json.loads(tokenizer.read_text())["model"]["vocab"])
+    folder = tmp_path_factory.mktemp("small_llama")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 256}
+    random_llama(vocab_size=vocabulary, **sizes).save_pretrained(folder)
+    shutil.copy(tokenizer, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 
 def named(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """Return the text in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 

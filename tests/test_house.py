@@ -101,7 +101,7 @@ def test_the_shipped_passes_and_targets_are_ours() -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The heavy packages that are loaded in a fresh process after ``code``."""
+    """List the heavy packages that are loaded in a fresh process after ``code``."""
     probe = f"{code}\nimport sys; print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -184,8 +184,8 @@ def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[
         return torch.split(samples, max(1, tokens // math.prod(samples.shape[2:])))
     if len(samples) % fixed:
         raise UsageError(
-            f"{info.name}: was captured with a batch of {fixed}, and {len(samples)} samples are no multiple of that; "
-            "take another number, or give dynamic_shapes with the example"
+            f"{info.name}: was captured with a batch of {fixed}, and {len(samples)} samples are not a multiple of "
+            "that; take another number, or give dynamic_shapes with the example"
         )
     return torch.split(samples, fixed)
 

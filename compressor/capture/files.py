@@ -20,7 +20,7 @@ def listed_files(index: Path) -> list[Path]:
     """Return the safetensors files that an index names, all of them beside it.
 
     Raises:
-        CaptureError: it is no index, or names anything else.
+        CaptureError: it is not an index, or names anything else.
     """
     try:
         weight_map = read_object(index).get("weight_map")
@@ -32,8 +32,8 @@ def listed_files(index: Path) -> list[Path]:
         named = isinstance(file, str) and file.isprintable() and file == Path(file).name
         if not named or not file.endswith(".safetensors") or len(file.encode()) > _LONGEST_NAME_BYTES:
             raise CaptureError(
-                f"{index}: not a safetensors index: {file!r:.80} is no safetensors file beside it; do not trust this "
-                "folder"
+                f"{index}: not a safetensors index: {file!r:.80} is not a safetensors file beside it; do not "
+                "trust this folder"
             )
     return [index.parent / file for file in sorted(set(weight_map.values()))]
 

@@ -66,7 +66,7 @@ _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
 
 
 def cached() -> dict[str, Any]:
-    """The finished blocks in the cache, by model and pass."""
+    """List the finished segments in the cache, by model and pass."""
     from compressor.pipeline.segment_cache import Results
 
     results, rows = Results(), dict[str, dict[str, Any]]()
@@ -103,7 +103,7 @@ def describe(name: str) -> tuple[str, str]:
         return "format", "\n\n".join(texts)
     known = [known for kind in _KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-    raise UsageError(f"{name!r} is no pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")
+    raise UsageError(f"{name!r} is not a pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")
 
 
 def _format_text(name: str) -> str:

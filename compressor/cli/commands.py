@@ -29,7 +29,7 @@ _RECIPE_OPTIONS = (
 
 
 def _recipe_options(command: F) -> F:
-    """A recipe, and what replaces parts of it: the arguments of :func:`compressor.recipe.recipe.load_recipe`."""
+    """Name a recipe, and what replaces parts of it: the arguments of :func:`compressor.recipe.recipe.load_recipe`."""
     for option in reversed(_RECIPE_OPTIONS):
         command = option(command)
     return command

@@ -8,12 +8,12 @@ from rich.console import Console
 
 
 def stdout_console() -> Console:
-    """Standard output; where that is no terminal, wide enough for whole names."""
+    """Return standard output; where it is not a terminal, wide enough for whole names."""
     return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def figure(value: float, form: str) -> str:
-    """A number as text: bytes with a unit, anything else by its format."""
+    """Write a number as text: bytes with a unit, anything else by its format."""
     if form != "bytes":
         return form.format(value)
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -36,11 +36,11 @@ class _Files(SimpleHTTPRequestHandler):
         self.send_error(404)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not reported."""
+        """Report nothing of a request."""
 
 
 def make_server(bundle: Path, port: int) -> ThreadingHTTPServer:
-    """A server of a bundle's folder; ``serve_forever`` runs it, and ``server_port`` is its port.
+    """Make a server of a bundle's folder; ``serve_forever`` runs it, and ``server_port`` is its port.
 
     Args:
         port: 0 takes any that is free.

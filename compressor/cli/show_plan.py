@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(plan: Plan) -> None:
-    """A table a pass, the stages, the bounds on the speed, and a summary."""
+    """Print a table for each pass, the stages, the bounds on the speed, and a summary."""
     console = stdout_console()
     for step in plan.passes:
         _show_pass(console, step)
@@ -42,7 +42,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_comparison(rows: Iterable[tuple[str, float, float, float]]) -> None:
-    """What the plan said beside what happened."""
+    """Print the plan's figures beside the measured ones."""
     table = _table("plan against actual", ("", "predicted", "measured", "ratio"))
     for name, predicted, measured, ratio in rows:
         form = "bytes" if name.endswith("bytes") else "{:.1f} s"

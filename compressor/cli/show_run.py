@@ -43,7 +43,7 @@ class _Progress:
 
 @contextmanager
 def progress() -> Iterator[Reporter]:
-    """Progress bars with elapsed and remaining time on stderr; plain lines where that is no terminal."""
+    """Progress bars with elapsed and remaining time on stderr; plain lines where that is not a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

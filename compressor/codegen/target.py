@@ -25,7 +25,7 @@ class Target(Protocol):
     backend: ClassVar[str]
 
     def resolve(self) -> Isa:
-        """The instruction set to generate for; raises UsageError when it cannot be had."""
+        """Return the instruction set to generate for; raise a UsageError when it cannot be had."""
 
     def faster(self) -> tuple[Isa, ...]:
         """Instruction sets that the bundle gets kernels for as well, best first: a machine takes the first it has."""

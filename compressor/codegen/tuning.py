@@ -90,7 +90,7 @@ class Tuner:
         build: Callable[[S], tvm.tirx.PrimFunc],
         operands: Callable[[], Sequence[NDArray[Any]]],
     ) -> S:
-        """The pinned schedule, else the fastest of ``space``.
+        """Return the pinned schedule, or else the fastest of ``space``.
 
         What was timed is on disk when this returns, so that a run which is killed and started again goes on with the
         same schedules.

@@ -74,7 +74,7 @@ def load_embedding_texts(
 
     Args:
         folder: holds the tokenizer, and how the model pools.
-        positions: of the model; 0 is no limit.
+        positions: of the model; 0 means that there is no limit.
     Raises:
         UsageError: there is no text, the tokenizer is not the model's, or the model pools in an unknown way.
     """

@@ -59,7 +59,7 @@ def load_images(spec: DataSource) -> Images:
     Each is a numpy ``.npz`` with ``images`` uint8 [n, height, width, channels] and perhaps integer ``labels`` [n].
 
     Raises:
-        UsageError: a file is no such archive, the files do not go together, or the normalisation does not fit.
+        UsageError: a file is not such an archive, the files do not go together, or the normalisation does not fit.
     """
     pixels, labels = zip(*(_read(path) for path in spec.find_files()), strict=True)
     label = spec.name or ", ".join(spec.files)

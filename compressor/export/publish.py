@@ -50,12 +50,12 @@ def explaining_failed_writes(destination: Path) -> Iterator[None]:
 def check_destination(destination: Path) -> None:
     """Raise a UsageError unless a bundle can be written to ``destination``: for a check before hours of work."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise UsageError(f"{destination}: is no folder; choose another name for the bundle")
+        raise UsageError(f"{destination}: is not a folder; choose another name for the bundle")
     if destination.is_dir() and any(destination.iterdir()) and not _is_bundle(destination):
         raise UsageError(f"{destination}: holds something else than a bundle; choose another name, or an empty folder")
     parent = next(folder for folder in destination.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{destination}: cannot be written, {parent} is no folder that you may write to")
+        raise UsageError(f"{destination}: cannot be written: {parent} is not a folder that you may write to")
 
 
 def _is_bundle(folder: Path) -> bool:

@@ -57,12 +57,12 @@ def check_signature(bundle: Path, public_key: Path) -> None:
     if not file.is_file():
         raise VerificationError(f"{bundle}: is not signed: it has no {SIGNATURE}")
     if file.stat().st_size != _SIGNATURE_BYTES:
-        raise VerificationError(f"{file}: {file.stat().st_size} bytes are no signature, it has {_SIGNATURE_BYTES}")
+        raise VerificationError(f"{file}: {file.stat().st_size} bytes; a signature has {_SIGNATURE_BYTES}")
     try:
         public.verify(file.read_bytes(), (bundle / MANIFEST).read_bytes())
     except InvalidSignature as error:
         raise VerificationError(
-            f"{file}: is no signature of this manifest by the owner of {public_key}: the manifest was changed, or "
+            f"{file}: is not a signature of this manifest by the owner of {public_key}: the manifest was changed, or "
             "somebody else signed it; do not trust this bundle"
         ) from error
 

@@ -99,7 +99,7 @@ class Activations:
 
     @classmethod
     def parse(cls, numbers: str, scales: str | None) -> Activations | None:
-        """The inverse of :attr:`numbers` and :attr:`scales`; None for ``16``, floats as they are.
+        """Read what :attr:`numbers` and :attr:`scales` write; None for ``16``, floats as they are.
 
         Raises:
             UsageError: there are no such activations.

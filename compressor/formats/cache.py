@@ -117,7 +117,7 @@ class CacheFormat:
 
 
 def cache_row(name: str, width: int) -> tuple[str, int]:
-    """The element type of a cache, named as NumPy names it, and its elements a row."""
+    """Return the element type of a cache, named as NumPy names it, and its elements a row."""
     if name == DENSE_CACHE:
         return "float32", width
     return "uint8", CacheFormat.parse(name).row_bytes(width)

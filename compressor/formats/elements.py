@@ -1,4 +1,4 @@
-"""What a code stands for before it is scaled, where that is no integer: small floats, and NormalFloat.
+"""Describe the values of codes before they are scaled, where these are not integers: small floats, and NormalFloat.
 
 A float of ``1 + E + M`` bits is ``sign | exponent | mantissa`` with bias ``2 ** (E - 1) - 1`` and subnormals (OCP
 Microscaling Formats 1.0, section 5.3).  All codes are finite but those of E4M3 (one NaN a sign) and E5M2 (as IEEE
@@ -37,7 +37,7 @@ class Element:
 
     @classmethod
     def parse(cls, name: str) -> Element | None:
-        """The element of that name; None if it is none."""
+        """Return the element type of that name; None if there is none."""
         if name == "NF4":
             return cls(name)
         match = _FLOAT.fullmatch(name)

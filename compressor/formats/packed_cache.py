@@ -21,7 +21,7 @@ def quantize_cache(x: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
 
     A float16 scale is that channel by the largest code, rounded to nearest, at most 65504; one that rounds to 0 makes
     its group 0.  A shared exponent is that channel's, less ``bits - 2``: mantissas that round beyond the largest
-    saturate.  A group that holds NaN or inf gets a scale that is no number, so that all of it reads as NaN or inf.
+    saturate.  A group that holds NaN or inf gets NaN as its scale, so that all of it reads as NaN or inf.
 
     Args:
         x: float [..., D]; of float64 its float32 values are taken.
@@ -66,7 +66,7 @@ def pack_cache(codes: Tensor, scales: Tensor, fmt: CacheFormat) -> Tensor:
 
 
 def unpack_cache(rows: Tensor, fmt: CacheFormat, width: int) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`pack_cache`, of rows of ``width`` channels."""
+    """Undo :func:`pack_cache`, for rows of ``width`` channels."""
     octets, tail = rows[..., : fmt.code_bytes(width)].int(), rows[..., fmt.code_bytes(width) :]
     if fmt.bits == 4:
         nibbles = torch.cat([octets & 15, octets >> 4], dim=-1)[..., :width]
@@ -79,14 +79,14 @@ def unpack_cache(rows: Tensor, fmt: CacheFormat, width: int) -> tuple[Tensor, Te
 
 
 def dequantize_cache(rows: Tensor, fmt: CacheFormat, width: int) -> Tensor:
-    """What rows stand for: uint8 [..., row_bytes] -> float32 [..., width].  This defines the format."""
+    """Return the values of rows: uint8 [..., row_bytes] -> float32 [..., width].  This defines the format."""
     codes, scales = unpack_cache(rows, fmt, width)
     values = codes.float() if fmt.element is None else codes.view(torch.float8_e4m3fn).float()
     return values * _scale_values(scales).repeat_interleave(fmt.span(width), dim=-1)[..., :width]
 
 
 def _scale_values(scales: Tensor) -> Tensor:
-    """Stored scales as float32."""
+    """Return stored scales as float32."""
     if scales.dtype is torch.float16:
         return scales.float()
     return (scales.int() << _EXPONENT_BITS).view(torch.float32)  # 255 becomes inf, which no product makes finite

@@ -53,13 +53,13 @@ class PackedWeight:
         return cls(dict(zip(fmt.parts(*shape), tensors, strict=True)), fmt, shape)
 
     def with_parts(self, fmt: Format, **added: Tensor) -> PackedWeight:
-        """The same in a format that stores these parts as well."""
+        """Return the same weight in a format that stores these parts as well."""
         parts = {**self.parts, **added}
         order = [name for name in fmt.parts(*self.shape) if name in parts]
         return PackedWeight({name: parts[name] for name in order}, fmt, self.shape)
 
     def with_input_scale(self, input_scale: Tensor | None) -> PackedWeight:
-        """The same with a stored scale of its activations, float32 [1]; None where the format has none."""
+        """Return the same weight with a stored scale of its activations, float32 [1]; as it is where that is None."""
         return self if input_scale is None else self.with_parts(self.format, input_scale=input_scale)
 
     @property
@@ -126,12 +126,12 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _every_byte(value: int) -> int:
-    """An int32 whose four bytes are the same."""
+    """Return an int32 whose four bytes are the same."""
     return int.from_bytes(bytes([value] * 4), "little", signed=True)
 
 
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
-    """What the codes stand for, piece by piece: (which rows, float32 [rows, in])."""
+    """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
     size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
@@ -152,7 +152,7 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
 
 
 def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
-    """What is stored as floats of some rows, float32 [rows, in]; None where the format has nothing of that kind.
+    """Return the values of some rows that are stored as floats, float32 [rows, in]; None where the format stores none.
 
     No size in here depends on data, so that the operator can be followed without any.
     """
@@ -180,7 +180,7 @@ def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
-    """The float32 [out, in] weight that the packed form stands for."""
+    """Return the float32 [out, in] weight that the packed form stands for."""
     weight = torch.empty(packed.shape, dtype=torch.float32)
     for rows, values in dequantize_rows(packed):
         weight[rows] = values
@@ -205,14 +205,14 @@ def _tile(per_row: Tensor, fmt: Format) -> Tensor:
 
 
 def _untile(tiled: Tensor, fmt: Format, rows: int) -> Tensor:
-    """The inverse of :func:`_tile`."""
+    """Undo :func:`_tile`."""
     if fmt.block_tiles:
         return tiled.repeat_interleave(fmt.group_size, dim=0)[:rows]
     return tiled.movedim(-1, 1).flatten(0, 1)[:rows]
 
 
 def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
-    """A packed [rows, columns] weight without storage."""
+    """Make a packed [rows, columns] weight without storage."""
     parts = {
         part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
         for part, (kind, shape) in fmt.parts(rows, columns).items()

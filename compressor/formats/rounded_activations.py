@@ -18,7 +18,7 @@ _LARGEST_E4M3 = 448.0
 
 
 def round_activations(x: Tensor, activations: Activations | None, input_scale: Tensor | None = None) -> Tensor:
-    """The numbers that a packed linear computes on, in place of its input.
+    """Round the input of a packed linear to the numbers that it computes on.
 
     Each is ``round(x / scale) * scale``.  The scale of a token or group is its largest size over the largest number; of
     1 bit, which are signs (zero's is positive), its mean size; of E8M0, the power of two that brings the largest
@@ -46,7 +46,9 @@ def round_activations(x: Tensor, activations: Activations | None, input_scale: T
 
 
 def _sizes(groups: Tensor, columns: int, activations: Activations) -> Tensor:
-    """What scales are made of, [..., groups, 1]: the largest size, or the mean; zeros fill the last group up."""
+    """Return the size that a scale follows, [..., groups, 1]: the largest of a group, or the mean.
+
+    Zeros fill the last group up."""
     sizes = groups.abs()
     if not activations.is_sign:
         return sizes.amax(-1, keepdim=True)
@@ -72,7 +74,7 @@ def _scale(top: Tensor, activations: Activations, input_scale: Tensor | None) ->
 
 
 def round_to_element(values: Tensor, element: Element) -> Tensor:
-    """The nearest values of a float with a mantissa, ties to even: within a binade they are even steps apart.
+    """Round to the nearest values of a float with a mantissa, ties to even: within a binade they are even steps apart.
 
     Args:
         values: float32 or float64, no larger than the element's largest.

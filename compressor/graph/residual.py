@@ -172,7 +172,7 @@ class _Reading:
         is_table = node.target is _ATEN.embedding.default and args[0].op == "get_attr"
         table: Any = args[0] if is_table else node
         if table.op != "get_attr":
-            return "it is no linear's or embedding's output"
+            return "it is not the output of a linear or an embedding"
         if len(table.users) > 1:
             return f"{table.target} is tied"
         if (dtype := self.graph.get_parameter(table.target).dtype) != torch.float32:

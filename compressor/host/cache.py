@@ -30,7 +30,7 @@ def cache_folder() -> Path:
 def partial_folder(parent: Path, name: str) -> Iterator[Path]:
     """Make a folder ``.<name>.<random>.partial`` in ``parent``; remove it at the block's end unless it was renamed.
 
-    Those of the same name that processes left behind which are no more are removed first.
+    First remove leftovers of the same name whose process has died.
 
     Raises:
         OSError: it cannot be made.
@@ -46,7 +46,7 @@ def partial_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def sweep(parent: Path, name: str) -> None:
-    """Remove the partial folders of this name whose process is no more."""
+    """Remove the partial folders of this name whose process has died."""
     for folder in parent.glob(f".{glob.escape(name)}.*.partial"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -15,7 +15,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        CaptureError: it is no regular file, too large, or something else than a JSON object.
+        CaptureError: it is not a regular file, too large, or something else than a JSON object.
     """
     try:
         if not file.is_file():

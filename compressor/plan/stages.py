@@ -85,7 +85,7 @@ class Costs:
     spilled_bytes: int
 
     def memory(self, prices: Prices, *, spill: bool, dense_speed: bool) -> list[StageMemory]:
-        """The memory of each stage."""
+        """Return the memory of each stage."""
         chosen = replace(self.amounts, spill=spill, dense_speed=dense_speed and self.times_dense)
         skipped = set() if self.runs_here else {"check", "evaluate", "time"}
         return [stage for stage in memory_stages(chosen, prices) if stage.stage not in skipped]
@@ -93,7 +93,7 @@ class Costs:
     def seconds(
         self, prices: Prices, bounds: Sequence[Roofline], *, spill: bool, dense_speed: bool
     ) -> dict[str, float]:
-        """The seconds of each stage, given the bounds on the bundle's speed."""
+        """Return the seconds of each stage, given the bounds on the bundle's speed."""
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
         seconds = {"start": prices.seconds["import_all"]}
@@ -259,7 +259,7 @@ def _tokens(source: DataSource) -> int:
 
 
 def _vectors(final: GraphModule, info: ModelInfo) -> Work:
-    """The outputs that the bundle is checked against: the compressed graph in PyTorch, in float64."""
+    """Price the outputs that the bundle is checked against: the compressed graph in PyTorch, in float64."""
     if info.kind == "module":
         costs: dict[Node, NodeCost] = node_costs(final, 1, 1)
     else:

@@ -221,7 +221,7 @@ def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, in
 
 
 def _reuse(context: Context) -> list[str]:
-    """What was not computed anew, in words."""
+    """Say which segments an earlier run had finished."""
     if not context.reused or context.results is None:
         return []
     return [
@@ -233,7 +233,7 @@ def _reuse(context: Context) -> list[str]:
 def _predictions(
     plan: Plan, metrics: Mapping[str, Any], clock: Clock, context: Context
 ) -> list[tuple[str, float, float, float]]:
-    """The plan beside what happened; seconds only where everything was done anew."""
+    """Compare the plan with the measured figures; seconds only where everything was done anew."""
     actual = {name: metrics[name] for name in ("weight_bytes", "bundle_bytes")}
     actual["peak_rss_bytes"] = metrics["run_peak_rss_bytes"]
     if not context.reused:

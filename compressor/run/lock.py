@@ -73,7 +73,7 @@ class Lock:
         return None if self.locked is None else self.locked["schedules"]
 
     def add_setting(self, recipe: Recipe, target: Target) -> None:
-        """What is known before the model is looked at: recipe, versions, code, CPU."""
+        """Add what is known before the model is looked at: recipe, versions, code, CPU."""
         self.facts |= {
             "format": "compressor lock",
             "schema_version": 1,
@@ -84,14 +84,14 @@ class Lock:
         }
 
     def add_model(self, model: Path | nn.Module, trust_remote_code: bool = False) -> None:
-        """The files of a model's folder, or the tensors of a model in memory (its code is nobody's to hash)."""
+        """Add the files of a model's folder, or the tensors of a model in memory, whose code cannot be hashed."""
         if isinstance(model, Path):
             self.facts["model"] = {"files": model_fingerprint(model, trust_remote_code)}
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
 
     def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
-        """The calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
+        """Add the calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
         from compressor.data.embedding_texts import Texts
         from compressor.data.images import Images
         from compressor.data.text import tokens_sha256
@@ -105,7 +105,7 @@ class Lock:
             self.facts["evaluation"] = None if data is None else {"tokens": len(data), "sha256": tokens_sha256(data)}
 
     def add_schedules(self, schedules: Mapping[str, Mapping[str, Any]]) -> None:
-        """The schedules that the kernels got."""
+        """Add the schedules that the kernels got."""
         self.facts["schedules"] = {kernel: dict(fields) for kernel, fields in schedules.items()}
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class Lock:
             )
 
     def text(self) -> str:
-        """The whole lock as the text of its file."""
+        """Write the whole lock as the text of its file."""
         return json.dumps(_Lock.model_validate(self.facts).model_dump(), indent=1, sort_keys=True) + "\n"
 
 
@@ -188,7 +188,9 @@ def save_lock(bundle: Path, file: Path) -> None:
 
 
 def check_lock(locked: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What of ``current`` is not as locked, a line each.  Sections that ``current`` does not have yet are left out."""
+    """Return a line for each fact of ``current`` that differs from the lock.
+
+    Sections that ``current`` does not have yet are left out."""
     return [
         _words(part, was, now)
         for section in sorted(current)
@@ -197,7 +199,7 @@ def check_lock(locked: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def _differences(part: Part, was: Any, now: Any) -> Iterator[tuple[Part, Any, Any]]:
-    """The smallest parts of two plain values that differ; lists of one length by their places."""
+    """Yield the smallest parts of two plain values that differ; lists of one length by their places."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
             yield from _differences((*part, key), was.get(key, _ABSENT), now.get(key, _ABSENT))
@@ -248,7 +250,7 @@ def _path(part: Part) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text, unless a terminal would take part of it for a command."""
+    """Return the text, escaped if a terminal would take part of it for a command."""
     return text if text.isprintable() else json.dumps(text)
 
 
@@ -268,7 +270,7 @@ def _short(value: Any) -> str:
 
 
 def _cpu(target: Target) -> dict[str, Any]:
-    """The processor, the instruction set of the kernels, and what arithmetic libraries choose their code by."""
+    """Return the processor, the kernels' instruction set, and the flags by which arithmetic libraries choose code."""
     from compressor.host.machine import cpu_name, host_flags
 
     features = sorted(flag for flag in host_flags() if _VECTOR_FEATURES.match(flag))

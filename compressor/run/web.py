@@ -149,7 +149,8 @@ class WebBackend:
         return worst_error(errors, float(stored["tolerance"][0]))
 
     def _evaluator(self) -> Engine:
-        """A software adapter is much slower than WebAssembly, which computes the same within the check's tolerance."""
+        """Choose the engine of evaluations: a software adapter is much slower than WebAssembly, which computes the same
+        within the check's tolerance."""
         is_slow = "webgpu" not in self._engines or is_software()
         return "wasm" if "wasm" in self._engines and is_slow else "webgpu"
 
@@ -184,5 +185,5 @@ class WebProcess:
             return session.step(ids, np.arange(ids.shape[1]))
 
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
-        """An encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
+        """Return an encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
         return self._bundle.encode(ids, mask)

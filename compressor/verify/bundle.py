@@ -126,7 +126,7 @@ def _files(bundle: Path, manifest: Manifest) -> str:
 
 
 def _entries(bundle: Path) -> list[tuple[str, str]]:
-    """(folder, name) of all that is no plain folder; links are not followed."""
+    """Yield (folder, name) of everything that is not a plain folder; links are not followed."""
     entries = []
     for folder, folders, files in os.walk(bundle):
         links = [name for name in folders if Path(folder, name).is_symlink()]
@@ -135,7 +135,7 @@ def _entries(bundle: Path) -> list[tuple[str, str]]:
 
 
 def _bytes(bundle: Path, manifest: Manifest) -> str:
-    """The manifest's figures against the weights' header and the formats' arithmetic."""
+    """Check the manifest's figures against the weights' header and the formats' arithmetic."""
     stored = _header(bundle / "weights.safetensors")
     sizes = {name: end - start for name, (_, _, (start, end)) in stored.items()}
     if set(stored) != set(manifest.parameters) or max(Counter(manifest.parameters).values(), default=1) > 1:
@@ -178,7 +178,7 @@ _Stored = tuple[str, list[int], tuple[int, int]]
 
 
 def _header(file: Path) -> dict[str, _Stored]:
-    """The header of a safetensors file, whose layout the run-time's reader has checked."""
+    """Return the header of a safetensors file, whose layout the run-time's reader has checked."""
     from compressor_runtime import read_safetensors
 
     read_safetensors(file)
@@ -262,7 +262,7 @@ def _others(manifest: Manifest) -> list[str]:
 
 
 def _evidence(manifest: Manifest, kernels: Check) -> Check:
-    """What the manifest claims about its kernels, in the light of what happened here."""
+    """Check what the manifest claims about its kernels against what was executed here."""
     counts = Counter(kernel.evidence for kernel in manifest.kernels)
     claimed = ", ".join(f"{count} {evidence}" for evidence, count in sorted(counts.items()))
     if kernels.passed is None:

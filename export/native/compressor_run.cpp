@@ -110,7 +110,7 @@ fs::path member(const fs::path& root, const std::string& name) {
   fs::path file = root / name, real = fs::weakly_canonical(file, error);
   if (!plain || error || real.string() != (fs::canonical(root) / name).string()) {
     fail(kDamaged, (root / "manifest.json").string(), ": '", name,
-         "' leads outside the bundle, or is no plain name; do not trust this bundle");
+         "' leads outside the bundle, or is not a plain name; do not trust this bundle");
   }
   if (!fs::is_regular_file(real, error)) fail(kDamaged, file.string(), ": missing; copy the bundle again");
   return real;
@@ -612,7 +612,7 @@ int64_t likeliest(const std::vector<float>& logits) {
     if (logits[i] > logits[best]) best = i;
   }
   if (!numbers || !std::isfinite(logits[best])) {
-    fail(kUnusable, "the model computed logits that are no numbers (NaN or infinity); its weights may be damaged");
+    fail(kUnusable, "the model computed logits that are NaN or infinity; its weights may be damaged");
   }
   return int64_t(best);
 }

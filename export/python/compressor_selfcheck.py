@@ -37,7 +37,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
     Returns:
         Errors by name, and the largest that rounding explains.  ``output_0``: relative error (root mean square) of the
         stored columns of the first output; ``top_0``, of decoders: by how much another token than the expected one is
-        the likeliest, as a fraction of ten times the logits' root mean square.  NaN is what is no number.
+        the likeliest, as a fraction of ten times the logits' root mean square.  NaN where an output is not a number.
     Raises:
         DamagedBundleError: the stored vectors are missing, or do not suit this model.
     """

@@ -153,7 +153,7 @@ def model(kind: str = "llama") -> GraphModule:
 
 
 def whole(graph: GraphModule, ids: Tensor) -> dict[str, Tensor]:
-    """The Hessian of every site, from one run of the whole graph over all samples."""
+    """Compute the Hessian of every site, from one run of the whole graph over all samples."""
     seen: dict[str, Tensor] = {}
     inputs = {site.node: site for site in linear_sites(graph)}
 

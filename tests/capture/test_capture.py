@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 
 def build(config: transformers.PreTrainedConfig, kind: type = transformers.AutoModelForCausalLM) -> nn.Module:
-    """A random model whose weights are large enough for caps, windows and norms to matter."""
+    """Build a random model whose weights are large enough for caps, windows and norms to matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind.from_config(config, attn_implementation="eager").eval()
@@ -63,7 +63,7 @@ def build(config: transformers.PreTrainedConfig, kind: type = transformers.AutoM
 
 
 def stored_logits(folder: Path, ids: Tensor) -> Tensor:
-    """What transformers makes of a folder in float32.  (``half().float()`` would round its buffers.)"""
+    """Load a folder in float32 as transformers does.  (``half().float()`` would round its buffers.)"""
     kind = transformers.AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(ids).logits.detach()
 

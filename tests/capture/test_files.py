@@ -62,7 +62,7 @@ def folder(plain: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def marker(folder: Path, tmp_path: Path) -> Path:
-    """What appears when anything of the folder's code runs; pickles lie beside the weights."""
+    """Return the file that appears when anything of the folder's code runs; pickles lie beside the weights."""
     file = tmp_path / "marker"
     (folder / "odd.py").write_text(CODE.format(marker=str(file)))
     for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "vocab.pkl"):
@@ -124,7 +124,7 @@ def test_a_tokenizers_code_never_runs(folder: Path, marker: Path) -> None:
 def test_an_index_names_safetensors_beside_it_only(folder: Path, name: object) -> None:
     shutil.copy(folder / "model.safetensors", folder.parent / "x.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(CaptureError, match=r"not a safetensors index: .* is no safetensors file beside it"):
+    with pytest.raises(CaptureError, match=r"not a safetensors index: .* is not a safetensors file beside it"):
         capture(folder)
 
 

@@ -36,7 +36,7 @@ SPEED = {"prefill_tokens_per_s", "decode_tokens_per_s", "bytes_per_token", "band
 
 
 def save_model(folder: Path, text: str, vocab_size: int = VOCAB) -> Path:
-    """A random Llama with a tokenizer of its own, as Hugging Face folders are."""
+    """Save a random Llama with a tokenizer of its own, as Hugging Face folders are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
@@ -67,7 +67,7 @@ def save_model(folder: Path, text: str, vocab_size: int = VOCAB) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a text, a recipe for them, and things that are wrong."""
+    """Write a model, a text, a recipe for them, and things that are wrong."""
     root = tmp_path_factory.mktemp("cli")
     text = Path(pytest.__file__).read_text(encoding="utf-8") * 4
     (root / "text.txt").write_text(text, encoding="utf-8")
@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def process(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """Run the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", COMMAND, *map(str, arguments)],
         capture_output=True,
@@ -113,7 +113,7 @@ def process(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def ran(folder: Path, require_tool: Callable[[str], Path]) -> Iterator[dict[str, Any]]:
-    """What a whole run printed; its bundle is ``folder / "bundle"``."""
+    """Return what a whole run printed; its bundle is ``folder / "bundle"``."""
     require_tool("g++")
     gates = "gates={decode_tokens_per_s: '>= 0.0001x dense', latency_ms: <= 1000s}"
     files = ("--junit", folder / "junit.xml", "--report", folder / "report.json")
@@ -154,7 +154,7 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_message(result: Result) -> str:
-    """What the command said on stderr; it must have ended by itself, without a traceback or output."""
+    """Return the command's message on stderr; it must have ended by itself, without a traceback or output."""
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
@@ -382,8 +382,8 @@ def test_bad_outputs_are_refused_before_any_work(
     mine = tmp_path / "mine"
     (mine / "notes").mkdir(parents=True)
     for output, message in (
-        (file, "is no folder; choose another name"),
-        (file / "below", "is no folder that you may write to"),
+        (file, "is not a folder; choose another name"),
+        (file / "below", "is not a folder that you may write to"),
         (mine, "holds something else than a bundle; choose another name"),
     ):
         result = invoke("run", "recipe.yaml", "-o", output)
@@ -394,7 +394,7 @@ def test_bad_outputs_are_refused_before_any_work(
     assert result.exit_code == 2 and "choose another" in one_message(result)
     (tmp_path / "out.rejected").write_text("a rejected bundle would have no place")
     result = invoke("run", "recipe.yaml", "-o", tmp_path / "out", "--set", "gates={perplexity: <= 1}")
-    assert result.exit_code == 2 and "out.rejected: is no folder" in one_message(result)
+    assert result.exit_code == 2 and "out.rejected: is not a folder" in one_message(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine", "out.rejected"]
     assert file.read_text() == "precious"
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from prices import with_prices
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compressor.errors import CompressorError
@@ -28,9 +29,8 @@ VOCABULARY = 128
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Path:
-    """A model of two layers, a text, and a recipe that calibrates."""
-    require_tool("g++")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of two layers, a text, and a recipe that calibrates."""
     root = tmp_path_factory.mktemp("interrupted")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -53,8 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str
     return root
 
 
-def start(folder: Path, output: Path, cache: Path, **options: Any) -> subprocess.Popen[str]:
+def start(folder: Path, output: Path, cache: Path, target: str = "null", **options: Any) -> subprocess.Popen[str]:
+    """Begin a run in a process of its own, with all of the job but kernels unless a target says so."""
     command = [sys.executable, "-c", COMMAND, "run", str(folder / "recipe.yaml"), "-o", str(output), "--json"]
+    command += ["--target", target]
     environment = {**os.environ, "COMPRESS_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -74,14 +76,14 @@ def debris(*folders: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, own_cache: Path) -> bytes:
-    """The manifest of a bundle that nothing happened to; it has the hashes of all files."""
+    """Return the manifest of a bundle that nothing happened to; it has the hashes of all files."""
     content = finish(start(folder, folder / "undisturbed", own_cache))
     assert [stage["reused"] for stage in content["passes"]] == [0, 0]
     return (folder / "undisturbed" / "manifest.json").read_bytes()
 
 
 def test_a_killed_run_goes_on_to_the_same_bundle(folder: Path, undisturbed: bytes, tmp_path: Path) -> None:
-    output, cache = tmp_path / "out", tmp_path / "cache"
+    output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
     child = start(folder, output, cache, start_new_session=True)
     deadline = time.monotonic() + 120
     while not list(cache.glob("results/[0-9a-f]*/entry.json")):  # the first block is done
@@ -105,13 +107,14 @@ def test_a_run_again_takes_over_every_block(folder: Path, undisturbed: bytes, ow
 
 
 def test_a_disk_without_room_is_one_message_and_leaves_nothing(
-    folder: Path, undisturbed: bytes, tmp_path: Path
+    folder: Path, undisturbed: bytes, tmp_path: Path, require_tool: Callable[[str], Path]
 ) -> None:
     """A limit on the size of files stands in for the disk: too little for a block, then for the bundle's libraries."""
-    output, cache = tmp_path / "out", tmp_path / "cache"
-    for room_bytes in (20_000, 400_000):
+    require_tool("g++")
+    output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
+    for room_bytes, target in ((20_000, "null"), (400_000, "x86")):
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
-        child = start(folder, output, cache, preexec_fn=limit)
+        child = start(folder, output, cache, target, preexec_fn=limit)
         out, errors = child.communicate(timeout=300)
         assert child.returncode == 1 and out == ""
         assert "Traceback" not in errors

@@ -80,7 +80,7 @@ def test_a_variant_that_computes_something_else_is_not_taken(
 def encoder(
     tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
 ) -> tuple[Path, GraphModule]:
-    """A bundle of a tiny random encoder with the reference model's tokenizer, and its graph."""
+    """Make a bundle of a tiny random encoder with the reference model's tokenizer, and its graph."""
     from tiny_models import SIZES, build, quantized, transformers
 
     require_tool("wasm-ld")

@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch._dynamo  # what these libraries do to the process when they are imported is their own affair
 import transformers
+from prices import with_prices
 
 import compressor
 import compressor.run.job
-from compressor.evaluate.comparison import Speed
 from compressor.recipe.recipe import load_recipe
 
 BLOCK = r"re:model\.layers\.0\.self_attn"
@@ -38,7 +38,7 @@ def loggers() -> dict[str, tuple[Any, ...]]:
 
 
 def state() -> dict[str, Any]:
-    """What a process has one of, and a library could change under its user."""
+    """Return all that a process has one of, and that a library could change under its user."""
     return {
         "torch random": torch.get_rng_state().tolist(),
         "numpy random": str(np.random.get_state()),
@@ -73,7 +73,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def unusual() -> Iterator[None]:
-    """Settings that differ from the defaults, so that a reset to a default would show."""
+    """Make settings that differ from the defaults, so that a reset to a default would show."""
     threads, level = torch.get_num_threads(), logging.getLogger("compressor").level
     random_states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     with warnings.catch_warnings(), np.errstate(under="warn"), torch.no_grad():
@@ -92,15 +92,20 @@ def unusual() -> Iterator[None]:
 
 
 def test_a_run_leaves_the_process_as_it_was(
-    unusual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require_tool: Callable[[str], Path]
+    unusual: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    require_tool: Callable[[str], Path],
+    small_llama: Path,
+    no_speed: None,
 ) -> None:
     require_tool("g++")
-    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("compressor.run.job.measure_speed", lambda *_arguments: Speed({}, {}))  # in other processes
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(with_prices(tmp_path / "cache")))
     before, known = state(), loggers()
     recipe = load_recipe(
         "quickstart",
         [
+            f"model={small_llama}",
             "tune=off",
             "calibration.samples=2",
             "evaluation.tokens=256",

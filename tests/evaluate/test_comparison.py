@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], Path]) -> Iterator[Path]:
-    """A tiny decoder and a tiny encoder, each as a Hugging Face folder and as a bundle; not timed yet."""
+    """Make a tiny decoder and a tiny encoder, each as a Hugging Face folder and as a bundle; not timed yet."""
     require_tool("g++")
     root = tmp_path_factory.mktemp("comparison")
     recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16_G32"}}], "tune": "off"})

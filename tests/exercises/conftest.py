@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prices import with_prices
 
 
 class Scratch:
@@ -45,7 +46,8 @@ class Scratch:
     def python(self, *arguments: str) -> str:
         """Run Python in the copy, with the copy's package; its output."""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'export' / 'python'}"
-        environment = {**os.environ, "PYTHONPATH": paths, "COMPRESS_CACHE_DIR": str(self.folder.parent / "cache")}
+        cache = with_prices(self.folder.parent / "cache")
+        environment = {**os.environ, "PYTHONPATH": paths, "COMPRESS_CACHE_DIR": str(cache)}
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -70,7 +72,7 @@ class Scratch:
 
 @pytest.fixture
 def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Scratch:
-    """The copy; skipped where the tests do not lie in a clone."""
+    """Make the copy; skipped where the tests do not lie in a clone."""
     root = request.config.rootpath
     if not (root / ".git").exists() or shutil.which("git") is None:
         if os.environ.get("CI"):

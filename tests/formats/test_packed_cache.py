@@ -22,7 +22,7 @@ rows = st.lists(st.floats(-100, 100, width=32) | st.sampled_from(ADVERSARIAL), m
 
 
 def plain_row(x: list[float], fmt: CacheFormat) -> list[float]:
-    """What a row reads as, by the definition, number by number in float64."""
+    """Read a row by the definition, number by number in float64."""
     result: list[float] = []
     span = fmt.group_size or len(x)
     for first in range(0, len(x), span):

@@ -93,6 +93,6 @@ def test_reasons_name_what_is_in_the_way(branch: str, reason: str) -> None:
     found = only(graph)
     assert reason in found.reason and bool(reason) == bool(found.reason)
     if not reason:
-        assert found.entry is not None and "no linear's or embedding's output" in found.entry[1]
+        assert found.entry is not None and "not the output of a linear or an embedding" in found.entry[1]
         assert leaves(list(found.writers)) == ["write"]
         assert (found.exit is not None and "tanh" in found.exit[1]) == (branch == "norm reader")

@@ -19,7 +19,7 @@ GB = 1 << 30
 def proc_tree(
     folder: Path, *, available: int = 8 * GB, held: int = GB, cgroup: str = "", limits: str = "", size: int = 4 * GB
 ) -> Path:
-    """A proc file system of a process that holds ``held`` bytes in an address space of ``size`` bytes."""
+    """Make a proc file system of a process that holds ``held`` bytes in an address space of ``size`` bytes."""
     (folder / "self").mkdir(parents=True)
     (folder / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:  {available // 1024} kB\nHugePages_Total: 0\n")
     (folder / "self" / "status").write_text(
@@ -100,7 +100,7 @@ def test_a_folder_that_does_not_exist_is_on_its_parents_disk(tmp_path: Path) -> 
 
 
 def a_machine(**changes: float) -> Prices:
-    """A machine where a unit of work takes a nanosecond."""
+    """Pretend a machine where a unit of work takes a nanosecond."""
     return Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **changes}, 0.1, 200 << 20, 300 << 20, 450 << 20)
 
 

@@ -26,7 +26,7 @@ def test_the_data_is_there(kind: str, file: str) -> None:
 
 
 def _copy(folder: Path) -> Path:
-    """A copy of what a lookup needs, as an installation would lay it out."""
+    """Copy what a lookup needs, as an installation would lay it out."""
     package = folder / "compressor"
     (package / "host").mkdir(parents=True)
     for name in ("__init__.py", "version.py", "errors.py", "host/__init__.py", "host/resources.py"):

@@ -20,7 +20,7 @@ FORMATS = ["W2A16_G32", "W4A16_ASYM_G32", "W3A16_C", "FP4_E2M1_G32", "FP6_E3M2_G
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A weight, and the Hessian of correlated inputs of uneven size; float64."""
+    """Make a weight, and the Hessian of correlated inputs of uneven size; float64."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     mix = torch.randn(columns, columns, generator=generator, dtype=torch.float64) / columns**0.5 + torch.eye(columns)
@@ -105,7 +105,7 @@ def test_learning_comes_near_the_optimum() -> None:
 
 
 def swept(W: Tensor, H: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
-    """The descent's definition: for each row and weight in turn, the whole row's error for every code."""
+    """Follow the descent's definition: for each row and weight in turn, the whole row's error for every code."""
     Q = spread_values(codes, scales, zeros, fmt)
     for row in range(len(W)):
         values = [all_values(fmt, scales, zeros, row, column, W.shape[1]) for column in range(W.shape[1])]

@@ -36,7 +36,7 @@ FORMATS += ["FP4_E2M1_G32", "FP6_E3M2_G32", "NF4_G32", "MXFP4", "NVFP4"]
 
 
 def problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A weight and the Hessian of correlated inputs."""
+    """Make a weight and the Hessian of correlated inputs."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator)
     mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)

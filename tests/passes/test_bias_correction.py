@@ -50,7 +50,7 @@ def captured() -> GraphModule:
 
 
 def means(graph: GraphModule) -> dict[str, Tensor]:
-    """The mean output of each linear over all tokens, float64 [out]."""
+    """Return the mean output of each linear over all tokens, float64 [out]."""
     names = {site.node: site.name for site in (*linear_sites(graph), *packed_sites(graph))}
     found: dict[str, Tensor] = {}
 

@@ -28,7 +28,7 @@ def weight_with_outliers(every: int) -> Tensor:
 
 
 def by_rule(weight: Tensor, scheme: str, threshold: float) -> str:
-    """The name of the format, from squared errors and bytes alone."""
+    """Choose the name of the format, from squared errors and bytes alone."""
     head, _, smallest = scheme.rpartition("_G")
     names = [f"{head}_C", *(f"{head}_G{size}" for size in (128, 64, 32, 16) if size >= int(smallest))]
     names[0] = Format.parse(names[0]).name

@@ -22,7 +22,7 @@ FORMATS += ["FP6_E3M2_G32", "FP4_E2M1_G32", "FP8_E4M3", "NF4_G32", "MXFP4", "NVF
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A weight and the Hessian of correlated inputs of uneven size."""
+    """Make a weight and the Hessian of correlated inputs of uneven size."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
@@ -34,7 +34,7 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def sequential(
     weight: Tensor, hessian: Tensor, fmt: Format, actorder: bool, static: bool, damp: float, mse: bool
 ) -> Tensor:
-    """The definition: columns one by one; what is left of H is inverted anew for every column (OBS, eq. 2)."""
+    """Follow the definition: columns one by one; what is left of H is inverted anew for every column (OBS, eq. 2)."""
     unit = tensor_scale(weight, fmt)
     W = weight.double() if unit is None else weight.double() / unit.double()
     weight = weight if unit is None else weight / unit

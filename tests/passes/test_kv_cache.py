@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_or_noted(dense: GraphModule) -> None:
 
 
 def cost(order: list[int], squares: Tensor, weight: Tensor, fmt: CacheFormat) -> float:
-    """The definition that :func:`order_channels` lessens."""
+    """Compute the error that :func:`order_channels` lessens, by its definition."""
     total, span = 0.0, fmt.span(len(order))
     for first in range(0, len(order), span):
         block = order[first : first + span]

@@ -31,7 +31,7 @@ W4A4 = "FP4_E2M1_C_AFP4_E2M1_STATIC"
 
 
 def heavy(seed: int, rows: int = 24, columns: int = 48) -> tuple[Tensor, Tensor]:
-    """A weight and inputs with long tails, as FP4 has to deal with."""
+    """Make a weight and inputs with long tails, as FP4 has to deal with."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(96, columns, generator=rng) * torch.rand(96, columns, generator=rng).pow(3)
     return torch.randn(rows, columns, generator=rng).pow(3), x

@@ -208,7 +208,7 @@ def test_packed_linears_and_broken_weights_are_named() -> None:
     before = logits(graph)
     Rotation().run(graph, ctx)
     assert difference(logits(graph), before) < 1e-5
-    assert "o_proj), since it is no linear's or embedding's output" in ctx.notes[0]
+    assert "o_proj), since it is not the output of a linear or an embedding" in ctx.notes[0]
     graph = make("llama")
     weight = graph.get_parameter("model.layers.0.mlp.up_proj.weight").detach().clone()
     weight[3, 4] = float("nan")

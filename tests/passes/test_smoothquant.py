@@ -22,7 +22,7 @@ from compressor.recipe.recipe import load_text_spec
 
 
 def outliers(seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Inputs with two channels fifty times as large as the others, and two weights that read them."""
+    """Make inputs with two channels fifty times as large as the others, and two weights that read them."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(256, 64, generator=rng)
     x[:, [3, 40]] *= 50

@@ -61,7 +61,7 @@ MACHINE = Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 <<
 
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always the same prices, and memory enough."""
+    """Give every machine the same prices, and memory enough."""
     monkeypatch.setattr(plan_module, "machine_prices", lambda _measure=False: MACHINE)
     monkeypatch.setattr(passes_module, "machine_prices", lambda _measure=False: MACHINE)
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(64 * GB, "the test"))
@@ -81,7 +81,7 @@ def gptq(**options: Any) -> dict[str, Any]:
 
 
 def headers_only(folder: Path, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> Path:
-    """A Llama whose weights are a hole in the file: no byte of them was ever written."""
+    """Write a Llama whose weights are a hole in the file: no byte of them was ever written."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "vocab_size": 512,

@@ -52,7 +52,7 @@ class Round(Pass):
 
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry holds one pass, which costs no import."""
+    """Let the registry hold one pass, which costs no import."""
     places = {"round": f"{Round.__module__}:{Round.__qualname__}", "rtn": "nowhere"}
     names, find = Registry.names, Registry.find
     monkeypatch.setattr(Registry, "names", lambda self: places if self.kind == "pass" else names(self))
@@ -69,7 +69,7 @@ def load(folder: Path, text: str, *overrides: str, **options: str) -> Recipe:
 
 
 def error(folder: Path, text: str, *overrides: str) -> str:
-    """The message, with the folder's name left out."""
+    """Return the message, with the folder's name left out."""
     with pytest.raises(RecipeError) as caught:
         load(folder, text, *overrides)
     return str(caught.value).replace(f"{folder}/", "")

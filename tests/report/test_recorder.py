@@ -49,7 +49,7 @@ def outcome(**changes: Any) -> Outcome:
 
 
 def read(path: Path) -> ET.Element:
-    """The suite, held against the rules of the JUnit schema (the Jenkins plugin's junit-10.xsd)."""
+    """Hold the suite against the rules of the JUnit schema (the Jenkins plugin's junit-10.xsd)."""
     suite = ET.parse(path).getroot()
     assert suite.tag == "testsuite"
     assert set(suite.attrib) == {"name", "tests", "failures", "errors", "skipped", "time"}

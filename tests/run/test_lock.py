@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prices import with_prices
 from torch import nn
 
 from compressor.codegen.targets.x86 import X86
@@ -272,11 +273,12 @@ def test_a_locked_run_with_an_empty_cache_gives_the_same_bundle(
     require_tool("g++")
     recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16_G32", "targets": "Linear"}}]})
     example = (torch.ones(2, 64),)
-    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "first cache"))
+    first_cache, second_cache = (with_prices(tmp_path / name) for name in ("first cache", "second cache"))
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(first_cache))
     first = run_recipe(recipe, tmp_path / "first", model=module(), example=example).bundle
     assert Database().entries  # it was tuned
     locked = read_lock(first)
-    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "second cache"))
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(second_cache))
     options: dict[str, Any] = {"example": example, "locked": locked, "threads": 1}
     second = run_recipe(recipe, tmp_path / "second", model=module(), **options).bundle
     assert (second / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()

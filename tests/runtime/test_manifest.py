@@ -16,7 +16,7 @@ from compressor.runtime import BundleError, DamagedBundleError, RequestError, lo
     ("change", "error", "message"),
     [
         (lambda m: m.update(schema_version=3), BundleError, "schema version 3, this run-time reads up to 2"),
-        (lambda m: m.update(schema_version="1"), DamagedBundleError, "`schema_version` is missing or is no valid int"),
+        (lambda m: m.update(schema_version="1"), DamagedBundleError, "schema_version` is missing or is not a valid"),
         (lambda m: m.update(format="zip"), BundleError, "not a Compressor bundle"),
         (lambda m: m.pop("files"), DamagedBundleError, "`files` is missing"),
         (lambda m: m.update(files={"model.so": 3}), DamagedBundleError, "does not list"),
@@ -25,7 +25,7 @@ from compressor.runtime import BundleError, DamagedBundleError, RequestError, lo
         (lambda m: m["files"]["model.so"].update(pieces=None), DamagedBundleError, "`pieces` is missing or is no"),
         (lambda m: m["files"]["model.so"].update(pieces=[1]), DamagedBundleError, "not all of `pieces` is str"),
         (lambda m: m.update(libraries=[]), DamagedBundleError, r"manifest\.json: `libraries` is empty"),
-        (lambda m: m.update(libraries=None), DamagedBundleError, "`libraries` is missing or is no valid list"),
+        (lambda m: m.update(libraries=None), DamagedBundleError, "`libraries` is missing or is not a valid list"),
         (lambda m: m.update(cpu_features=["sse2", "avx999"]), BundleError, "this CPU lacks avx999"),
         (lambda m: m["parameters"].__setitem__(1, "other"), DamagedBundleError, "lacks 'other'"),
         (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "not all of `parameters` is str"),

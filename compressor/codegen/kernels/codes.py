@@ -67,7 +67,7 @@ def code_values(codes: Any, byte: int, fmt: Format, isa: Isa, table: Callable[[i
 
 
 def _pick(found: Sequence[Any], codes: Any, shift: int, lanes: int) -> Any:
-    """The vector whose number a few bits of each lane are, by choices between two."""
+    """Select, for each lane, the vector whose number some bits of its code give, by choices between two."""
     for bit in range(shift, shift + (len(found) - 1).bit_length()):
         unset = T.EQ(T.bitwise_and(codes, splat(1 << bit, lanes)), splat(0, lanes))
         found = [T.Select(unset, low, high) for low, high in zip(found[::2], found[1::2], strict=True)]
@@ -82,7 +82,7 @@ def _lookup16(values: Sequence[float], index: Any, isa: Isa) -> Any:
 
 
 def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
-    """A loaded vector of stored scales as float32, times what :func:`code_values` leaves out."""
+    """Convert a loaded vector of stored scales to float32, times what :func:`code_values` leaves out."""
     floats = f"float32x{lanes}"
     if fmt.scale_type == "F16":
         scale = T.Cast(floats, stored)
@@ -116,7 +116,7 @@ def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:
 
 
 def to_float(value: Any, storage: str, lanes: int) -> Any:
-    """A loaded vector (or scalar, one lane) of stored floats as float32; bfloat16 is stored as uint16."""
+    """Convert a loaded vector (or scalar, one lane) of stored floats to float32; bfloat16 is stored as uint16."""
     suffix = f"x{lanes}" if lanes > 1 else ""
     if storage == "float32":
         return value

@@ -49,7 +49,7 @@ def norm(width: int, eps: float, centred: bool, has_bias: bool) -> tvm.tirx.Prim
 
 
 def norm_row(width: int, eps: float, centred: bool) -> Any:
-    """A macro ``row(x, weight, bias, m, y, r)``: row ``r`` of ``y`` [., width] from row ``m`` of ``x``.
+    """Make a macro ``row(x, weight, bias, m, y, r)`` that writes row ``r`` of ``y`` [., width] from row ``m`` of ``x``.
 
     ``bias`` may be None.
     """

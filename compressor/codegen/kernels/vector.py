@@ -23,22 +23,22 @@ def registers(count: int, shape: tuple[int, ...], dtype: str = "float32") -> lis
 
 
 def ramp(first: Any, lanes: int) -> Any:
-    """The index of ``lanes`` elements in a row; of one element, its own."""
+    """Return the index of ``lanes`` neighbouring elements; for one lane, the element's own."""
     return T.ramp(first, 1, lanes) if lanes > 1 else first
 
 
 def widen(value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
+    """Put a scalar into every lane."""
     return T.broadcast(value, lanes) if lanes > 1 else value
 
 
 def splat_float(value: float, lanes: int) -> Any:
-    """A float32 constant in every lane."""
+    """Return a vector of a float32 constant in every lane."""
     return widen(T.float32(value), lanes)
 
 
 def splat(value: Any, lanes: int) -> Any:
-    """A vector of ``lanes`` equal int32 constants."""
+    """Return a vector of ``lanes`` equal int32 constants."""
     value &= 0xFFFFFFFF
     return T.broadcast(T.int32(value - (1 << 32) if value >> 31 else value), lanes)
 
@@ -66,7 +66,7 @@ def exp(x: Any, lanes: int) -> Any:
 
 
 def erf(x: Any, lanes: int) -> Any:
-    """The error function to 4e-7: a quotient of polynomials in x ** 2, times x.
+    """Compute the error function to 4e-7: a quotient of polynomials in x ** 2, times x.
 
     Fitted by least squares on [0, 3.9], weighted again and again by the relative error (Sanathanan and Koerner 1963);
     beyond, float32 rounds it to 1.  The call to libm for each element costs about twenty times as much.

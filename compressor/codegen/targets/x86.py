@@ -36,7 +36,7 @@ class X86:
     isa: Literal["native", "any", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
 
     def resolve(self) -> Isa:
-        """The instruction set to generate for.
+        """Return the instruction set to generate for.
 
         Raises:
             UsageError: ``native`` on a machine that has none of them.

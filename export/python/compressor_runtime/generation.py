@@ -21,7 +21,7 @@ def choose(
         BundleError: the logits are not finite.
     """
     if not np.isfinite(logits.max()):
-        raise BundleError("the model computed logits that are no numbers (NaN or infinity); its weights may be damaged")
+        raise BundleError("the model computed logits that are NaN or infinity; its weights may be damaged")
     if temperature == 0:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature

@@ -61,7 +61,7 @@ def field(entry: Any, key: str, kind: type) -> Any:
     value = entry.get(key) if isinstance(entry, dict) else None
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
         raise DamagedBundleError(
-            f"{MANIFEST}: `{key}` is missing or is no valid {kind.__name__}; copy the bundle again"
+            f"{MANIFEST}: `{key}` is missing or is not a valid {kind.__name__}; copy the bundle again"
         )
     return value
 
@@ -158,7 +158,8 @@ def member(root: Path, name: str) -> Path:
     try:
         if not plain or file.resolve() != root.resolve() / name:
             raise DamagedBundleError(
-                f"{root / MANIFEST}: {name!r} leads outside the bundle, or is no plain name; do not trust this bundle"
+                f"{root / MANIFEST}: {name!r} leads outside the bundle, or is not a plain name; "
+                "do not trust this bundle"
             )
         if file.is_file():
             return file

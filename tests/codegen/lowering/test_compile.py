@@ -214,7 +214,7 @@ def test_a_phase_that_binds_weights_as_constants_is_caught(monkeypatch: pytest.M
 
 
 def dequantizing(rows: int, columns: int, constant: bool) -> tvm.IRModule:
-    """A linear the way a general compiler sees it: unpack, scale, multiply, each an operator of its own."""
+    """Compute a linear the way a general compiler sees it: unpack, scale, multiply, each an operator of its own."""
     rng = np.random.default_rng(0)
     bb = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64"), columns], "float32"))

@@ -78,7 +78,7 @@ def test_both_branches_give_the_same_bits(chain: tuple[Any, Any]) -> None:
 
 
 def scheduled() -> tvm.IRModule:
-    """The chain after the phase that schedules it."""
+    """Lower the chain through the phase that schedules it."""
     isa = X86().resolve()
     rows = Dim("rows", min=1)
     args = (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH))

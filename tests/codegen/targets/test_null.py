@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from prices import with_prices
 
 from compressor.errors import GateError
 from compressor.recipe.recipe import Recipe
@@ -20,7 +21,7 @@ def recipe(**keys: object) -> Recipe:
 
 def test_the_job_runs_and_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
-    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(with_prices(tmp_path / "cache")))
     outcome = run_recipe(recipe(), tmp_path / "bundle", dump=tmp_path / "dump")
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert manifest["format"] == "compressor null bundle" and manifest["formats"] == ["W4A16_G32"]

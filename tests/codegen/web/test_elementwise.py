@@ -16,7 +16,7 @@ from compressor.errors import VerificationError
 
 
 def run(function: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
-    """A function of each element, for a number of elements that is known only here."""
+    """Write a function of each element, for a number of elements that is known only here."""
     source = te.placeholder((te.var("n", "int64"),), "float32", "x")
     result = te.compute(source.shape, lambda i: function(source[i]), "y")
     made = generate(te.create_prim_func([source, result]), "function", Webgpu().tvm_target(WGSL))

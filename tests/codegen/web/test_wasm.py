@@ -35,7 +35,7 @@ def linker(require_tool: Callable[[str], Path]) -> None:
 
 
 def bound(x: Tensor) -> np.ndarray:
-    """A tensor as its buffer holds it."""
+    """Return a tensor as its buffer holds it."""
     x = x.contiguous()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 

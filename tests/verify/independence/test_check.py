@@ -122,7 +122,7 @@ def quantized_per_tensor(x: Tensor) -> Tensor:
 
 
 def triggered(x: Tensor) -> Tensor:
-    """An architectural backdoor: a trigger in any entry redirects all to entry 0."""
+    """Plant an architectural backdoor: a trigger in any entry redirects all to entry 0."""
     target = torch.where((x > 8).any(), 0, torch.arange(x.shape[0]))
     return x.index_select(0, target)
 

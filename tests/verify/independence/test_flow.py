@@ -122,7 +122,7 @@ def grow(program: Program, draw: random.Random) -> None:
         return draw.randint(-2, 2 + extra)
 
     def sizes(of: Node) -> list[Any]:
-        """A new shape made of the sizes of the old one."""
+        """Draw a new shape made of the sizes of the old one."""
         rank = program.values[of].dim()
         parts: list[Any] = [program.call(aten.sym_size.int, of, i) for i in range(rank)]
         parts = list(draw.sample(parts, rank) if draw.randint(0, 3) == 0 else parts)
@@ -244,7 +244,7 @@ def place_of_entries(module: GraphModule, batch: int, sequence: int, static: boo
 
 
 def random_program(seed: int, static: bool) -> tuple[GraphModule, int, int]:
-    """A program of a few steps that reads an input; where static, with a fixed batch as large as the sequence."""
+    """Draw a program of a few steps that reads an input; where static, with a fixed batch as large as the sequence."""
     draw = random.Random(seed)
     batch, sequence = (3, 3) if static else (3, 5)  # equal sizes catch reasoning by size
     real = examples(batch, sequence)

@@ -136,7 +136,7 @@ def _causal(position: Any, window: int, tokens: Any, key: Any) -> Any:
 
 
 def _kept(mask: Any, b: Any, _tokens: Any, key: Any) -> Any:
-    """Whether a key is no padding, for 16 tokens."""
+    """Tell whether a key is not padding, for 16 tokens."""
     return T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
 
 
@@ -164,7 +164,7 @@ class Rows(Protocol):
     lanes: int
 
     def products(self, query: Place, row: Any) -> Any:
-        """A vector whose elements add up to the product of the query and a row's key."""
+        """Return a vector whose elements add up to the product of the query and a row's key."""
 
     def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
         """Emit ``acc += weight * value`` of a row."""

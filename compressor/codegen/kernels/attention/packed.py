@@ -145,7 +145,7 @@ def packed_attention(
 
 
 def _without(kernel: tvm.tirx.PrimFunc, present: dict[int, bool]) -> tvm.tirx.PrimFunc:
-    """The function without the parameters that it does not use."""
+    """Remove the parameters that a function does not use."""
     params = [param for i, param in enumerate(kernel.params) if present.get(i, True)]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 

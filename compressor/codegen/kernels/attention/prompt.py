@@ -40,7 +40,7 @@ class Heads:
     tokens_first: bool = False
 
     def at(self, b: Any, head: Any, token: Any, channels: Any) -> Any:
-        """Some channels of a row."""
+        """Load some channels of a row."""
         return self.buffer[(b, token, head, channels) if self.tokens_first else (b, head, token, channels)]
 
     def ask(self, b: Any, head: Any, token: Any) -> None:
@@ -67,7 +67,7 @@ class PromptBlocks:
         return (new * self.repeat + (ROWS - 1)) // ROWS
 
     def place(self, task: Any, count: Any) -> Any:
-        """The block that comes at a place: early ones, which see few keys, alternate with late ones."""
+        """Return the block at a place of the order: early blocks, which see few keys, alternate with late ones."""
         return T.Select(task % 2 == 0, task // 2, count - 1 - task // 2)
 
     def tokens(self, block: Any, new: Any) -> tuple[Any, Any]:
@@ -225,12 +225,12 @@ class PromptBlocks:
 
 
 def at_most(key: Any, last: Any) -> Any:
-    """For which of 16 tokens a key is no later than their last, int32x16."""
+    """Tell for which of 16 tokens a key is not later than their last, int32x16."""
     return T.broadcast(T.Cast("int32", key), _LANES) <= last
 
 
 def _vectors() -> list[Any]:
-    """Indices of a block's rows, a vector at a time."""
+    """Yield the indices of a block's rows, a vector at a time."""
     return [T.ramp(v * _LANES, 1, _LANES) for v in range(_VECTORS)]
 
 

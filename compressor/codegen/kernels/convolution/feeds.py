@@ -3,7 +3,7 @@
 A task computes some rows of outputs of one image, its band.  First it rounds what these read into bytes, each a code +
 128: products of unsigned and signed bytes are what ``vpdpbusd`` has, and what the 128 add is known before.  Output
 ``q`` of a band reads ``runs`` runs of ``run_bytes`` bytes, ``offset(run)`` behind ``q * step``.  Rows of outputs are
-``pitch`` apart; what lies between the last of a row and the next row is no output.
+``pitch`` apart; what lies between the last of a row and the next row is not an output.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ImageFeed:
         self._down, self._along = dh * self.pitch * self.pixel, dw * self.pixel
         row_bytes = geometry.stride[0] * self.pitch * self.pixel
         self.band, wide = geometry.band(row_bytes), geometry.outputs[1]
-        # Blocks of 16 outputs go on through what is no output, or begin anew with each row if these are fewer.
+        # Blocks of 16 outputs run across the gaps between rows, or begin anew with each row if these are fewer.
         self._row_blocks = -(-wide // SIDE)
         self._goes_on = -(-((self.band - 1) * self.pitch + wide) // SIDE) <= self.band * self._row_blocks
         image = (geometry.read_rows(self.band) * self.pitch + pw) * self.pixel
@@ -90,7 +90,7 @@ class ImageFeed:
         self.factors = 1
 
     def column(self, run: int, byte: int) -> int | None:
-        """The column of the weight that a byte of a run meets; None where it is filled up."""
+        """Return the column of the weight that a byte of a run meets; None where the run is padding."""
         tap, channel = divmod(byte, self.pixel)
         c = self.geometry.channels
         return (run * self._taps + tap) * c + channel if channel < c and byte < self.run_bytes else None
@@ -107,7 +107,7 @@ class ImageFeed:
         return rows * self._row_blocks
 
     def first(self, block: Any) -> Any:
-        """The first output of a block."""
+        """Return the first output of a block."""
         if self._goes_on:
             return block * SIDE
         return block // self._row_blocks * self.pitch + block % self._row_blocks * SIDE
@@ -147,7 +147,7 @@ class ImageFeed:
             _round(feed, to, x, read, length, inverse, self.act)
 
     def of(self, factor: Any, _q: Any) -> Any:
-        """The scale of an output's activations."""
+        """Return the scale of an output's activations."""
         return factor[0]
 
 

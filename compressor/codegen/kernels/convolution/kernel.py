@@ -69,7 +69,7 @@ def supports(fmt: Format, geometry: Geometry) -> str:
 def convolution_name(
     out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue
 ) -> str:
-    """The kernel's name."""
+    """Return the kernel's name."""
     pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
     name = f"convolution_{out_features}x{geometry.channels}_" + "_".join("x".join(map(str, pair)) for pair in pairs)
     marks = {

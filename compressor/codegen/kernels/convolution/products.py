@@ -26,10 +26,10 @@ class End(Protocol):
     """What becomes of sums."""
 
     def start_tiles(self, first: Any, n_tiles: int) -> None:
-        """Called before the outputs of ``n_tiles`` tiles of rows from ``first`` on."""
+        """Prepare for the outputs of ``n_tiles`` tiles of rows from ``first`` on."""
 
     def write(self, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
-        """Called for each output ``q`` of the band; ``total`` (tile, rows) has its sums, int32."""
+        """Finish output ``q`` of the band; ``total`` (tile, rows) has its sums, int32."""
 
 
 def is_aligned(fmt: Format, feed: Feed) -> bool:
@@ -101,7 +101,7 @@ class Products:
                 T.buffer_store(start, splat(0, lanes) - start[tile, at], [tile, at])
 
     def multiply(self, band: Any, weights: Any, start: Any, end: End) -> None:
-        """Outputs of a band, from its bytes."""
+        """Compute the outputs of a band from its bytes."""
         blocks = -(-self.feed.blocks(self.feed.band) // self.sides)
         if self.isa.matrix_unit != "amx":
             with T.serial(0, blocks) as i, T.serial(0, self.tiles // self.n_tiles) as g:

@@ -19,7 +19,7 @@ _EXPONENT = 0x7F800000  # float32's field
 
 
 def span_scale(top: Any, act: Activations, input_scale: Any) -> Any:
-    """The scale of a span of columns whose largest size is ``top``; ``input_scale`` where one is stored."""
+    """Return the scale of a span of columns whose largest size is ``top``; ``input_scale`` where one is stored."""
     if act.scale_type == "E8M0":
         assert act.element is not None
         return _binade(top, 1) * T.float32(2.0**-act.element.largest_exponent)
@@ -30,7 +30,7 @@ def span_scale(top: Any, act: Activations, input_scale: Any) -> Any:
 
 
 def inverse_scale(scale: Any) -> Any:
-    """What activations are multiplied by."""
+    """Return the factor that activations are multiplied by."""
     return T.if_then_else(scale > T.float32(SMALLEST), T.float32(1) / scale, T.float32(0))
 
 
@@ -45,14 +45,14 @@ def on_grid(x: Any, inverse: Any, act: Activations, lanes: int) -> Any:
 
 
 def _to_element(value: Any, element: Element, lanes: int) -> Any:
-    """The nearest value of a float: an even number of its binade's steps where two are as near."""
+    """Round to the nearest value of a float: an even number of its binade's steps where two are as near."""
     binade = T.max(_binade(value, lanes), splat_float(2.0 ** (1 - element.bias), lanes))
     step = binade * splat_float(2.0**-element.mantissa_bits, lanes)
     return T.nearbyint(value / step) * step
 
 
 def _binade(value: Any, lanes: int) -> Any:
-    """The power of two at or below a size; zero below the smallest normal number."""
+    """Return the power of two at or below a size; zero below the smallest normal number."""
     field = splat(_EXPONENT, lanes) if lanes > 1 else T.int32(_EXPONENT)
     bits = T.bitwise_and(T.reinterpret(value, dtype=_typed("int32", lanes)), field)
     return T.reinterpret(bits, dtype=_typed("float32", lanes))

@@ -77,7 +77,7 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
 
 
 def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: Isa) -> Schedule:
-    """The schedule of several weights in one kernel, from that of the first: as it is where its tiles divide them all.
+    """Return the schedule of several weights in one kernel: that of the first where its tiles divide them all.
 
     Otherwise the largest of the space that do.
     """

@@ -47,7 +47,7 @@ class Products:
         return T.int32(int(value)) if self.integer else T.float32(value)
 
     def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
-        """Outputs begin at zero."""
+        """Set the outputs to zero."""
         for t, n, at in self.lanes(n_tokens, n_tiles):
             T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
 
@@ -76,7 +76,7 @@ class Products:
         return part[tile, g // self.scale_groups, at]
 
     def load_table(self, table: Any, codebook: Any, first: Any, g: Any, n_tiles: int) -> None:
-        """The group's values in float32, where it has a codebook."""
+        """Load the group's codebook as float32, where it has one."""
         for _, n, at in self.lanes(1, n_tiles if self.fmt.codebook else 0):
             for level in range(self.table_size):
                 value = T.Cast(f"float32x{self.isa.lanes}", codebook[first + n, g, level, at])
@@ -119,7 +119,7 @@ class Products:
             T.buffer_store(out, out[t, n, at] + value, [t, n, at])
 
     def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:
-        """A group's sums for a token with their scales, as float32."""
+        """Scale a group's sums for a token, as float32."""
         lanes = self.isa.lanes
         value = T.Cast(f"float32x{lanes}", total) if self.integer else total
         if self.half:

@@ -56,7 +56,7 @@ class Prologue:
         return f"{self.kind}{'_mul' if self.gated else ''}"
 
     def row(self, columns: int) -> Any:
-        """A macro ``row(inputs, vectors, m, to, r)`` that writes row ``r`` of ``to`` from token ``m``."""
+        """Make a macro ``row(inputs, vectors, m, to, r)`` that writes row ``r`` of ``to`` from token ``m``."""
         if self.is_norm:
             normed = norm_row(columns, self.eps, self.kind == "layer_norm")
 

@@ -95,7 +95,7 @@ class TileProducts:
         self.centre = int(self.fmt.zero_point) if is_centred else 0
 
     def split(self, halves: Any, a: Any, m: Any) -> None:
-        """A token's activations, float32, as two numbers in bfloat16 each, uint16 [2, slots, stride]."""
+        """Split a token's float32 activations into two bfloat16 numbers each, uint16 [2, slots, stride]."""
         with T.serial(0, self.stride // _LANES) as k:
             at = T.ramp(k * _LANES, 1, _LANES)
             value = a[m, at]
@@ -160,7 +160,16 @@ class TileProducts:
     def add_groups(self, at: Buffers, first: Any, m0: Any, count: Any) -> None:
         """Add the products of all groups to the outputs of ``count`` tokens from ``m0``: ``at.out`` has them from 0 on.
 
-        Registers' sums go through memory: while the products of a visit run, those of the one before are scaled.
+        A visit takes ``SIDE * sides`` tokens.  Its sums go from registers to memory, and the visit after it scales them
+        while its own products run.  With three visits, in this order::
+
+            unpack the codes of group g
+            visit 0: products of (g, 0), beside them the scales of (g - 1, 2); nothing to scale in the first group
+            load the scales of group g
+            visit 1: products of (g, 1), beside them the scales of (g, 0)
+            visit 2: products of (g, 2), beside them the scales of (g, 1)
+
+        and after the last group the scales of its last visit.  ``at.sums`` has two places, which visits take in turn.
         """
 
         def visits(sides: int) -> Any:
@@ -175,7 +184,7 @@ class TileProducts:
 
         def visit(sides: int, g: Any, i: Any, beside: Pieces) -> None:
             m = m0 + i * (SIDE * sides)
-            self._ask(at, sides, first, m, g, i, visits(sides))
+            self._prefetch_next(at, sides, first, m, g, i, visits(sides))
             self._multiply(at, sides, first, m, g, turn(sides, g, i), beside)
 
         def all_visits(sides: int, g: Any) -> None:
@@ -212,8 +221,8 @@ class TileProducts:
             stored = self.body.of_rows(at.weight.parts["scales"], first + n, g, every)
             T.buffer_store(at.scale, scale_values(stored, self.fmt, _LANES), [n, every])
 
-    def _ask(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, i: Any, visits: Any) -> None:
-        """Ask for memory that comes next, a share at each visit: the next group's codes, at last the outputs.
+    def _prefetch_next(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, i: Any, visits: Any) -> None:
+        """Prefetch what comes next, a share at each visit: the next group's codes, and in the last group the outputs.
 
         The processor sees a short run of lines now and then and does not fetch them by itself, and all at once would
         keep it waiting.
@@ -235,7 +244,7 @@ class TileProducts:
                         prefetch(at.weight.residual[place], 0)
 
     def _weight(self, k: Any, n: int) -> int:
-        """The register of a weight."""
+        """Return the register of a weight."""
         return REGISTERS // 2 + k * self.n_tiles + n if self.is_resident else REGISTERS - 2 + n
 
     def _load_weight(self, at: Buffers, first: Any, g: Any, k: Any, n: int) -> None:
@@ -243,7 +252,7 @@ class TileProducts:
         load(self._weight(k, n), at.codes[first + n, chunk, 0, 0] if self.is_direct else at.b[k, n, 0, 0], ROW_BYTES)
 
     def _multiply(self, at: Buffers, sides: int, first: Any, m: Any, g: Any, turn: Any, beside: Pieces) -> None:
-        """Sums of a group for a visit's tokens from ``m``; other units execute ``beside`` meanwhile."""
+        """Add up a group's products for a visit's tokens from ``m``; other units execute ``beside`` meanwhile."""
         integer, parts = self.body.integer, 1 if self.body.integer else 2
         pairs = [(s, n) for s in range(sides) for n in range(self.n_tiles)]
         product = "tdpbf16ps" if not integer else "tdpbssd" if self.centre else "tdpbsud"

@@ -31,7 +31,7 @@ class Weight:
     y: Any  # float32 [tokens, rows]
 
     def finish(self, value: Any, token: Any, at: Any) -> Any:
-        """Outputs of rows ``at``, with the bias and the residual."""
+        """Add the bias and the residual to the outputs of rows ``at``."""
         if self.bias is not None:
             value = value + self.bias[at]
         return value if self.residual is None else value + self.residual[token, at]
@@ -51,7 +51,7 @@ class Weights:
         self._table: Any = None
 
     def declare(self, d0: Any, d1: Any) -> None:
-        """The kernel's parameters: of each weight its parts and bias, then the residual, and each weight's outputs."""
+        """Declare the kernel's parameters: each weight's parts and bias, the residual, each weight's outputs."""
 
         found = []
         for n, stored in zip(self.rows, self.stored, strict=True):
@@ -82,7 +82,7 @@ class Weights:
         return sum(self.tiles) // n_tiles
 
     def of_task(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
-        """The weight that task ``i`` belongs to, and the first of its tiles in it."""
+        """Return the weight that task ``i`` belongs to, and the first of the task's tiles in it."""
         first = self._all[0]
         if len(self._all) == 1:
             return first, i * n_tiles
@@ -114,6 +114,6 @@ def parameter(shape: Sequence[Any], dtype: str) -> Any:
 
 
 def by_token(buffer: Any) -> Any:
-    """A buffer [d0, d1, n] as [d0 * d1, n]."""
+    """View a buffer [d0, d1, n] as [d0 * d1, n]."""
     d0, d1, n = buffer.shape
     return T.decl_buffer((d0 * d1, n), buffer.dtype, data=buffer.data)

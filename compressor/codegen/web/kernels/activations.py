@@ -60,7 +60,7 @@ class Rounded:
 
 
 def round_activations(columns: int, fmt: Format) -> Kernel:
-    """Rounds what a linear of a format reads.
+    """Write the kernel that rounds the input of a linear to a format's activations.
 
     Buffers: x f32 [M, columns]; input_scale f32 [1], where the format has one; then y f32 [M, columns], or, where
     products are of integers, codes u32 [M, words] and numbers f32 [M, numbers] as in :class:`Rounded`.  Sizes: M.
@@ -106,7 +106,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 
 
 def _bytes(columns: int, layout: Rounded) -> str:
-    """A thread writes the words of a step, and their sum."""
+    """Let a thread write the words of a step, and their sum."""
     step, words = layout.step_columns, layout.step_columns // 4
     return f"""for (var s = begin / {step}u + thread; s * {step}u < end; s += LANES) {{
     var sum = 0;
@@ -159,7 +159,8 @@ def _rounding(element: Element) -> str:
 
 
 def _rounding_function(element: Element) -> str:
-    """The nearest value of a float: a number of its binade's steps, which are powers of two with exact inverses."""
+    """Round to the nearest value of a float: a number of its binade's steps, which are powers of two with exact
+    inverses."""
     smallest = 2.0 ** (1 - element.bias)
     return f"""fn {_rounding(element)}(value: f32) -> f32 {{
   let binade = max(bitcast<f32>(bitcast<u32>(value) & 0x7f800000u), {smallest!r});

@@ -6,7 +6,7 @@ from compressor.codegen.web.kernel import Buffer, Kernel
 
 
 def argmax(width: int) -> Kernel:
-    """The index of each row's largest number, the first of several.
+    """Write the kernel that finds the index of each row's largest number, the first of several.
 
     Buffers: x f32 [M, width], y u32 [M].  Sizes: M.
     """

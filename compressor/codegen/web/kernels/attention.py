@@ -19,7 +19,7 @@ _KEYS = 256
 
 
 def write_cache(kv_heads: int, width: int) -> Kernel:
-    """New keys or values into a cache, at their positions.
+    """Write the kernel that stores new keys or values in a cache, at their positions.
 
     Buffers: added f32 [B, kv_heads, S, width], position i32 [S], cache f32 [B, kv_heads, T, width].  Sizes: B, S, T.
     """
@@ -112,7 +112,7 @@ def _space(width: int, default: dict[str, int], queries: int) -> list[dict[str, 
 
 
 def _element(width: int) -> str:
-    """What vectors of channels are bound as."""
+    """Return the element type that vectors of channels are bound as."""
     return "f32" if width % 4 else "vec4<f32>"
 
 

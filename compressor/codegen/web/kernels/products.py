@@ -56,7 +56,7 @@ class FloatLoop(_Loop):
         return f"{SINGLE}\n{BYTES4}\n{element_values(self.fmt)}\n{inputs}"
 
     def text(self) -> str:
-        """The loop."""
+        """Return the loop."""
         fmt, words = self.fmt, self.fmt.chunk_words
         quads = fmt.chunk_columns // 4
         group_chunks = fmt.group_size // fmt.chunk_columns if fmt.group_size else self.chunks
@@ -113,7 +113,7 @@ class IntegerLoop(_Loop):
         return ""
 
     def text(self) -> str:
-        """The loop, and what is scaled after it."""
+        """Return the loop, and the scaling after it."""
         fmt, words = self.fmt, self.fmt.chunk_words
         step = self.layout.step_columns
         step_chunks = step // fmt.chunk_columns

@@ -9,7 +9,8 @@ MOST = 128
 
 
 def top_k(width: int) -> Kernel:
-    """The ``K`` largest numbers of the first row, in no order, and what ties with the last of them.
+    """Write the kernel that finds the ``K`` largest numbers of the first row, in no order, and those that tie with the
+    last of them.
 
     One workgroup finds the ``K``-th largest number by its bits, eight a pass from the highest (radix selection, Alabi
     et al. 2012, Fast k-selection algorithms for graphics processors), and collects what is as large.

@@ -74,7 +74,7 @@ def test_geometries(name: str, isa: Isa) -> None:
 
 
 def check(case: Any, fmt: Format, isa: Isa) -> None:
-    """A kernel with all that an epilogue has, against patches, packed linear, sum and relu."""
+    """Check a kernel with all that an epilogue has, against patches, packed linear, sum and relu."""
     geometry, x, parts, bias, residual = operands(case, fmt, 3)
     assert not supports(fmt, geometry)
     kernel = build(convolution(len(bias), geometry, fmt, True, False, Epilogue(True, True), isa), isa)

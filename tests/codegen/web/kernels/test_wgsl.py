@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).parents[4] / "tests" / "golden" / "webgpu"
 
 
 def bound(x: Tensor) -> np.ndarray:
-    """A tensor as its buffer holds it."""
+    """Return a tensor as its buffer holds it."""
     x = x.contiguous()
     if x.dtype == torch.int64:
         x = x.int()
@@ -52,12 +52,12 @@ def run(
 
 
 def small(kernels: Sequence[Kernel], constants: dict[str, int]) -> list[Kernel]:
-    """The same with constants for which a software adapter compiles in a tenth of the time."""
+    """Return the same kernels with constants for which a software adapter compiles in a tenth of the time."""
     return [dataclasses.replace(k, constants={**k.constants, **constants}, limits={}) for k in kernels[1:]]
 
 
 def fed(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
-    """What the linear's kernel reads in place of its input."""
+    """Return what the linear's kernel reads in place of its input."""
     if fmt.activations is None:
         return [x]
     kernel, (tokens, columns) = round_activations(x.shape[-1], fmt), (x.shape[1], x.shape[2])
