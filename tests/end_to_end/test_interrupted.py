@@ -112,7 +112,7 @@ def test_a_disk_without_room_is_one_message_and_leaves_nothing(
     """A limit on the size of files stands in for the disk: too little for a block, then for the bundle's libraries."""
     require_tool("g++")
     output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
-    for room_bytes, target in ((20_000, "null"), (400_000, "x86")):
+    for room_bytes, target in ((10_000, "null"), (1_000_000, "x86")):
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
         child = start(folder, output, cache, target, preexec_fn=limit)
         out, errors = child.communicate(timeout=300)

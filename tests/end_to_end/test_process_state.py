@@ -112,6 +112,7 @@ def test_a_run_leaves_the_process_as_it_was(
             "gates={}",
             f"passes.gptq.targets='{BLOCK}'",
             "passes.gptq.ignore=[]",
+            "passes.gptq.scheme=W4A16_G32",
         ],
     )
     bundle = compressor.compress(None, recipe, tmp_path / "bundle")
