@@ -34,8 +34,8 @@ def phases() -> list[tuple[str, tvm.transform.Pass]]:
         ("annotate", t.AnnotateTIROpPattern()),
         ("fuse_ops", t.FuseOps()),
         ("fuse_tir", t.FuseTIR()),
-        ("drop_dead_code", t.DeadCodeElimination()),
         ("rewrite_reshapes", t.RewriteDataflowReshape()),  # before schedules hide that they only copy
+        ("drop_dead_code", t.DeadCodeElimination()),  # the kernels of reshapes that are views now, above all
         ("schedule_elementwise", ScheduleElementwise()),
         ("leave_dataflow", t.ToNonDataflow()),
         ("drop_purity", t.RemovePurityChecking()),

@@ -64,8 +64,8 @@ def web_phases() -> list[tuple[str, tvm.transform.Pass]]:
         ("annotate", t.AnnotateTIROpPattern()),
         ("fuse_ops", t.FuseOps()),
         ("fuse_tir", t.FuseTIR()),
-        ("drop_dead_code", t.DeadCodeElimination()),
         ("rewrite_reshapes", t.RewriteDataflowReshape()),  # reshapes become views
+        ("drop_dead_code", t.DeadCodeElimination()),
     ]
 
 
