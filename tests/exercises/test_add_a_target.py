@@ -20,14 +20,15 @@ def test_it_is_found() -> None:
 '''
 
 
-def test_a_target_takes_a_source_and_a_test(scratch: Any, tmp_path: Path) -> None:
+def test_a_target_takes_a_source_and_a_test(scratch: Any, small_llama: Path, tmp_path: Path) -> None:
     null = (PACKAGE / "codegen" / "targets" / "null.py").read_text(encoding="utf-8")
     renamed = null.replace("null", "nowhere").replace("Null", "Nowhere").replace("NULL", "NOWHERE")
     scratch.write("compressor/codegen/targets/nowhere.py", renamed)
     scratch.write("tests/codegen/targets/test_nowhere.py", TEST)
     assert "nowhere" in scratch.compress("list", "targets")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: reference\npasses:\n  - rtn: {scheme: W4A16_G128}\ntarget: nowhere\n", encoding="utf-8")
+    passes = "passes:\n  - rtn: {scheme: W4A16_G32}\n"
+    recipe.write_text(f"model: {small_llama}\n{passes}target: nowhere\n", encoding="utf-8")
     scratch.compress("run", str(recipe), "-o", str(tmp_path / "bundle"))
     assert (tmp_path / "bundle" / "manifest.json").is_file()
     scratch.python("-m", "pytest", "-q", "tests/codegen/targets/test_nowhere.py")

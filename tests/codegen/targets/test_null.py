@@ -15,14 +15,14 @@ from compressor.run.job import run_recipe
 PASSES = [{"rtn": {"scheme": "W4A16_G32", "ignore": "lm_head"}}]
 
 
-def recipe(**keys: object) -> Recipe:
-    return Recipe.from_dict({"model": "reference", "passes": PASSES, "target": "null", **keys})
+def recipe(model: Path, **keys: object) -> Recipe:
+    return Recipe.from_dict({"model": str(model), "passes": PASSES, "target": "null", **keys})
 
 
-def test_the_job_runs_and_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_runs_and_claims_nothing(small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
     monkeypatch.setenv("COMPRESS_CACHE_DIR", str(with_prices(tmp_path / "cache")))
-    outcome = run_recipe(recipe(), tmp_path / "bundle", dump=tmp_path / "dump")
+    outcome = run_recipe(recipe(small_llama), tmp_path / "bundle", dump=tmp_path / "dump")
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert manifest["format"] == "compressor null bundle" and manifest["formats"] == ["W4A16_G32"]
     assert {kernel["evidence"] for kernel in manifest["kernels"]} == {"none"}
@@ -37,10 +37,11 @@ def test_the_job_runs_and_claims_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     )
     ratio = {name: predicted / measured for name, predicted, measured, _ in outcome.predictions}
     assert 0.9 < ratio["bundle_bytes"] < 1.1 and ratio["weight_bytes"] == 1
-    again = run_recipe(recipe(), tmp_path / "bundle")  # takes the place of the former one
+    again = run_recipe(recipe(small_llama), tmp_path / "bundle")  # takes the place of the former one
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text()) == manifest and again.metrics
 
 
-def test_a_gate_on_what_cannot_be_measured_fails(tmp_path: Path) -> None:
+def test_a_gate_on_what_cannot_be_measured_fails(small_llama: Path, tmp_path: Path) -> None:
+    gated = recipe(small_llama, gates={"perplexity": "<= 20"}, evaluation="python_docs_heldout")
     with pytest.raises(GateError, match="perplexity: expected <= 20, not measured"):
-        run_recipe(recipe(gates={"perplexity": "<= 20"}, evaluation="python_docs_heldout"), tmp_path / "bundle")
+        run_recipe(gated, tmp_path / "bundle")
