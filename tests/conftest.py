@@ -189,6 +189,26 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory, random_llama: Callable
 
 
 @pytest.fixture(scope="session")
+def short_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the shipped model's first two blocks, with its embedding, head and tokenizer.  Shared: only read it."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from compressor.host.resources import resource
+
+    shipped, folder = resource("models") / "reference", tmp_path_factory.mktemp("short") / "reference"
+    shutil.copytree(shipped, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    left_out = tuple(f"model.layers.{block}." for block in range(2, config["num_hidden_layers"]))
+    tensors = load_file(shipped / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
 def random_llama() -> Callable[..., Any]:
     """``random_llama(vocab_size=12, ...)``: a Llama of transformers with the weights of seed 0, small in all else."""
     import torch

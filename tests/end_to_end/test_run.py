@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -83,20 +82,6 @@ def packs(step: Any) -> bool:
 def is_whole(name: str) -> bool:
     """Whether all linears are compressed: also where the first pass changes weights that a later one is to pack."""
     return name == FULL or not packs(load_recipe(name).passes[0])
-
-
-@pytest.fixture(scope="session")
-def short_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the shipped model's first two blocks, with its embedding, head and tokenizer."""
-    shipped, folder = resource("models") / "reference", tmp_path_factory.mktemp("short") / "reference"
-    shutil.copytree(shipped, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-    left_out = tuple(f"model.layers.{block}." for block in range(2, config["num_hidden_layers"]))
-    tensors = load_file(shipped / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 @functools.cache

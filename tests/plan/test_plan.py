@@ -402,13 +402,16 @@ def test_the_comparison_has_what_both_sides_know(shape_graph: GraphModule) -> No
     assert [(name, round(ratio, 6)) for name, _, _, ratio in rows] == [("weight_bytes", 1.0), ("rtn", 0.5)]
 
 
-def test_the_command_prints_a_plan_and_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["plan", "rtn_w4a16_g128_x86", "-o", str(tmp_path / "out"), "--json"])
+def test_the_command_prints_a_plan_and_refuses(
+    small_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = ["rtn_w4a16_g128_x86", "--model", str(small_llama), "--set", "passes.rtn.scheme=W4A16_G32"]
+    done = CliRunner().invoke(main, ["plan", *small, "-o", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
     assert content["bundle_bytes"] > content["weight_bytes"] > 0 and content["passes"][0]["name"] == "rtn"
-    shown = CliRunner().invoke(main, ["plan", "rtn_w4a16_g128_x86"])
+    shown = CliRunner().invoke(main, ["plan", *small])
     assert shown.exit_code == 0 and "peak memory:" in shown.stdout and "prefill of 128" in shown.stdout
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(10**8, "the test"))
-    refused = CliRunner().invoke(main, ["plan", "rtn_w4a16_g128_x86"])
+    refused = CliRunner().invoke(main, ["plan", *small])
     assert refused.exit_code == 5 and "memory: the stage" in refused.stderr

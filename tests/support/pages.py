@@ -29,9 +29,12 @@ READY = "window.ready || !document.getElementById('error').hidden"
 
 @pytest.fixture(scope="session")
 def made(
-    tmp_path_factory: pytest.TempPathFactory, require_adapter: None, require_tool: Callable[[str], Path]
+    tmp_path_factory: pytest.TempPathFactory,
+    require_adapter: None,
+    require_tool: Callable[[str], Path],
+    short_reference: Path,
 ) -> tuple[Path, GraphModule]:
-    """Return the bundle of the shipped recipe, and the graph that was lowered."""
+    """Return the bundle that the shipped recipe makes of the shipped model's first blocks, and the lowered graph."""
     require_tool("wasm-ld")
     graphs: list[GraphModule] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +45,8 @@ def made(
             return lower(graph, *arguments)
 
         patch.setattr(run_web, "compile_program", keep)
-        recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml", ["evaluation.tokens=1024"])
+        options = ["evaluation.tokens=1024", f"model={short_reference}"]
+        recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml", options)
         outcome = run_recipe(recipe, tmp_path_factory.mktemp("web") / "bundle")
     assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4
     (bytes_ratio,) = (ratio for name, _, _, ratio in outcome.predictions if name == "bundle_bytes")
