@@ -74,15 +74,23 @@ def debris(*folders: Path) -> list[Path]:
     return [path for folder in folders for path in folder.rglob(".*.partial")]
 
 
+def blocks(cache: Path) -> set[tuple[str, str]]:
+    """Return names and hashes of the compressed weights that a cache keeps."""
+    entries = cache.glob("results/[0-9a-f]*/entry.json")
+    return {(entry.parent.name, json.loads(entry.read_bytes())["sha256"]) for entry in entries}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, own_cache: Path) -> bytes:
-    """Return the manifest of a bundle that nothing happened to; it has the hashes of all files."""
+    """Return the manifest of a bundle that nothing happened to; its weights are in the session's cache."""
     content = finish(start(folder, folder / "undisturbed", own_cache))
     assert [stage["reused"] for stage in content["passes"]] == [0, 0]
     return (folder / "undisturbed" / "manifest.json").read_bytes()
 
 
-def test_a_killed_run_goes_on_to_the_same_bundle(folder: Path, undisturbed: bytes, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_bundle(
+    folder: Path, undisturbed: bytes, own_cache: Path, tmp_path: Path
+) -> None:
     output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
     child = start(folder, output, cache, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -96,6 +104,7 @@ def test_a_killed_run_goes_on_to_the_same_bundle(folder: Path, undisturbed: byte
     assert 1 <= content["passes"][1]["reused"] <= content["passes"][1]["blocks"] == 4
     assert any("finished by an earlier run" in note for note in content["notes"])
     assert (output / "manifest.json").read_bytes() == undisturbed
+    assert len(blocks(cache)) == 4 and blocks(cache) <= blocks(own_cache)
     assert not debris(tmp_path)
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
+import os
 from pathlib import Path
 
-from compressor.host.cache import cache_folder
+import pytest
+import torch
+
+from compressor.plan import prices
 from compressor.plan.prices import machine_prices
 
 
 def with_prices(cache: Path) -> Path:
-    """Copy what this session has measured of the machine into another cache folder: measuring takes nine seconds."""
-    cache.mkdir(parents=True, exist_ok=True)
-    known = cache_folder() / "machine.json"
-    if not known.is_file():
-        machine_prices()
-    shutil.copy(known, cache)
+    """Put this machine's prices into another cache folder, for any number of threads: measuring takes nine seconds."""
+    known = machine_prices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESS_CACHE_DIR", str(cache))
+        for threads in range(1, (os.cpu_count() or 1) + 1):
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            patch.setattr(prices, "probe", lambda threads=threads: dataclasses.replace(known, threads=threads))
+            machine_prices()
     return cache
