@@ -67,9 +67,9 @@ _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
 
 def cached() -> dict[str, Any]:
     """List the finished segments in the cache, by model and pass."""
-    from compressor.pipeline.segment_cache import Results
+    from compressor.pipeline.segment_cache import SegmentCache
 
-    results, rows = Results(), dict[str, dict[str, Any]]()
+    results, rows = SegmentCache(), dict[str, dict[str, Any]]()
     for entry in results.entries():  # the most recently used first
         used = datetime.fromtimestamp(entry.used).isoformat(" ", "seconds")
         row = rows.setdefault(entry.label, {"model and pass": entry.label, "blocks": 0, "bytes": 0, "last used": used})

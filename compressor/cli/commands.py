@@ -206,9 +206,9 @@ def cache_list(as_json: bool) -> None:
 @reported
 def cache_prune(older_than: float, as_json: bool) -> None:
     """Remove finished blocks, and what killed runs left; runs that use one keep it."""
-    from compressor.pipeline.segment_cache import Results
+    from compressor.pipeline.segment_cache import SegmentCache
 
-    removed = Results().prune(older_than)
+    removed = SegmentCache().prune(older_than)
     content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
     emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 

@@ -61,7 +61,7 @@ class Tuner:
         mode: ``off`` takes each space's first, ``quick`` times its first three, ``full`` all.
         threads: threads that candidates run on.
         target: TVM target to compile candidates for, or None where this machine cannot execute them.
-        machine: what results depend on besides the kernel (instruction set, CPU, threads).
+        machine_key: what results depend on besides the kernel (instruction set, CPU, threads).
         suffix: of kernels' names in ``pinned`` and ``chosen``, where a bundle has them for several instruction sets.
         kernels: digest of the kernels' sources; another one makes old results void.
         pinned: kernel -> fields of its schedule, from a lock: nothing is timed.  None chooses.
@@ -74,7 +74,7 @@ class Tuner:
     mode: str
     threads: int
     target: tvm.target.Target | None
-    machine: str
+    machine_key: str
     database: Database = dataclasses.field(default_factory=Database)
     suffix: str = ""
     kernels: str = dataclasses.field(default_factory=kernels_digest)
@@ -113,7 +113,7 @@ class Tuner:
         candidates = space[:QUICK_CANDIDATES] if self.mode == "quick" else space
         if self.mode == "off" or self.target is None or len(candidates) == 1:
             return space[0]
-        key = f"{kernel}|{self.machine}|{self.kernels}"
+        key = f"{kernel}|{self.machine_key}|{self.kernels}"
         known: Any = self.database.entries.get(key)
         is_new = not _usable(known, len(candidates), len(space))
         if is_new:

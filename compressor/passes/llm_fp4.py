@@ -31,7 +31,7 @@ from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.scaling import scale_groups
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
-from compressor.pipeline.sites import choose_format, choose_sites, compress_site, naming
+from compressor.pipeline.sites import choose_format, choose_sites, compress_site, error_context
 from compressor.progress import Task
 
 _STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -174,7 +174,7 @@ class LlmFp4(Pass):
                 for site in group:
                     weight = graph.get_parameter(site.weight_name).detach().float()
                     absmax = float(inputs.absmax.max())
-                    with naming(site):
+                    with error_context(site):
                         found = llm_fp4_quantize(weight, inputs.rows, inputs.mean_square, absmax, fmt)
                     packed, error, rtn = found
                     compress_site(graph, ctx, site, packed, "llm_fp4", error=error, error_of="output", rtn_error=rtn)

@@ -28,7 +28,7 @@ from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.sites import choose_sites, naming, summarise_formats
+from compressor.pipeline.sites import choose_sites, error_context, summarise_formats
 from compressor.progress import Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 
@@ -191,7 +191,7 @@ def sensitivities(
             if site.name not in names:
                 continue
             weight = graph.get_parameter(site.weight_name).detach().float()
-            with naming(site):
+            with error_context(site):
                 rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
             errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
             smallest = rounded[0].with_input_scale(steps.get(site.name))

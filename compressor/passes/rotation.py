@@ -142,9 +142,9 @@ def _rotate_stream(graph: GraphModule, ctx: Context, found: Residual, generator:
         _insert(graph, ctx, found.entry, found.entry[0], packed)
     if found.exit is not None:
         norm = found.exit[0]
-        packed, leaving = pack_rotation(found.width, signs, back=True, device=_device(graph))
+        packed, back = pack_rotation(found.width, signs, back=True, device=_device(graph))
         _insert(graph, ctx, found.exit, norm.all_input_nodes[0], packed, norm)
-        _scale_epsilon(norm, gain * leaving)
+        _scale_epsilon(norm, gain * back)
     for name in found.tables:
         _change(graph, name, lambda table: turn(table) * gain)
     for site in found.writers:

@@ -20,8 +20,8 @@ from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
-from compressor.pipeline.resume import Blocks, learnt
-from compressor.pipeline.sites import compress_site, naming
+from compressor.pipeline.resume import Blocks, cached_tensors
+from compressor.pipeline.sites import compress_site, error_context
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def quantize_calibrated(
     if task_guided:
         decides = [samples.sha256, ctx.seed, [site.name for site in sites]]
         make = partial(guided_rows, graph, samples.ids, sites, ctx.seed, ctx.spill)
-        weights = learnt(graph, ctx, "weights of rows", decides, make)
+        weights = cached_tensors(graph, ctx, "weights of rows", decides, make)
     options = CalibrationOptions(
         true_sequential=true_sequential,
         with_dense=match_dense,
@@ -89,7 +89,7 @@ def quantize_calibrated(
     for group, statistic in CalibrationRun(graph, samples.ids, sites, make_statistic, options).groups():
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
-            with naming(site):
+            with error_context(site):
                 quantized = quantize(weight, statistic, formats[site.name])
             _compress(graph, ctx, site, quantized, scales.get(site.name), pass_name)
             blocks.task.advance()

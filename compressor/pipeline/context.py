@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from compressor.data.text import Samples
     from compressor.host.tensor_files import Spill
-    from compressor.pipeline.segment_cache import Results
+    from compressor.pipeline.segment_cache import SegmentCache
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Context:
     reporter: Reporter = field(default_factory=Silent)
     records: list[SiteRecord] = field(default_factory=list)
     stages: list[StageRecord] = field(default_factory=list)
-    results: Results | None = None
+    results: SegmentCache | None = None
     state: str = ""
     spill: Spill | None = None
     notes: list[str] = field(default_factory=list)

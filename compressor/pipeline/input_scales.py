@@ -14,9 +14,9 @@ from compressor.graph.sites import linear_sites
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
-from compressor.pipeline.resume import learnt
+from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.site_plan import CalibrationNeeds
-from compressor.pipeline.sites import naming
+from compressor.pipeline.sites import error_context
 
 
 def input_scale_needs(fmt: Format) -> CalibrationNeeds | None:
@@ -54,9 +54,9 @@ def calibrate_inputs(
                 act = wanted[site.name]
                 assert act is not None
                 weight = graph.get_parameter(site.weight_name).detach().float() if observer == "output" else None
-                with naming(site):
+                with error_context(site):
                     found[site.name] = search_input_scale(inputs.rows, float(inputs.absmax.max()), act, weight)
         return found
 
     decides = [samples.sha256, {name: formats[name].name for name in wanted}, observer == "output"]
-    return learnt(graph, ctx, "stored scales of activations", decides, search)
+    return cached_tensors(graph, ctx, "stored scales of activations", decides, search)

@@ -83,7 +83,7 @@ class Blocks:
         trim()
 
 
-def learnt(
+def cached_tensors(
     graph: GraphModule, ctx: Context, name: str, decides: Any, make: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
     """Return tensors that a pass computes from samples before its first segment, cached if the run has a cache.

@@ -16,7 +16,7 @@ from compressor.graph.provenance import describe
 from compressor.graph.sites import Site
 from compressor.numerics.deterministic import few_bits
 from compressor.pipeline.context import Context
-from compressor.pipeline.sites import naming
+from compressor.pipeline.sites import error_context
 from compressor.progress import Task
 
 ChooseScale: TypeAlias = Callable[[Inputs, Sequence[Tensor], ScaleTarget], Tensor]
@@ -41,7 +41,7 @@ def scale_groups(
     options = CalibrationOptions(true_sequential=False, spill=ctx.spill)
     for group, inputs in CalibrationRun(graph, ids, sites, Inputs, options).groups():
         weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-        with naming(group[0]):
+        with error_context(group[0]):
             scale = scale_inputs(graph, ctx, pass_name, group, partial(choose, inputs, weights))
         for site in group:
             squares[site.name] = inputs.mean_square / (1.0 if scale is None else scale.double().square())

@@ -46,7 +46,7 @@ class Entry:
     used: float  # seconds since the epoch
 
 
-class Results:
+class SegmentCache:
     """Segments on disk.  Several runs may share the folder: an entry appears whole and never changes."""
 
     def __init__(self, folder: Path | None = None) -> None:

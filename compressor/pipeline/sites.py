@@ -92,7 +92,7 @@ def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
 
 
 @contextmanager
-def naming(site: Site) -> Iterator[None]:
+def error_context(site: Site) -> Iterator[None]:
     """Prefix the message of an error raised inside with the site's name."""
     try:
         yield
@@ -215,7 +215,7 @@ def round_sites(
     for site in sites:
         stored = graph.get_parameter(site.weight_name).detach()
         weight = stored.float()
-        with naming(site):
+        with error_context(site):
             packed = quantize(site, weight).with_input_scale(input_scales.get(site.name))
         compress_site(graph, ctx, site, packed, pass_name, error=weight_error(weight, packed))
         release([stored])

@@ -74,7 +74,7 @@ def text_work(tokens: int) -> Work:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LinearKernel:
     """A linear's kernel.
 
     Attributes:
@@ -93,17 +93,17 @@ class Kernel:
     format: Format | None = None
 
 
-def linear_kernels(graph: GraphModule) -> list[Kernel]:
+def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     """Return the linears' kernels that schedules are chosen for, equal ones once; of fused linears, the first one's."""
     from compressor.codegen.lowering.fused_linear import groups
     from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
-    found: dict[str, Kernel] = {}
+    found: dict[str, LinearKernel] = {}
     for first, *_ in groups(graph.graph):
         _, _, bias, format_name, columns, rows = cast(Any, first.args)
         fmt = Format.parse(format_name)
         name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
-        found[name] = Kernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
+        found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
@@ -111,11 +111,11 @@ def linear_kernels(graph: GraphModule) -> list[Kernel]:
             rows, columns = weight.shape
             storage = "uint16" if weight.dtype is torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
             name = dense_linear_name(rows, columns, storage, args[2] is not None)
-            found[name] = Kernel(name, rows, columns, weight.numel() * weight.element_size(), False)
+            found[name] = LinearKernel(name, rows, columns, weight.numel() * weight.element_size(), False)
     return list(found.values())
 
 
-def _candidates(kernel: Kernel, isa: Isa) -> tuple[int, int]:
+def _candidates(kernel: LinearKernel, isa: Isa) -> tuple[int, int]:
     """Schedules that there are for one token, and for many."""
     from compressor.codegen.kernels.linear import dense as dense_linear
     from compressor.codegen.kernels.linear import packed as packed_linear
@@ -151,7 +151,7 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
     return seconds
 
 
-def kernel_seconds(kernel: Kernel, tokens: int, prices: Prices) -> float:
+def kernel_seconds(kernel: LinearKernel, tokens: int, prices: Prices) -> float:
     """One call of a linear's generated kernel."""
     price = prices.seconds["int8_op" if kernel.integer else "matmul_flop"]
     product = 2 * kernel.rows * kernel.columns * tokens * price

@@ -18,7 +18,7 @@ from compressor.host.digests import code_digest, digest, model_fingerprint, tens
 from compressor.host.machine import cpu_name
 from compressor.host.tensor_files import Spill
 from compressor.pipeline.context import Context
-from compressor.pipeline.segment_cache import Results
+from compressor.pipeline.segment_cache import SegmentCache
 from compressor.plan.model import Plan
 from compressor.plan.passes import plan_passes
 from compressor.plan.plan import check_plan, plan_graph
@@ -100,7 +100,7 @@ def prepare(
     target = recipe.target.build()
     target.check_toolchain()
     backend = make_backend(target, threads)
-    results = Results()
+    results = SegmentCache()
     results.prepare()
     lock = Lock(locked)
     lock.add_setting(recipe, target)

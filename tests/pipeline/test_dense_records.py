@@ -18,7 +18,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import verify_stage
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.segment_cache import Results
+from compressor.pipeline.segment_cache import SegmentCache
 from compressor.pipeline.sites import by_segment, change_site, choose_sites
 
 
@@ -81,7 +81,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
 def test_masked_weights_come_from_the_cache(tmp_path: Path) -> None:
     results = []
     for _ in range(2):
-        context = Context(results=Results(tmp_path), state="model")
+        context = Context(results=SegmentCache(tmp_path), state="model")
         graph = Pipeline([Mask()], [verify_stage]).run(captured(), context)
         results.append((context, {name: value.detach() for name, value in graph.named_parameters()}))
     (first, made), (again, restored) = results

@@ -26,7 +26,7 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.segment_cache import Results
+from compressor.pipeline.segment_cache import SegmentCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,7 +36,7 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def test_a_block_is_found_as_it_was_kept(tmp_path: Path) -> None:
-    results = Results(tmp_path)
+    results = SegmentCache(tmp_path)
     assert results.load("0" * 64) is None
     kept = results.save("0" * 64, "model: rtn", tensors(), [{"site": "a", "error": 0.1}])
     found = results.load("0" * 64)
@@ -50,13 +50,13 @@ def test_a_block_is_found_as_it_was_kept(tmp_path: Path) -> None:
 
 def test_the_same_block_may_be_kept_twice(tmp_path: Path) -> None:
     for _ in range(2):
-        Results(tmp_path).save("1" * 64, "x", tensors(), [])
+        SegmentCache(tmp_path).save("1" * 64, "x", tensors(), [])
     assert [p.name for p in tmp_path.iterdir()] == ["1" * 64]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "garbage"])
 def test_a_damaged_block_is_made_again(tmp_path: Path, damage: str) -> None:
-    results, key = Results(tmp_path), "2" * 64
+    results, key = SegmentCache(tmp_path), "2" * 64
     results.save(key, "x", tensors(), [])
     weights, entry = tmp_path / key / "weights.safetensors", tmp_path / key / "entry.json"
     if damage == "flip":
@@ -76,7 +76,7 @@ def test_a_damaged_block_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_pruning_takes_what_was_not_used_lately_and_mapped_blocks_live_on(tmp_path: Path) -> None:
-    results = Results(tmp_path)
+    results = SegmentCache(tmp_path)
     old, new = results.save("3" * 64, "old", tensors(), []), results.save("4" * 64, "new", tensors(), [])
     past = time.time() - 10 * 86400
     os.utime(tmp_path / ("3" * 64), (past, past))
@@ -89,9 +89,9 @@ def test_pruning_takes_what_was_not_used_lately_and_mapped_blocks_live_on(tmp_pa
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for attempt in (Results.prepare, lambda results: results.save("5" * 64, "x", tensors(), [])):
+    for attempt in (SegmentCache.prepare, lambda results: results.save("5" * 64, "x", tensors(), [])):
         with pytest.raises(CompressorError, match=r"cannot be written.*COMPRESS_CACHE_DIR"):
-            attempt(Results(tmp_path / "file"))
+            attempt(SegmentCache(tmp_path / "file"))
 
 
 def model() -> GraphModule:
@@ -115,7 +115,7 @@ def captured() -> GraphModule:
 def run(captured: GraphModule, folder: Path | None, *passes: Pass) -> tuple[dict[str, torch.Tensor], Context]:
     ids = torch.randint(0, 60, (16, 16), generator=torch.Generator().manual_seed(0))
     samples = Samples(ids, ids.flatten(), digest(ids.tolist()), "random")
-    ctx = Context(samples=samples, results=None if folder is None else Results(folder), state="the model")
+    ctx = Context(samples=samples, results=None if folder is None else SegmentCache(folder), state="the model")
     graph = Pipeline(passes).run(clone_graph(captured), ctx)
     return {name: parameter.detach().clone() for name, parameter in graph.named_parameters()}, ctx
 
@@ -228,6 +228,6 @@ def test_after_a_foreign_pass_the_contents_decide(tmp_path: Path) -> None:
 
 def test_entries_are_readable_as_json(tmp_path: Path, captured: GraphModule) -> None:
     run(captured, tmp_path, Rtn("W4A16_G32"))
-    for entry in Results(tmp_path).entries():
+    for entry in SegmentCache(tmp_path).entries():
         content = json.loads((tmp_path / entry.key / "entry.json").read_text())
         assert content["label"] == "LlamaForCausalLM: rtn" and entry.size_bytes > 0

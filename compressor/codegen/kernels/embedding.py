@@ -6,8 +6,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.codes import to_float
-
-VECTOR = 16
+from compressor.codegen.kernels.vector import VECTOR
 
 
 def embedding(rows: int, width: int, storage: str) -> tvm.tirx.PrimFunc:

@@ -7,9 +7,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import emit_tree_sum
+from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum
 
-VECTOR = 16
 PARALLEL_FROM = 1 << 15
 """Elements from which splitting rows over threads pays for waking them."""
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+VECTOR = 16
+"""Elements of the vectors that kernels are written in; LLVM splits them where registers are narrower."""
+
 
 def registers(count: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Any]:
     """Buffers that LLVM keeps in registers, where there are enough.

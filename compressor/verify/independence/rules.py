@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.verify.independence import indexing as picks
-from compressor.verify.independence import views as moves
+from compressor.verify.independence import indexing, views
 from compressor.verify.independence.call import Call, Rule, agree, aligned, avoid, dims_of, pointwise
 from compressor.verify.independence.labels import SHARED, CannotProve, Label, same_size, size_of
 
@@ -123,21 +122,21 @@ def _rules() -> dict[Any, Rule]:
         ("native_layer_norm _fused_rms_norm", _normalized),
         ("native_group_norm", _group_norm),
         ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _batch_norm),
-        ("view reshape _unsafe_view", moves.view),
-        ("permute", moves.permute),
-        ("transpose t", moves.transpose),
-        ("unsqueeze", moves.unsqueeze),
-        ("squeeze", moves.squeeze),
-        ("expand", moves.expand),
-        ("repeat", moves.repeat),
-        ("select unbind", moves.drop),
-        ("slice", moves.slice_),
-        ("slice_scatter", moves.slice_scatter),
-        ("select_scatter", moves.select_scatter),
-        ("diagonal", moves.diagonal),
-        ("constant_pad_nd", moves.pad),
-        ("cat", moves.cat),
-        ("stack", moves.stack),
+        ("view reshape _unsafe_view", views.view),
+        ("permute", views.permute),
+        ("transpose t", views.transpose),
+        ("unsqueeze", views.unsqueeze),
+        ("squeeze", views.squeeze),
+        ("expand", views.expand),
+        ("repeat", views.repeat),
+        ("select unbind", views.drop),
+        ("slice", views.slice_),
+        ("slice_scatter", views.slice_scatter),
+        ("select_scatter", views.select_scatter),
+        ("diagonal", views.diagonal),
+        ("constant_pad_nd", views.pad),
+        ("cat", views.cat),
+        ("stack", views.stack),
         ("mm", _contraction({"self": "ik", "mat2": "kj"}, "ij")),
         ("bmm", _contraction({"self": "bik", "mat2": "bkj"}, "bij")),
         ("addmm", _contraction({"mat1": "ik", "mat2": "kj"}, "ij", added="self")),
@@ -151,13 +150,13 @@ def _rules() -> dict[Any, Rule]:
         ("reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", _last(2)),
         ("max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d", _last(3)),
         ("_scaled_dot_product_flash_attention_for_cpu", _attention),
-        ("embedding", picks.embedding),
-        ("index", picks.index),
-        ("index_put", picks.index_put),
-        ("index_select", picks.index_select),
-        ("gather", picks.gather),
-        ("scatter scatter_add scatter_reduce", picks.scatter),
-        ("index_copy index_add index_fill", picks.index_write),
+        ("embedding", indexing.embedding),
+        ("index", indexing.index),
+        ("index_put", indexing.index_put),
+        ("index_select", indexing.index_select),
+        ("gather", indexing.gather),
+        ("scatter scatter_add scatter_reduce", indexing.scatter),
+        ("index_copy index_add index_fill", indexing.index_write),
     ]
     return {getattr(_aten, name): rule for names, rule in groups for name in names.split()}
 

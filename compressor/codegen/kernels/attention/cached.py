@@ -15,9 +15,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.attention.prompt import Heads, PromptBlocks, at_most
-from compressor.codegen.kernels.vector import emit_tree_sum, exp, ramp, splat, splat_float, widen
-
-VECTOR = 16
+from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum, exp, ramp, splat, splat_float, widen
 
 
 def cached_attention(

@@ -12,9 +12,9 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention.cached import VECTOR, Place, Row
+from compressor.codegen.kernels.attention.cached import Place, Row
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-from compressor.codegen.kernels.vector import emit_tree, ramp, splat_float, widen
+from compressor.codegen.kernels.vector import VECTOR, emit_tree, ramp, splat_float, widen
 from compressor.formats.cache import CacheFormat
 
 _INFINITE = 255 << 23  # the bits of float32's infinity; those of NaN are above

@@ -19,11 +19,10 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.amx import prefetch
-from compressor.codegen.kernels.vector import exp, ramp, registers, splat_float, widen
+from compressor.codegen.kernels.vector import VECTOR, exp, ramp, registers, splat_float, widen
 
-_LANES = 16
 _VECTORS = 2
-ROWS = _LANES * _VECTORS
+ROWS = VECTOR * _VECTORS
 """Queries of a block, one in each lane."""
 KEYS = 64
 """Keys of a block."""
@@ -58,7 +57,7 @@ class PromptBlocks:
 
     def __init__(self, head_dim: int, repeat: int, scale: float, softcap: float) -> None:
         self.head_dim, self.repeat, self.scale, self.softcap = head_dim, repeat, scale, softcap
-        self.lanes = gcd(_LANES, head_dim)
+        self.lanes = gcd(VECTOR, head_dim)
         vectors = head_dim // self.lanes
         self.weighed = next(n for n in (8, 4, 2, 1) if n * vectors <= 16 or n == 1)  # rows of sums in registers
 
@@ -156,11 +155,11 @@ class PromptBlocks:
                 values.ask(b, kv, at + j)
             for j in range(size):
                 for lanes in _vectors():
-                    T.buffer_store(acc[j], splat_float(0, _LANES), [lanes])
+                    T.buffer_store(acc[j], splat_float(0, VECTOR), [lanes])
             with T.serial(0, self.head_dim) as d:
                 for j in range(size):
                     for lanes in _vectors():
-                        product = queries[d, lanes] * T.broadcast(keys.at(b, kv, at + j, d), _LANES)
+                        product = queries[d, lanes] * T.broadcast(keys.at(b, kv, at + j, d), VECTOR)
                         T.buffer_store(acc[j], acc[j][lanes] + product, [lanes])
             for j in range(size):
                 for lanes in _vectors():
@@ -188,13 +187,13 @@ class PromptBlocks:
         Args:
             top, total: largest score and sum of weights of each row.
         """
-        every, lowest = T.ramp(0, 1, _LANES), splat_float(_LOWEST, _LANES)
-        largest, sum_ = registers(2, (_LANES,))
+        every, lowest = T.ramp(0, 1, VECTOR), splat_float(_LOWEST, VECTOR)
+        largest, sum_ = registers(2, (VECTOR,))
         T.buffer_store(largest, top[lanes], [every])
         with T.serial(0, count) as i:
             score = weights[_TILE + i, lanes]
             if self.softcap:
-                score = splat_float(self.softcap, _LANES) * T.tanh(score * splat_float(1 / self.softcap, _LANES))
+                score = splat_float(self.softcap, VECTOR) * T.tanh(score * splat_float(1 / self.softcap, VECTOR))
             T.buffer_store(weights, T.Select(visible(first + i), score, lowest), [_TILE + i, lanes])
             T.buffer_store(largest, T.max(largest[every], weights[_TILE + i, lanes]), [every])
         T.buffer_store(factor, _power(top[lanes] - largest[every]), [lanes])
@@ -226,14 +225,14 @@ class PromptBlocks:
 
 def at_most(key: Any, last: Any) -> Any:
     """Tell for which of 16 tokens a key is not later than their last, int32x16."""
-    return T.broadcast(T.Cast("int32", key), _LANES) <= last
+    return T.broadcast(T.Cast("int32", key), VECTOR) <= last
 
 
 def _vectors() -> list[Any]:
     """Yield the indices of a block's rows, a vector at a time."""
-    return [T.ramp(v * _LANES, 1, _LANES) for v in range(_VECTORS)]
+    return [T.ramp(v * VECTOR, 1, VECTOR) for v in range(_VECTORS)]
 
 
 def _power(x: Any) -> Any:
     """``e ** x`` for x up to 0, and 0 below -80, where :func:`exp` goes on to -87."""
-    return T.Select(x > splat_float(-80, _LANES), exp(x, _LANES), splat_float(0, _LANES))
+    return T.Select(x > splat_float(-80, VECTOR), exp(x, VECTOR), splat_float(0, VECTOR))

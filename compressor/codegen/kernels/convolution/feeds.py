@@ -14,18 +14,17 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
-from compressor.codegen.kernels.vector import emit_tree, registers
+from compressor.codegen.kernels.vector import VECTOR, emit_tree, registers
 from compressor.formats.activations import Activations
 from compressor.ops.patches import outputs
 
-SIDE = 16
 RUN_BYTES = 64
 """Products take so many bytes at once; what lies between a run's end and a multiple of it meets weights of zero."""
 ZERO = -128
 """The byte of a zero, as int8."""
 _BAND_BYTES = 16384
-_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class PatchFeed:
         (high, wide), c, (kh, kw) = geometry.size, geometry.channels, geometry.kernel
         (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
         peaks = T.alloc_buffer(self._pixels, "float32")  # of each pixel, zeros around the image
-        (lane,), (inverse,) = registers(1, (_LANES,)), registers(1, (1,))
+        (lane,), (inverse,) = registers(1, (VECTOR,)), registers(1, (1,))
         begin = first_row * sh - ph
         _clear(feed, self.size)
         with T.serial(0, self._pixels[0]) as i, T.serial(0, self._pixels[1]) as j:
@@ -195,15 +194,15 @@ class PatchFeed:
             T.buffer_store(peaks, T.float32(0), [i, j])
             with T.If(_inside(h, high, w, wide)), T.Then():
                 read = ((image * high + h) * wide + w) * c
-                every = T.ramp(0, 1, _LANES)
-                T.buffer_store(lane, T.broadcast(T.float32(0), _LANES), [every])
+                every = T.ramp(0, 1, VECTOR)
+                T.buffer_store(lane, T.broadcast(T.float32(0), VECTOR), [every])
 
                 def largest(k: Any, lanes: int) -> None:
                     at = _at(0, lanes)
                     T.buffer_store(lane, T.max(lane[at], T.abs(x[_at(read + k, lanes)])), [at])
 
                 _each(c, largest, 1)
-                emit_tree(T.max, lane, _LANES)
+                emit_tree(T.max, lane, VECTOR)
                 T.buffer_store(peaks, lane[0], [i, j])
         with T.serial(0, self.band) as r, T.serial(0, self.pitch) as q:
             out = r * self.pitch + q
@@ -235,7 +234,7 @@ def _at(first: Any, lanes: int) -> Any:
 def _each(length: int, emit: Any, widen: int) -> None:
     """Emit loops over ``length`` elements: by vectors of ``16 * widen``, of 16, and one by one."""
     done = 0
-    for lanes in dict.fromkeys((_LANES * widen, _LANES, 1)):
+    for lanes in dict.fromkeys((VECTOR * widen, VECTOR, 1)):
         count = (length - done) // lanes
         if count:
             with T.serial(0, count) as k:

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import scale_values
 from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
-from compressor.codegen.kernels.convolution.products import Products, is_aligned
+from compressor.codegen.kernels.convolution.products import BandProducts, is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import ramp, registers, widen
@@ -106,7 +106,7 @@ def convolution(
     is_calibrated, has_residual, act = "input_scale" in parts, epilogue.has_residual, epilogue.next_activations
     kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, act is not None))
     bands = -(-out_high // feed.band)
-    body = Products(feed, fmt, tiles, isa)
+    body = BandProducts(feed, fmt, tiles, isa)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:

@@ -8,8 +8,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-
-VECTOR = 16
+from compressor.codegen.kernels.vector import VECTOR
 
 
 def patches(

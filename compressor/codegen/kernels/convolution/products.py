@@ -39,7 +39,7 @@ def is_aligned(fmt: Format, feed: Feed) -> bool:
     return feed.pixel == feed.geometry.channels and feed.run_bytes % fmt.chunk_columns == 0
 
 
-class Products:
+class BandProducts:
     """Sums over what outputs read, of 16 rows a vector."""
 
     def __init__(self, feed: Feed, fmt: Format, tiles: int, isa: Isa) -> None:

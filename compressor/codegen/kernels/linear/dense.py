@@ -13,9 +13,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.codes import to_float
-from compressor.codegen.kernels.vector import emit_tree_sum
-
-VECTOR = 16
+from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum
 
 
 @dataclass(frozen=True)
