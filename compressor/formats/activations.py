@@ -66,9 +66,9 @@ class Activations:
             )
 
     @property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         """The largest number."""
-        return float(max(1, 2 ** (self.bits - 1) - 1)) if self.element is None else self.element.largest
+        return float(max(1, 2 ** (self.bits - 1) - 1)) if self.element is None else self.element.max_value
 
     @property
     def is_sign(self) -> bool:

@@ -90,9 +90,9 @@ class CacheFormat:
         return cls(bits, group or (32 if bits == 4 else 0))
 
     @property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         """The largest value of a code."""
-        return float(2 ** (self.bits - 1) - 1) if self.element is None else self.element.largest
+        return float(2 ** (self.bits - 1) - 1) if self.element is None else self.element.max_value
 
     @property
     def scale_bytes(self) -> int:

@@ -82,14 +82,14 @@ class Element:
         return math.ldexp(1 + fraction, exponent - self.bias)
 
     @cached_property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         """The largest value."""
         return max(value for value in self.values if not math.isnan(value))
 
     @property
     def largest_exponent(self) -> int:
         """Of the largest value, as Microscaling's scales need it."""
-        return math.frexp(self.largest)[1] - 1
+        return math.frexp(self.max_value)[1] - 1
 
     @cached_property
     def rounding(self) -> tuple[tuple[int, ...], tuple[float, ...]]:

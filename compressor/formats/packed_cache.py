@@ -33,7 +33,7 @@ def quantize_cache(x: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
     grouped = pad(x.float(), (0, groups * span - width)).view(*x.shape[:-1], groups, span)
     absmax = grouped.abs().amax(-1)
     if fmt.scale_type == "F16":
-        scale = absmax / fmt.largest
+        scale = absmax / fmt.max_value
         scales = torch.where(torch.isfinite(absmax), scale.clamp(max=_LARGEST_SCALE), scale).half()
     else:
         exponent = absmax.view(torch.int32) >> _EXPONENT_BITS
@@ -41,7 +41,7 @@ def quantize_cache(x: Tensor, fmt: CacheFormat) -> tuple[Tensor, Tensor]:
         scales = stored.to(torch.uint8)
     divisor = _scale_values(scales)
     scaled = grouped / torch.where(divisor > 0, divisor, 1.0)[..., None]
-    scaled = scaled.clamp(-fmt.largest, fmt.largest).flatten(-2)[..., :width]
+    scaled = scaled.clamp(-fmt.max_value, fmt.max_value).flatten(-2)[..., :width]
     if fmt.element is not None:
         return scaled.to(torch.float8_e4m3fn).view(torch.int8), scales
     return torch.round(scaled).to(torch.int8), scales

@@ -37,7 +37,7 @@ def round_activations(x: Tensor, activations: Activations | None, input_scale: T
     groups = pad(x, (0, -columns % size)).reshape(*x.shape[:-1], -1, size)
     scale = _scale(_sizes(groups, columns, activations), activations, input_scale)
     inverse = torch.where(scale > SMALLEST, 1.0 / scale, 0.0)
-    scaled = (groups * inverse).clamp(-activations.largest, activations.largest)
+    scaled = (groups * inverse).clamp(-activations.max_value, activations.max_value)
     if activations.is_sign:
         rounded = torch.where(inverse > 0, torch.where(scaled < 0, -1.0, 1.0), 0.0).to(x.dtype)
     else:
@@ -66,11 +66,11 @@ def _scale(top: Tensor, activations: Activations, input_scale: Tensor | None) ->
         exponent = torch.frexp(top)[1] - 1 - element.largest_exponent
         return torch.where(top > 0, torch.ldexp(torch.ones_like(top), exponent), 0.0)
     if activations.scale_type == "E4M3" and input_scale is not None:
-        blocks = (top / (input_scale.to(top.dtype) * activations.largest)).clamp(max=_LARGEST_E4M3)
+        blocks = (top / (input_scale.to(top.dtype) * activations.max_value)).clamp(max=_LARGEST_E4M3)
         return round_to_element(blocks, Element("E4M3", 4, 3)) * input_scale
     if activations.granularity == "tensor" and input_scale is not None:
         return input_scale.to(top.dtype).expand_as(top)
-    return top / activations.largest
+    return top / activations.max_value
 
 
 def round_to_element(values: Tensor, element: Element) -> Tensor:

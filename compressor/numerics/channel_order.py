@@ -62,7 +62,7 @@ class _Assignment:
         self.others = torch.empty_like(self.squares)
         self._weight = weight
         self._mean_square = self.squares.mean(1)
-        self._ratio = 1 / (12 * fmt.largest**2)
+        self._ratio = 1 / (12 * fmt.max_value**2)
         for block in range(int(self.block[-1]) + 1):
             self._update_largest(block)
         self.costs = self._cost(self.largest.mean(1))

@@ -75,7 +75,7 @@ def choose_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     elif fmt.scale_type == "E8M0":
         scale = absmax / 2.0**fmt.element.largest_exponent
     else:
-        scale = absmax / fmt.element.largest
+        scale = absmax / fmt.element.max_value
     scales = torch.where(absmax == 0, empty_scale(fmt), round_scales(scale, fmt))
     if fmt.symmetric:
         return scales, None
@@ -146,7 +146,7 @@ def tensor_scale(weight: Tensor, fmt: Format) -> Tensor | None:
     absmax = weight.abs().max().float()
     if not bool(torch.isfinite(absmax)):
         raise CompressorError(f"weights cannot be put on a {fmt.name} grid: they hold NaN or inf; check the checkpoint")
-    scale = absmax / (fmt.element.largest * _SCALES[fmt.scale_type][1])
+    scale = absmax / (fmt.element.max_value * _SCALES[fmt.scale_type][1])
     return torch.where(scale > 0, scale, 1.0).reshape(1)
 
 

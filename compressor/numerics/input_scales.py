@@ -50,7 +50,7 @@ def range_cuts(absmax: float, activations: Activations, steps: int) -> list[Tens
     if not 0 <= absmax < float("inf"):
         raise CompressorError("its inputs hold NaN or inf on the calibration samples; check the model and the samples")
     blocks = _LARGEST_E4M3 if activations.scale_type == "E4M3" else 1.0
-    widest = torch.tensor([absmax / (activations.largest * blocks)], dtype=torch.float64)
+    widest = torch.tensor([absmax / (activations.max_value * blocks)], dtype=torch.float64)
     if float(widest) <= SMALLEST:
         return [torch.ones(1)]
     return [few_bits(widest * 2.0 ** (-step / 4)).float() for step in range(1 if blocks > 1 else steps)]

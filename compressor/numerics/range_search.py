@@ -93,7 +93,7 @@ def _candidates(weight: Tensor, fmt: Format, ratios: Sequence[float]) -> Iterato
         mirrored = fmt.bit_planes is not None or (
             fmt.element is not None and fmt.element.is_float
         )  # a negative scale: the same
-        top = fmt.zero_point if fmt.element is None else fmt.element.largest
+        top = fmt.zero_point if fmt.element is None else fmt.element.max_value
         for ratio in _plane_ratios(fmt.bits) if fmt.bit_planes else ratios:
             scale = round_scales((extreme.abs() if mirrored else extreme) * (ratio / top), fmt)
             scale = torch.where(extreme == 0, empty_scale(fmt), scale)

@@ -89,9 +89,9 @@ def test_floats_are_rounded_as_ml_dtypes_does(name: str, fractions: list[float],
     act = activations(name, "_STATIC")
     assert act.element is not None
     values = np.array([value for value in act.element.values if np.isfinite(value)], np.float32)
-    x = np.concatenate([np.array(fractions, np.float32) * np.float32(act.largest * 2.0**exponent), values])
+    x = np.concatenate([np.array(fractions, np.float32) * np.float32(act.max_value * 2.0**exponent), values])
     x = np.concatenate([x, (x[:-1] + x[1:]) / 2])  # ties as well
-    expected = np.clip(x, -act.largest, act.largest).astype(ORACLES[name]).astype(np.float32)
+    expected = np.clip(x, -act.max_value, act.max_value).astype(ORACLES[name]).astype(np.float32)
     assert np.array_equal(round_activations(torch.from_numpy(x), act, torch.ones(1)).numpy(), expected)
 
 
@@ -99,7 +99,7 @@ def test_floats_are_rounded_as_ml_dtypes_does(name: str, fractions: list[float],
 def test_floats_of_any_split_are_those_of_the_table(name: str) -> None:
     element = Element.parse(name)
     assert element is not None
-    fmt, x = Format(Floats(element), ChannelScales()), rows().clamp(-element.largest, element.largest)
+    fmt, x = Format(Floats(element), ChannelScales()), rows().clamp(-element.max_value, element.max_value)
     codes = round_to_grid(x, torch.ones(len(x)), None, fmt)
     expected = torch.tensor(element.values)[codes.int()]
     got = round_activations(x, Activations(element.bits, element, "tensor"), torch.ones(1))
@@ -124,12 +124,12 @@ def test_dynamic_scales_are_those_of_the_definition(numbers: str, scales: str | 
     got = round_activations(x, act)
     for begin in range(0, 70, size):
         group, rounded = x[:, begin : begin + size].double(), got[:, begin : begin + size].double()
-        step = group.abs().amax(1, keepdim=True) / act.largest
-        grid = torch.arange(-act.largest, act.largest + 1).double() if act.element is None else None
+        step = group.abs().amax(1, keepdim=True) / act.max_value
+        grid = torch.arange(-act.max_value, act.max_value + 1).double() if act.element is None else None
         grid = torch.tensor([v for v in act.element.values if v == v]).double() if act.element is not None else grid
         assert grid is not None
         nearest = (group[..., None] / step[..., None] - grid).abs().amin(-1)
-        assert torch.allclose((rounded - group).abs() / step, nearest, atol=2e-6 * act.largest, rtol=0)
+        assert torch.allclose((rounded - group).abs() / step, nearest, atol=2e-6 * act.max_value, rtol=0)
 
 
 @pytest.mark.parametrize(("scales", "size"), [(None, 70), ("_AG32", 32)])
@@ -168,7 +168,7 @@ def test_one_outlier_does_not_set_the_range(name: str) -> None:
     x[100, 7] = 60.0
     absmax = float(x.abs().max())
     found = search_input_scale(x, absmax, act)
-    widest, fine = range_cuts(absmax, act, 1)[0], [absmax / act.largest * 2.0 ** (-k / 40) for k in range(240)]
+    widest, fine = range_cuts(absmax, act, 1)[0], [absmax / act.max_value * 2.0 ** (-k / 40) for k in range(240)]
     best = min(input_error(x, act, torch.tensor([scale])) for scale in fine)
     assert best <= input_error(x, act, found) * (1 + 1e-6) and input_error(x, act, found) <= 1.12 * best
     assert input_error(x, act, found) <= input_error(x, act, widest)

@@ -37,7 +37,7 @@ def test_values_are_those_of_ml_dtypes(name: str) -> None:
     theirs = np.arange(1 << ours.bits, dtype=np.uint8).view(ORACLES[name]).astype(np.float64)
     expected = np.where(np.isfinite(theirs), theirs, np.nan)
     assert np.array_equal(np.array(ours.values), expected, equal_nan=True)
-    assert ours.largest == float(ml_dtypes.finfo(ORACLES[name]).max)
+    assert ours.max_value == float(ml_dtypes.finfo(ORACLES[name]).max)
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -45,11 +45,11 @@ def test_values_are_those_of_ml_dtypes(name: str) -> None:
 @given(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=40), st.integers(-12, 3))
 def test_rounding_is_that_of_ml_dtypes(name: str, fractions: list[float], exponent: int) -> None:
     ours = element(name)
-    x = np.array(fractions, np.float32) * np.float32(ours.largest * 2.0**exponent)
+    x = np.array(fractions, np.float32) * np.float32(ours.max_value * 2.0**exponent)
     x = np.concatenate([x, np.array(ours.values, np.float32)])
     x = np.concatenate([x, (x[:-1] + x[1:]) / 2])  # ties as well
     x = np.clip(
-        x[np.isfinite(x)], -ours.largest, ours.largest
+        x[np.isfinite(x)], -ours.max_value, ours.max_value
     )  # beyond, ml_dtypes gives NaN or infinity; ours saturates
     fmt = Format(Floats(ours), ChannelScales())
     codes = round_to_grid(torch.from_numpy(x)[None], torch.ones(1), None, fmt)[0].numpy()
@@ -63,7 +63,7 @@ def test_beyond_the_largest_value_rounding_saturates() -> None:
         fmt = Format(Floats(ours), ChannelScales())
         codes = round_to_grid(torch.tensor([[1e30, -1e30, 0.0, -0.0]]), torch.ones(1), None, fmt)[0]
         largest, least, zero, other_zero = (ours.values[int(code)] for code in codes)
-        assert largest == ours.largest and least == -ours.largest and zero == other_zero == 0.0
+        assert largest == ours.max_value and least == -ours.max_value and zero == other_zero == 0.0
 
 
 def test_normal_float_has_the_quantiles_of_the_paper() -> None:

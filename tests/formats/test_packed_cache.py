@@ -31,10 +31,10 @@ def plain_row(x: list[float], fmt: CacheFormat) -> list[float]:
         if fmt.scale_type == "E8M0":
             scale = 2.0 ** max(math.frexp(top)[1] - 1 - (fmt.bits - 2), -126) if top else 1.0
         else:
-            scale = float(np.float16(min(np.float32(top) / np.float32(fmt.largest), 65504.0)))
+            scale = float(np.float16(min(np.float32(top) / np.float32(fmt.max_value), 65504.0)))
         for value in group:
             quotient = float(np.float32(value) / np.float32(scale)) if scale else 0.0
-            kept = min(max(quotient, -fmt.largest), fmt.largest)
+            kept = min(max(quotient, -fmt.max_value), fmt.max_value)
             code = float(kept.__round__()) if fmt.element is None else float(ml_dtypes.float8_e4m3fn(kept))
             result.append(code * scale)
     return result
@@ -53,7 +53,7 @@ def test_rounding_is_the_plain_definition(fmt: CacheFormat, x: list[float]) -> N
 @given(formats, st.integers(1, 80), st.integers(0, 2**31))
 def test_packing_is_exact_and_takes_the_bytes_that_are_stated(fmt: CacheFormat, width: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    top = int(fmt.largest) if fmt.element is None else 126
+    top = int(fmt.max_value) if fmt.element is None else 126
     codes = torch.randint(-top, top + 1, (2, 3, width), generator=rng, dtype=torch.int8)
     bits = torch.randint(0, 256, (2, 3, fmt.groups(width), 2), generator=rng, dtype=torch.uint8)
     halves = (bits[..., 0].int() | bits[..., 1].int() << 8).to(torch.int16).view(torch.float16)

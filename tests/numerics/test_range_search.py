@@ -52,7 +52,7 @@ def test_with_a_matrix_the_grid_is_the_best_of_all_that_are_tried(name: str) -> 
     rows = weight.reshape(1, -1).expand(21, -1) if fmt.strategy == "tensor" else weight
     for percent in (100, *range(40, 121, 2)):
         if fmt.symmetric:
-            top = fmt.element.largest if fmt.element else fmt.zero_point
+            top = fmt.element.max_value if fmt.element else fmt.zero_point
             extreme = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
             scale = (extreme * (percent / 100 / top)).half().float()
             tried += [loss((sign * scale, None)) for sign in (1, -1)]

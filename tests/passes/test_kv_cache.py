@@ -150,7 +150,7 @@ def cost(order: list[int], squares: Tensor, weight: Tensor, fmt: CacheFormat) ->
     total, span = 0.0, fmt.span(len(order))
     for first in range(0, len(order), span):
         block = order[first : first + span]
-        step = float(squares[:, block].amax(1).mean()) / 12 / fmt.largest**2
+        step = float(squares[:, block].amax(1).mean()) / 12 / fmt.max_value**2
         total += sum(float(weight[d]) * min(float(squares[:, d].mean()), step) for d in block)
     return total
 

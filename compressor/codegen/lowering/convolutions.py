@@ -59,7 +59,7 @@ def fused_convolution(
     act = Format.parse(next_format).activations
     assert act is not None
     inverse = torch.where(next_scale > SMALLEST, 1.0 / next_scale, 0.0)
-    codes = torch.round((y * inverse).clamp(-act.largest, act.largest))
+    codes = torch.round((y * inverse).clamp(-act.max_value, act.max_value))
     return (codes + 128).to(torch.uint8).view(torch.int8)
 
 

@@ -273,7 +273,7 @@ class _Packer:
             T.buffer_store(divisor, value, [0])
             return
         half = T.alloc_buffer((1,), "float16")
-        scale = T.reinterpret(top, dtype="float32") / T.float32(fmt.largest)
+        scale = T.reinterpret(top, dtype="float32") / T.float32(fmt.max_value)
         finite = top < T.int32(_INFINITE)
         T.buffer_store(half, T.Cast("float16", T.Select(finite, T.min(scale, T.float32(65504)), scale)), [0])
         fields = T.reinterpret(half[0], dtype="uint16")
@@ -284,9 +284,9 @@ class _Packer:
 
     def _round(self, d: int, divisor: Any) -> Any:
         """Codes of channels from d, int32, of which the lower bits count."""
-        lanes, largest = self.lanes, splat_float(self.fmt.largest, self.lanes)
+        lanes, largest = self.lanes, splat_float(self.fmt.max_value, self.lanes)
         scaled = self.row[ramp(d, lanes)] / widen(divisor[0], lanes)
-        kept = T.max(T.min(scaled, largest), splat_float(-self.fmt.largest, lanes))
+        kept = T.max(T.min(scaled, largest), splat_float(-self.fmt.max_value, lanes))
         if self.fmt.element is None:
             return T.Cast(_typed("int32", lanes), T.nearbyint(kept))
         bits = T.reinterpret(kept, dtype=_typed("int32", lanes))

@@ -24,9 +24,9 @@ def span_scale(top: Any, act: Activations, input_scale: Any) -> Any:
         assert act.element is not None
         return _binade(top, 1) * T.float32(2.0**-act.element.largest_exponent)
     if act.scale_type == "E4M3":
-        blocks = T.min(top / (input_scale * T.float32(act.largest)), T.float32(448))
+        blocks = T.min(top / (input_scale * T.float32(act.max_value)), T.float32(448))
         return _to_element(blocks, Element("E4M3", 4, 3), 1) * input_scale
-    return input_scale if act.granularity == "tensor" else top / T.float32(act.largest)
+    return input_scale if act.granularity == "tensor" else top / T.float32(act.max_value)
 
 
 def inverse_scale(scale: Any) -> Any:
@@ -39,8 +39,8 @@ def on_grid(x: Any, inverse: Any, act: Activations, lanes: int) -> Any:
     if act.is_sign:
         size = widen(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
         return T.Select(x < splat_float(0.0, lanes), splat_float(0.0, lanes) - size, size)
-    largest = splat_float(act.largest, lanes)
-    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-act.largest, lanes))
+    largest = splat_float(act.max_value, lanes)
+    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-act.max_value, lanes))
     return T.nearbyint(scaled) if act.element is None else _to_element(scaled, act.element, lanes)
 
 

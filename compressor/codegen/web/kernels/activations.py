@@ -129,7 +129,7 @@ def _bytes(columns: int, layout: Rounded) -> str:
 
 def _scale_functions(act: Activations) -> str:
     """``join``: what a scale is made of; ``scale_of`` that of a span; ``on_grid``: scaled values, rounded."""
-    largest, grid = act.largest, "round(near)"
+    largest, grid = act.max_value, "round(near)"
     functions = [f"fn join(a: f32, b: f32) -> f32 {{ return {'a + b' if act.is_sign else 'max(a, b)'}; }}"]
     elements = {act.element} if act.element is not None else set()
     scale = f"top / {largest!r}"

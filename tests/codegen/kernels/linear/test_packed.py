@@ -119,7 +119,7 @@ def test_products_of_bit_planes_are_exact(name: str, isa: Isa, counted: bool) ->
     assert (bit_planes.supports(fmt, isa) == "") == counted and fmt.activations is not None
     rng = torch.Generator().manual_seed(len(name))
     still = replace(fmt, activations=Activations(fmt.activations.bits, granularity="tensor"))
-    rows, columns, top = pick.randint(1, 40), pick.randint(33, 150), int(fmt.activations.largest)
+    rows, columns, top = pick.randint(1, 40), pick.randint(33, 150), int(fmt.activations.max_value)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
     packed = pack(codes, torch.ones(rows, fmt.groups(columns)), None, still).with_input_scale(torch.ones(1))
     kernel = build(packed_linear.packed_linear(rows, columns, still, False, isa, packed_linear.Schedule(1, 1, 2)), isa)
@@ -273,7 +273,7 @@ def test_activations_are_rounded_to_the_same_bits(name: str) -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(400, 16, generator=rng) * torch.logspace(-32, 3, 400, 10.0)[:, None]
     x[200:] = torch.randint(-64, 65, (200, 16), generator=rng) / 8.0  # ties and values of the grid
-    x[200:, 0] = act.largest * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
+    x[200:, 0] = act.max_value * torch.pow(2.0, torch.randint(-3, 4, (200,), generator=rng))
     x[7] = 0.0
     expected = round_activations(x, act, torch.tensor([0.03]))
     top = x.abs().mean(1) if act.is_sign else x.abs().amax(1)
