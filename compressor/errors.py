@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar
 
 
@@ -57,6 +58,23 @@ class ResourceError(CompressorError):
     """Too little memory or disk on this machine for the run; the message names the setting that would help."""
 
     exit_code: ClassVar[int] = 5
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def failed_write(error: OSError, message: str) -> CompressorError:
+    """Return the error to raise for one of the system while writing; of its own class where there is no room."""
+    return (ResourceError if error.errno in _NO_ROOM else CompressorError)(message)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that ends with an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return int(getattr(error, "exit_code", 130))
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        return ResourceError.exit_code
+    return int(getattr(error, "exit_code", 1))
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

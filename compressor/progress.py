@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol, TextIO
+
+_EVERY_S = 60.0
 
 
 class Task(Protocol):
@@ -19,6 +24,9 @@ class Reporter(Protocol):
 
     def task(self, name: str, total: int) -> AbstractContextManager[Task]:
         """Begin a task of ``total`` units, which ends with the ``with`` block."""
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Take the plan's estimate of the tasks to come, by name."""
 
     def note(self, text: str) -> None:
         """Show one line to the user that is not an error."""
@@ -37,3 +45,83 @@ class Silent:
 
     def note(self, text: str) -> None:
         """Do nothing."""
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+
+class LogReporter:
+    """Reporter for logs: a line at the begin and at the end of each task, and one every minute between.
+
+    Each begins with the seconds since the reporter was made.  ::
+
+        compressor.compress(model, recipe, "bundle", reporter=compressor.LogReporter())
+
+    Args:
+        stream: where the lines go; None takes stderr.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream, self._began = stream or sys.stderr, time.monotonic()
+        self._expected: dict[str, float] = {}
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Task]:
+        """Begin a task; its lines are written until the block ends."""
+        count = f" ({total} steps)" if total > 1 else ""
+        here, rest = self._expected.get(name), sum(self._expected.values())
+        expected = (
+            "" if here is None else f", takes about {duration(here)}; the whole run ends in about {duration(rest)}"
+        )
+        self._write(f"{name}{count} begins{expected}")
+        began, task, ended = time.monotonic(), _Count(total), threading.Event()
+
+        def remind() -> None:
+            while not ended.wait(_EVERY_S):
+                self._write(f"{name}: {task.state(time.monotonic() - began, here)}")
+
+        threading.Thread(target=remind, name="compressor-log", daemon=True).start()
+        try:
+            yield task
+        finally:
+            ended.set()
+        self._expected.pop(name, None)
+        self._write(f"{name} took {duration(time.monotonic() - began)}")
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Name from now on how long each task and the whole run are to take."""
+        self._expected = dict(seconds)
+
+    def note(self, text: str) -> None:
+        """Write a line."""
+        self._write(f"note: {text}")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads any more; the work goes on
+            print(f"[{time.monotonic() - self._began:7.1f} s] {text}", file=self._stream, flush=True)
+
+
+class _Count:
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+
+    def advance(self, amount: int = 1) -> None:
+        self._done += amount
+
+    def state(self, seconds: float, expected: float | None) -> str:
+        """Say how far the task is, and how long it will go on."""
+        if self._done:
+            left: float | None = seconds / self._done * (self._total - self._done)
+        else:
+            left = None if expected is None else max(0.0, expected - seconds)
+        far = f"{self._done} of {self._total}" if self._total > 1 else f"goes on since {duration(seconds)}"
+        return far if left is None else f"{far}, about {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in two units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

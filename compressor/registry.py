@@ -52,14 +52,16 @@ class Registry:
         """Import and return the class of that name.
 
         Raises:
-            UsageError: nothing has that name (the nearest is named), or two packages claim it.
+            UsageError: nothing has that name (the nearest is named), or two other packages claim it.
             CompressorError: its module cannot be imported, or holds no such class, or several.
         """
         known = self.names()
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise UsageError(f"{self.kind} {name!r} is unknown; nearest: {near[0]}; there are: {', '.join(known)}")
-        claims = {known[name], *(entry.value for entry in entry_points(group=self.group, name=name))}
+        claims = {entry.value for entry in entry_points(group=self.group, name=name)}
+        if self.ships(name):  # whatever else is installed, recipes mean the same
+            claims = {known[name]}
         if len(claims) > 1:
             raise UsageError(f"{self.kind} {name!r} is claimed by {' and '.join(sorted(claims))}; uninstall one")
         path, _, attribute = known[name].partition(":")
@@ -78,6 +80,10 @@ class Registry:
             )
         return found[0]
 
+    def ships(self, name: str) -> bool:
+        """Return whether the class of that name lies in one of this package's files."""
+        return importlib.util.find_spec(f"{self.package}.{name}") is not None
+
     def owns(self, instance: object) -> bool:
         """Return whether an instance's class lies in one of this package's files."""
         return type(instance).__module__.rpartition(".")[0] == self.package
@@ -92,11 +98,14 @@ class Registry:
         if not (inspect.isclass(candidate) and dataclasses.is_dataclass(candidate)):
             return False
         frozen: bool = candidate.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return frozen and self.extends(candidate)
+
+    def extends(self, candidate: type[Any]) -> bool:
+        """Tell whether a class has the base, or the method."""
         if not self.base:
-            return frozen and callable(getattr(candidate, self.method, None))
+            return callable(getattr(candidate, self.method, None))
         module, _, name = self.base.partition(":")
-        base: type[Any] = getattr(importlib.import_module(module), name)
-        return frozen and issubclass(candidate, base)
+        return issubclass(candidate, getattr(importlib.import_module(module), name))
 
 
 PASSES = Registry("pass", "compressor.passes", "compressor.passes", base="compressor.pipeline.pipeline:Pass")

@@ -13,6 +13,7 @@ from compressor_runtime import (
     load,
     read_manifest,
 )
+from compressor_runtime.cpu import thread_count
 
 __all__ = [
     "Bundle",
@@ -24,4 +25,5 @@ __all__ = [
     "check_files",
     "load",
     "read_manifest",
+    "thread_count",
 ]

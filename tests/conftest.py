@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,13 +62,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def require_tool() -> Callable[[str], Path]:
-    """``require_tool("g++")`` is the tool's path; without it the test is skipped, and in CI it fails."""
+def require_tool() -> Callable[..., Path]:
+    """``require_tool("g++")`` is the tool's path; without it, or with one older than the version after it, the test is
+    skipped, and in CI it fails.
+    """
 
-    def require(name: str) -> Path:
+    def require(name: str, *least: int) -> Path:
         found = shutil.which(name)
+        reason = f"{name} is not on PATH"
+        if found is not None and least:
+            stated = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+            if tuple(map(int, re.findall(r"\d+", stated))) < least:
+                found, reason = None, f"{name} is {stated}, older than {'.'.join(map(str, least))}"
         if found is None:
-            reason = f"{name} is not on PATH"
             if os.environ.get("CI"):
                 pytest.fail(f"{reason}; CI runs every test: install it in start.py", pytrace=False)
             pytest.skip(reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
-from compressor.capture.export import error_context, export_program, unlift
+from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
@@ -43,7 +43,7 @@ _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
 def capture(
     model: str | Path | nn.Module,
-    example_inputs: tuple[Any, ...] | None = None,
+    example_inputs: tuple[Any, ...] | Tensor | None = None,
     *,
     dynamic_shapes: Any = None,
     trust_remote_code: bool = False,
@@ -79,10 +79,10 @@ def capture(
         # A transformers model cannot exist unless transformers has been imported.
         transformers = sys.modules.get("transformers")
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-            raise CaptureError(f"{type(model).__name__} is a plain module: give example_inputs to capture it with")
+            raise CaptureError(f"{type(model).__name__} is a plain module: give an example of its inputs, `example`")
         meta_model = memory_meta_model(model, weights)
     elif example_inputs is not None or dynamic_shapes is not None:
-        raise CaptureError(f"{model}: example_inputs and dynamic_shapes are for modules, not for folders and ids")
+        raise CaptureError(f"{model}: an example and dynamic_shapes are for modules, not for folders and ids")
     else:
         meta_model = folder_meta_model(model, trust_remote_code, weights)
     return _capture_meta_model(meta_model)
@@ -250,8 +250,19 @@ def _bind(
     return module
 
 
-def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any, weights: bool) -> GraphModule:
-    name = type(module).__name__
+def _example(given: Any) -> tuple[Any, ...]:
+    args = (given,) if isinstance(given, Tensor) else given
+    found = f"is {given!r:.80}"
+    if isinstance(args, tuple | list) and args:
+        wrong = [type(x).__name__ for x in args if not isinstance(x, Tensor)]
+        if not wrong and all(x.numel() for x in args):
+            return tuple(args)
+        found = f"holds {', '.join(wrong) or 'a tensor without elements'}"
+    raise CaptureError(f"the example {found}; give a tensor, or a tuple of the tensors that the module takes")
+
+
+def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
+    name, args = type(module).__name__, _example(example)
     tensors = _tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
     if wrong:
@@ -261,7 +272,7 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any,
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        exported = export_program(module, tuple(args), dynamic_shapes, name)
+        exported = export_program(module, args, dynamic_shapes, name)
     finally:
         for part, training in modes:
             part.training = training
@@ -269,10 +280,11 @@ def _capture_module(module: nn.Module, args: Sequence[Any], dynamic_shapes: Any,
     named = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     names = named[: len(args)] if len(named) >= len(args) else [f"input_{i}" for i in range(len(args))]
     graph, constants = unlift(exported, rename, names)
+    outputs = flatten_outputs(graph, exported.call_spec.out_spec, names, name)
     layout = normalize(graph)
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
     captured.meta["rules"] += rewrite_convolutions(captured)
-    captured.meta["inputs"] = (tuple(args), dynamic_shapes)
+    captured.meta["inputs"], captured.meta["outputs"] = (args, dynamic_shapes), outputs
     return captured

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -37,7 +38,7 @@ def export_program(
     Raises:
         CaptureError: names the module and the line that stopped it.
     """
-    with torch.no_grad(), error_context(root or module, name):
+    with torch.no_grad(), error_context(root or module, name, is_plain=root is None):
         program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
@@ -87,6 +88,35 @@ def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]
     return graph, constants
 
 
+def flatten_outputs(graph: fx.Graph, structure: pytree.TreeSpec, names: list[str], module: str) -> list[str] | None:
+    """Make a graph return one tensor or a tuple of tensors, whatever its module returns.
+
+    Args:
+        structure: of what the module returns.
+        names: of the graph's arguments.
+        module: its name, for messages.
+    Returns:
+        Dotted names of the tensors, where the module returns them in dictionaries or other classes.
+    Raises:
+        CaptureError: it returns something that is not a tensor.
+    """
+    leaves = graph.output_node().args[0]
+    assert isinstance(leaves, tuple | list)
+    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(leaves))), structure))[0]
+    found = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in paths]
+    for leaf, name in zip(leaves, found, strict=True):
+        if not isinstance(leaf, fx.Node):
+            where = f" as {name!r}" if name else ""
+            raise CaptureError(f"{module} returns {leaf!r:.80}{where}; a bundle returns tensors: leave it out")
+    if not leaves:
+        raise CaptureError(f"{module} returns no tensor")
+    named = any(not hasattr(key, "idx") for path, _ in paths for key in path)
+    flat = pytree.tree_structure(0 if len(leaves) == 1 and (named or not paths[0][0]) else tuple(range(len(leaves))))
+    info = cast("_PyTreeCodeGen", graph._codegen).pytree_info
+    graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, info.in_spec, flat)))
+    return found if named else None
+
+
 def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
     """Remove the wrapper around the model (its name is ``rename['']``) from the module names of the provenance."""
     wrapper = rename.get("")
@@ -102,7 +132,7 @@ def _renamed(meta: dict[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def error_context(root: nn.Module | None, name: str) -> Iterator[None]:
+def error_context(root: nn.Module | None, name: str, is_plain: bool = False) -> Iterator[None]:
     """Turn every error inside into a CaptureError that names the module, file and line."""
     try:
         with quiet_fake_tensors():
@@ -113,7 +143,7 @@ def error_context(root: nn.Module | None, name: str) -> Iterator[None]:
         where = _where(error, root) or (type(root).__name__ if root is not None else name)
         reason = first_line(error, "no reason given")
         raise CaptureError(
-            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error)}"
+            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error, is_plain)}"
         ) from error
 
 
@@ -129,7 +159,7 @@ def quiet_fake_tensors() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, is_plain: bool) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return (
             "the model picks its attention from a table of its own, not through transformers' attention interface; "
@@ -139,9 +169,11 @@ def _advice(error: Exception) -> str:
         return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
     if "Constraint" in type(error).__name__ or "specialized" in str(error):
         return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
+    if is_plain:
+        return "check that the module runs on the example; rewrite the line, or capture a part of the module"
     return (
         "decoders must take position_ids and a cache and use transformers' attention interface; for anything else, "
-        "rewrite the line, or capture the part you need as a module with example inputs"
+        "rewrite the line, or capture the part you need as a module with an example of its inputs"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -57,9 +58,11 @@ def serve(bundle: Path, port: int, as_json: bool) -> None:
 
     with make_server(bundle, port) as server:
         url = f"http://{HOST}:{server.server_port}/"
-        emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(f"{bundle} at {url}; Ctrl-C ends it"))
+        click.echo(f"{bundle}; Ctrl-C ends it", err=True)
+        emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(url))
         sys.stdout.flush()
-        server.serve_forever()
+        with contextlib.suppress(KeyboardInterrupt):  # how serving ends
+            server.serve_forever()
 
 
 @click.command("bench")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import UsageError
+from compressor.cli.outline import Outline, outline
+from compressor.errors import CompressorError, UsageError
 from compressor.host.resources import resource
+from compressor.registry import Registry
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def catalogue(kind: str) -> dict[str, str]:
 def _passes() -> dict[str, str]:
     from compressor.registry import PASSES
 
-    return {name: _summary(PASSES.find(name)) for name in PASSES.names()}
+    return {name: _summary(PASSES, name) for name in PASSES.names()}
 
 
 def _formats() -> dict[str, str]:
@@ -45,7 +45,7 @@ def _formats() -> dict[str, str]:
 def _targets() -> dict[str, str]:
     from compressor.registry import TARGETS
 
-    return {name: _summary(TARGETS.find(name)) for name in TARGETS.names()}
+    return {name: _summary(TARGETS, name) for name in TARGETS.names()}
 
 
 def _recipes() -> dict[str, str]:
@@ -88,9 +88,9 @@ def describe(name: str) -> tuple[str, str]:
     from compressor.registry import PASSES, TARGETS
 
     if name in PASSES.names():
-        return "pass", _options_text(name, PASSES.find(name))
+        return "pass", _options_text(name, outline(PASSES, name))
     if name in TARGETS.names():
-        return "target", _options_text(name, TARGETS.find(name))
+        return "target", _options_text(name, outline(TARGETS, name))
     for kind in ("recipes", "calibration"):
         path = resource(kind) / f"{name}.yaml"
         if path.name == f"{name}.yaml" and path.is_file():
@@ -178,16 +178,15 @@ def _bits_per_weight(fmt: Any) -> float:
     return float(fmt.packed_bytes(4096, 4096) * 8 / 4096**2)
 
 
-def _options_text(name: str, cls: type[Any]) -> str:
-    lines = [name, "", inspect.cleandoc(cls.__doc__ or ""), "", "Defaults:"]
-    for field in dataclasses.fields(cls):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        lines.append(f"  {field.name}: {'required' if required else repr(field.default)}")
-    return "\n".join(lines)
+def _options_text(name: str, found: Outline) -> str:
+    return "\n".join([name, "", found.text, "", "Defaults:", *(f"  {key}: {v}" for key, v in found.defaults.items())])
 
 
-def _summary(cls: type[Any]) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+def _summary(registry: Registry, name: str) -> str:
+    try:
+        return outline(registry, name).summary
+    except CompressorError as error:  # somebody else's: the others are listed nevertheless
+        return f"BROKEN: {error}"
 
 
 def _first_comment(path: Path) -> str:

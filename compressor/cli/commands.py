@@ -1,22 +1,44 @@
 """The ``compress`` command: parse, call, print.
 
 Exit codes: 0 done, 1 anything else, 2 bad usage or recipe, 3 a gate failed, 4 verification failed, 5 too
-little memory or disk.
+little memory or disk, 128 and the number of a signal that ended it.
 Results go to stdout (one JSON object with ``--json``), progress and messages to stderr.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
 from compressor.cli.bundles import COMMANDS
-from compressor.cli.invocation import BUNDLE_OR_MODEL, F, emit, folder_with, json_option, reported, threads_option
+from compressor.cli.invocation import (
+    BUNDLE_OR_MODEL,
+    F,
+    emit,
+    folder_with,
+    json_option,
+    reported,
+    shipped_model,
+    threads_option,
+)
 from compressor.errors import GateError
 from compressor.host.threads import wait_passively
 
+
+class _Days(click.FloatRange):
+    """At least 0, and a number: NaN is neither older nor younger than anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        days = float(super().convert(value, param, ctx))
+        if math.isnan(days):
+            self.fail(f"{value} is not a number of days", param, ctx)
+        return days
+
+
+DAYS = _Days(0)
 _RECIPE_OPTIONS = (
     click.argument("recipe"),
     click.option("--model", help="Hugging Face folder or id, in place of the recipe's."),
@@ -76,16 +98,18 @@ def run(
     **changes: Any,
 ) -> None:
     """Run RECIPE (a file, or a shipped recipe's name): compress, generate kernels, measure, write the bundle."""
-    from compressor.cli.show_run import progress, show_outcome
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_outcome
     from compressor.recipe.recipe import load_recipe
     from compressor.report.content import outcome_content
     from compressor.report.recorder import recording
-    from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
 
     failed: GateError | None = None
     with recording(recipe, junit, report, changes["output"]) as recorder:
         loaded = load_recipe(recipe, **changes)
         recorder.begin(loaded.output)
+        from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
+
         former = read_lock(lock or Path(LOCK_NAME)) if locked else None
         if lock is not None and not locked:
             check_place(lock)
@@ -95,6 +119,8 @@ def run(
             try:
                 outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads, locked=former)
             except GateError as error:
+                if error.outcome is None:  # nothing was made: the plan knew
+                    raise
                 outcome, failed = error.outcome, error
         if lock is not None and not locked and failed is None:
             save_lock(outcome.bundle, lock)
@@ -122,7 +148,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 
     plan = make_plan(loaded, measure=probe)
     emit(as_json, plan.to_json(), lambda: show_plan(plan))
-    check_plan(plan)
+    check_plan(plan, loaded.gates)
 
 
 @main.command("eval")
@@ -140,7 +166,8 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
     Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense.
     """
-    from compressor.cli.show_run import progress, show_metrics
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_metrics
     from compressor.recipe.recipe import load_text_spec
 
     spec = load_text_spec(data, evaluation=True)
@@ -149,7 +176,8 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
     with progress() as reporter:
         from compressor.evaluate.models import evaluate_path
 
-        metrics = evaluate_path(path, spec, dense=dense, threads=threads, reporter=reporter)
+        reference = None if dense is None else shipped_model(dense)
+        metrics = evaluate_path(path, spec, dense=reference, threads=threads, reporter=reporter)
     emit(as_json, metrics, lambda: show_metrics(str(path), metrics))
 
 
@@ -201,7 +229,7 @@ def cache_list(as_json: bool) -> None:
 
 
 @cache.command("prune")
-@click.option("--older-than", type=click.FloatRange(0), default=0.0, metavar="DAYS", help="Keep what was used since.")
+@click.option("--older-than", type=DAYS, default=0.0, metavar="DAYS", help="Keep what was used since.")
 @json_option
 @reported
 def cache_prune(older_than: float, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,35 @@ def inspect_path(path: Path) -> dict[str, Any]:
 
 
 def _inspect_bundle(path: Path) -> dict[str, Any]:
+    from compressor_runtime.check import check_listed
+    from compressor_runtime.manifest import WEB_FORMAT, any_manifest, field
+
     from compressor.runtime import DamagedBundleError, check_files, read_manifest
 
-    manifest = read_manifest(path)
-    check_files(path, manifest)
+    if any_manifest(path)["format"] == WEB_FORMAT:
+        manifest = any_manifest(path)
+        check_listed(path, field(manifest, "files", dict))
+    else:
+        manifest = read_manifest(path)
+        check_files(path, manifest)
     try:
         return _contents(manifest)
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedBundleError(
             f"{path}: the manifest lacks something, or has something else in its place ({error}); copy the bundle again"
         ) from error
+
+
+def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the linears of each format take together, as they are in the end."""
+    totals: dict[str, dict[str, Any]] = {}
+    for site in {site["site"]: site for site in sites}.values():
+        name = site["format"] or "dense"
+        row = totals.setdefault(name, {"format": name, "linears": 0, "bytes_before": 0, "bytes_after": 0})
+        row["linears"] += 1
+        for key in ("bytes_before", "bytes_after"):
+            row[key] += site[key]
+    return list(totals.values())
 
 
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +88,8 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "dense_weight_bytes": manifest["dense_weight_bytes"],
         "bundle_bytes": manifest["bundle_bytes"],
         **cache,
-        "cpu_features": ", ".join(manifest["cpu_features"]),
+        **{key: list(manifest[key]) for key in ("cpu_features", "engines") if key in manifest},
+        "formats": _totals(manifest["sites"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
         "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],
     }

@@ -1,62 +1,22 @@
-"""What the command line shows: progress on stderr, tables on stdout."""
+"""Show results as tables on stdout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from compressor.cli.figures import figure, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
-    from compressor.progress import Reporter, Task
     from compressor.run.outcome import Outcome
 
 
-class _Bar:
-    def __init__(self, bars: Progress, task: Any) -> None:
-        self._bars, self._task = bars, task
-
-    def advance(self, amount: int = 1) -> None:
-        self._bars.advance(self._task, amount)
-
-
-class _Progress:
-    """A :class:`compressor.progress.Reporter` that draws bars."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-
-    @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Task]:
-        task = self._bars.add_task(name, total=total)
-        yield _Bar(self._bars, task)
-
-    def note(self, text: str) -> None:
-        self._bars.console.print(f"note: {text}", highlight=False, markup=False)
-
-
-@contextmanager
-def progress() -> Iterator[Reporter]:
-    """Progress bars with elapsed and remaining time on stderr; plain lines where that is not a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        yield _Progress(bars)
-
-
+_NAMED = 2
+"""Linears of a note that are named; the others are counted."""
 _ROWS = (
     ("perplexity", "perplexity", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2%}"),
@@ -95,7 +55,9 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         ("of the memory bandwidth", "bandwidth_fraction", "{:.0%}"),
     ):
         if key in metrics:
-            console.print(f"{label}: {figure(metrics[key], form)}", highlight=False)
+            ends = metrics.get(f"{key}_interval")
+            between = f" ({figure(ends[0], form)} to {figure(ends[1], form)} at 95% confidence)" if ends else ""
+            console.print(f"{label}: {figure(metrics[key], form)}{between}", highlight=False)
     if outcome.kernel_error is not None:
         console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
     if metrics.get("dense_latency_ms"):
@@ -103,9 +65,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     _show_certainty(console, metrics)
     for result in outcome.gates:
         console.print(f"gate {'passed' if result.passed else 'FAILED'}: {result}", highlight=False, markup=False)
-    for site in outcome.sites:
-        if site["note"]:
-            console.print(f"note: {site['site']}: {site['note']}", highlight=False, markup=False)
+    _show_site_notes(console, outcome.sites)
     for remark in outcome.remarks:
         console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
@@ -116,6 +76,9 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     show_comparison(outcome.predictions if time_passes else totals)
     if time_passes:
         _show_stages(console, outcome)
+    command = "serve" if (outcome.bundle / "index.html").is_file() else "inspect"
+    command = "generate" if command == "inspect" and "cache_bytes_per_token" in metrics else command
+    console.print(f"wrote {outcome.bundle}; try: compress {command} {outcome.bundle}", highlight=False, markup=False)
 
 
 def _show_certainty(console: Console, metrics: Mapping[str, Any]) -> None:
@@ -143,6 +106,17 @@ def _show_stages(console: Console, outcome: Outcome) -> None:
     console.print(table)
 
 
+def _show_site_notes(console: Console, sites: Sequence[Mapping[str, Any]]) -> None:
+    """Show each note once, with the linears that it is about."""
+    about: dict[str, list[str]] = {}
+    for site in sites:
+        if site["note"]:
+            about.setdefault(site["note"], []).append(site["site"])
+    for note, names in about.items():
+        more = f" and {len(names) - _NAMED} more linears" if len(names) > _NAMED else ""
+        console.print(f"note: {', '.join(names[:_NAMED])}{more}: {note}", highlight=False, markup=False)
+
+
 def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     """One figure a line."""
     console = stdout_console()
@@ -150,11 +124,11 @@ def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     width = max(map(len, metrics))
     figures = metrics.get("timings", {}).get("figures", {})
     for name, value in metrics.items():
-        if name == "timings":
+        if name == "timings" or name.endswith("_interval"):
             continue
         form = "bytes" if name.endswith(("bytes", "bytes_per_token")) else "{:.6g}"
         shown = figure(value, form) if isinstance(value, int | float) else str(value)
-        ends = figures[name]["interval"] if name in figures else None
+        ends = figures[name]["interval"] if name in figures else metrics.get(f"{name}_interval")
         between = f"  ({ends[0]:.6g} to {ends[1]:.6g} at {CONFIDENCE:.0%} confidence)" if ends else ""
         console.print(f"  {name:<{width}}  {shown}{between}", highlight=False, markup=False)
 
@@ -163,11 +137,13 @@ def show_inspection(content: Mapping[str, Any]) -> None:
     """Facts, then one table a list."""
     console = stdout_console()
     for name, value in content.items():
-        if not isinstance(value, list):
+        if isinstance(value, list) and not any(isinstance(row, Mapping) for row in value):
+            console.print(f"{name}: {', '.join(map(str, value)) or 'none'}", highlight=False, markup=False)
+        elif not isinstance(value, list):
             shown = figure(value, "bytes") if name.endswith(("bytes", "bytes_per_token")) else str(value)
             console.print(f"{name}: {shown}", highlight=False, markup=False)
     for name, rows in content.items():
-        if isinstance(rows, list) and rows:
+        if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
             table = Table(title=name)
             for heading in rows[0]:
                 table.add_column(heading)

@@ -18,6 +18,7 @@ import tvm
 from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
+from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import DriftError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
 from compressor.host.resources import PACKAGE
@@ -195,7 +196,7 @@ def _usable(entry: Any, wanted: int, count: int) -> bool:
 def _time(func: tvm.tirx.PrimFunc, target: tvm.target.Target, copies: list[list[Any]]) -> float:
     """Median seconds of one call over at least ten, and at most about a fifth of a second."""
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    run = tvm.compile(module, target=target)["kernel"]
+    run = tvm.compile(module, target=target, tir_pipeline=PIPELINE)["kernel"]
     run(*copies[0])
     times: list[float] = []
     end = time.perf_counter() + 0.2

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _BLOCK_CHARACTERS = 1 << 18  # tokenised at once, cut at the end of a line
 _SPARE_TOKENS = 1 << 20
+LEAST_TOKENS = 64
+"""Tokens that an evaluation needs at least."""
+
 _SEPARATOR = "<|endoftext|>"  # of documents, in plain-text corpora
 
 
@@ -62,7 +65,7 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     Raises:
         UsageError: the set is held out, missing, empty or too short, or the tokenizer is not the model's.
     """
-    source, length = _label(spec), spec.sequence_length
+    source, length = source_label(spec), spec.sequence_length
     if spec.held_out:
         raise UsageError(f"calibration: {source} is held out, for evaluation only; calibrate on other text")
     tokens = _read_tokens(spec, tokenizer_folder, vocab_size, 4 * spec.samples * length + _SPARE_TOKENS)
@@ -92,14 +95,25 @@ def load_evaluation(
         UsageError: there is no text, or not even two tokens of it, or the tokenizer is not the model's.
     """
     if spec.kind is not None:
-        return _read_tokens(spec, tokenizer_folder, vocab_size, spec.tokens)[: spec.tokens], _label(spec)
+        tokens = _read_tokens(spec, tokenizer_folder, vocab_size, spec.tokens)[: spec.tokens]
+        return _enough(tokens, source_label(spec)), source_label(spec)
     if samples is None:
         raise UsageError("evaluation: there is no text: name one, or calibrate on a text longer than the samples")
-    if len(samples.rest) < 2:
+    if len(samples.rest) < min(LEAST_TOKENS, spec.tokens):
         raise UsageError(
-            f"evaluation: calibration used all of {samples.source}; lower `samples`, or give evaluation its own text"
+            f"evaluation: calibration left {len(samples.rest)} tokens of {samples.source}; lower `samples`, or give "
+            "evaluation its own text"
         )
     return samples.rest[: spec.tokens], f"{samples.source}, what calibration did not sample"
+
+
+def _enough(tokens: Tensor, source: str) -> Tensor:
+    if len(tokens) < LEAST_TOKENS:
+        raise UsageError(
+            f"evaluation: {len(tokens)} tokens of {source}: a figure of fewer than {LEAST_TOKENS} says nothing; give "
+            "more text, and thousands of `tokens` for a figure to rely on"
+        )
+    return tokens
 
 
 def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: int, longest: int) -> list[Tensor]:
@@ -125,7 +139,8 @@ def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: 
     return texts
 
 
-def _label(spec: DataSource) -> str:
+def source_label(spec: DataSource) -> str:
+    """Return the name of a source for people."""
     return spec.name or ", ".join(spec.files) or str(spec.hub)
 
 
@@ -153,7 +168,7 @@ def _read_tokens(spec: DataSource, folder: Path | None, vocab_size: int, enough:
 
 
 def _no_text(spec: DataSource) -> UsageError:
-    return UsageError(f"{_label(spec)}: the text is empty; give one with more to read")
+    return UsageError(f"{source_label(spec)}: the text is empty; give one with more to read")
 
 
 def _check_vocabulary(tokens: Tensor, vocab_size: int, folder: Path | None) -> None:
@@ -208,7 +223,7 @@ def _texts(spec: DataSource) -> Iterator[str]:
 
     kind, field = spec.kind, "text" if spec.kind == "text" else spec.field
     if kind == "images":
-        raise UsageError(f"{_label(spec)}: images are for plain modules, and this model reads text; name a text")
+        raise UsageError(f"{source_label(spec)}: images are for plain modules, and this model reads text; name a text")
     try:
         with TemporaryDirectory() as scratch:  # for a lock file that would otherwise stay in the user's cache
             options = {"streaming": True, "cache_dir": scratch}
@@ -220,12 +235,13 @@ def _texts(spec: DataSource) -> Iterator[str]:
                 rows = load_dataset(str(kind), data_files=files, split="train", **options, **extra)
             for row in rows:
                 if not isinstance(row.get(field), str):
-                    raise UsageError(f"{_label(spec)}: no text in field {field!r}; the fields are {', '.join(row)}")
+                    known = ", ".join(row)
+                    raise UsageError(f"{source_label(spec)}: no text in field {field!r}; the fields are {known}")
                 yield row[field] if kind == "text" else row[field] + "\n\n"
     except CompressorError:
         raise
     except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:
-        raise UsageError(f"{_label(spec)}: cannot be read as {kind}: {first_line(error)}") from error
+        raise UsageError(f"{source_label(spec)}: cannot be read as {kind}: {first_line(error)}") from error
 
 
 def _paragraphs(texts: Iterable[str]) -> Iterator[str]:

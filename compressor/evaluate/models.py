@@ -14,7 +14,7 @@ from torch import Tensor
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images
-from compressor.data.text import load_evaluation
+from compressor.data.text import load_evaluation, source_label
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.quality import (
@@ -160,11 +160,15 @@ def _evaluate(
             )
         folder = graph.meta["model"].source  # its files state the pooling
         texts = load_embedding_texts(spec, None, folder, vocab_size, positions)
-        return measure_embeddings(hidden, graph_hidden(graph), texts, reporter).metrics()
-    tokens, _ = load_evaluation(spec, None, path, vocab_size)
+        found = measure_embeddings(hidden, graph_hidden(graph), texts, reporter).metrics()
+        return {"text": source_label(spec), **found}
+    tokens, source = load_evaluation(spec, None, path, vocab_size)
+    if len(tokens) < spec.tokens:
+        reporter.note(f"evaluation: {source} has {len(tokens)} tokens, of the {spec.tokens} asked for")
     window, stride = evaluation_window(spec, positions, reporter)
     reference = None if graph is None else GraphLogits(graph)
-    return measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
+    found = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
+    return {"text": source, **found}
 
 
 def evaluation_window(spec: EvaluationSpec, positions: int, reporter: Reporter) -> tuple[int, int]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
+from compressor.evaluate.mean import Mean
 from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
@@ -47,6 +48,7 @@ class EvalResult:
             model's embedding.
         tokens, texts, images: number of scored tokens, texts or images.
         window, stride: size and stride of the sliding window, in tokens.
+        intervals: of figures that are means over tokens or images, 95% confidence, as if these were independent.
     """
 
     perplexity: float | None = None
@@ -62,6 +64,7 @@ class EvalResult:
     tokens: int | None = None
     window: int | None = None
     stride: int | None = None
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def perplexity_increase(self) -> float | None:
@@ -77,9 +80,10 @@ class EvalResult:
             return None
         return self.dense_accuracy - self.accuracy
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return everything that was measured, by JSON name."""
-        values = dataclasses.asdict(self)
+    def metrics(self) -> dict[str, Any]:
+        """Return everything that was measured, by JSON name; intervals as ``<name>_interval``, [low, high]."""
+        values = {key: value for key, value in vars(self).items() if key != "intervals"}
+        values |= {f"{name}_interval": list(ends) for name, ends in self.intervals.items()}
         values |= {"perplexity_increase": self.perplexity_increase, "accuracy_drop": self.accuracy_drop}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -124,8 +128,7 @@ def measure_quality(
     if count < 1:
         raise UsageError(f"evaluation: {len(tokens)} tokens are too few to predict one from another")
     ids = tokens.numpy()
-    loss = dense_loss = divergence = 0.0
-    agreed = 0
+    loss, dense_loss, increase, divergence, agreed = (Mean() for _ in range(5))
     spans = list(sliding_windows(len(ids), window, stride))
     fed = [ids[None, first:last] for first, last, _ in spans]
     reporter = reporter or Silent()
@@ -135,21 +138,29 @@ def measure_quality(
         for _, last, scored in spans:
             targets = tokens[last - scored + 1 : last + 1, None]
             x = _log_probabilities(next(ours), scored)
-            loss -= float(x.gather(1, targets).sum())
+            losses = -x.gather(1, targets)
+            loss.add(losses)
             if reference is not None:
                 p = _log_probabilities(next(reference), scored)
-                dense_loss -= float(p.gather(1, targets).sum())
-                divergence += float((p.exp() * (p - x)).sum())
-                agreed += int((p.argmax(1) == x.argmax(1)).sum())
+                dense_losses = -p.gather(1, targets)
+                dense_loss.add(dense_losses)
+                increase.add(losses - dense_losses)
+                divergence.add((p.exp() * (p - x)).sum(1))
+                agreed.add((p.argmax(1) == x.argmax(1)).double())
             task.advance()
-    result = EvalResult(perplexity=_exp(loss / count), tokens=count, window=window, stride=stride)
+    low, high = loss.interval
+    intervals = {"perplexity": (_exp(low), _exp(high))}
+    result = EvalResult(perplexity=_exp(loss.mean), tokens=count, window=window, stride=stride, intervals=intervals)
     if dense is None:
         return result
+    low, high = increase.interval
+    intervals["perplexity_increase"] = (_exp(low) - 1, _exp(high) - 1)
     return dataclasses.replace(
         result,
-        dense_perplexity=_exp(dense_loss / count),
-        kl_divergence=divergence / count,
-        top1_agreement=agreed / count,
+        dense_perplexity=_exp(dense_loss.mean),
+        kl_divergence=divergence.mean,
+        top1_agreement=agreed.mean,
+        intervals={**intervals, "kl_divergence": divergence.interval, "top1_agreement": agreed.fraction_interval},
     )
 
 
@@ -185,25 +196,33 @@ def measure_accuracy(
     """
     assert images.labels is not None
     count = len(images.labels)
-    right = dense_right = agreed = 0
-    divergence = 0.0
+    right, dense_right, drop, agreed, divergence = (Mean() for _ in range(5))
     with (reporter or Silent()).task("evaluate", count) as task:
         for first in range(0, count, batch):
             x, labels = images.inputs(slice(first, first + batch)), images.labels[first : first + batch]
             fed = torch.cat([x, x[:1].expand(batch - len(x), -1, -1, -1)]).numpy()
             scores = _classes(classify(fed), batch)[: len(x)]
-            right += int((scores.argmax(1) == labels).sum())
+            hits = (scores.argmax(1) == labels).double()
+            right.add(hits)
             if dense is not None:
                 reference = _classes(dense(fed), batch)[: len(x)]
-                dense_right += int((reference.argmax(1) == labels).sum())
-                agreed += int((reference.argmax(1) == scores.argmax(1)).sum())
-                divergence += float((reference.exp() * (reference - scores)).sum())
+                dense_hits = (reference.argmax(1) == labels).double()
+                dense_right.add(dense_hits)
+                drop.add(dense_hits - hits)
+                agreed.add((reference.argmax(1) == scores.argmax(1)).double())
+                divergence.add((reference.exp() * (reference - scores)).sum(1))
             task.advance(len(x))
-    result = EvalResult(accuracy=right / count, images=count)
+    intervals = {"accuracy": right.fraction_interval}
+    result = EvalResult(accuracy=right.mean, images=count, intervals=intervals)
     if dense is None:
         return result
+    intervals |= {"accuracy_drop": drop.interval, "top1_agreement": agreed.fraction_interval}
     return dataclasses.replace(
-        result, dense_accuracy=dense_right / count, kl_divergence=divergence / count, top1_agreement=agreed / count
+        result,
+        dense_accuracy=dense_right.mean,
+        kl_divergence=divergence.mean,
+        top1_agreement=agreed.mean,
+        intervals={**intervals, "kl_divergence": divergence.interval},
     )
 
 

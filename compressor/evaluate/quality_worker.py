@@ -22,7 +22,6 @@ from compressor.host.child import serve
 
 def main() -> int:
     """Serve the requests and return the process's exit code."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
     path, threads = Path(sys.argv[1]), int(sys.argv[2])
 
     def work(requests: BinaryIO, send: Callable[..., None]) -> None:
@@ -34,7 +33,8 @@ def main() -> int:
             shape = json.loads(line)
             if bundle.kind == "module":
                 x = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
-                outputs = np.asarray(bundle.run(x))
+                outputs = bundle.run(x)
+                outputs = next(iter(outputs.values())) if isinstance(outputs, dict) else np.asarray(outputs)
                 send(outputs.shape, np.ascontiguousarray(outputs, np.float32).data)
                 continue
             batch, length = shape

@@ -10,6 +10,8 @@ from compressor.errors import UsageError
 from compressor.evaluate.timing import Timing, collect, record
 from compressor.host.child import Child
 
+_MOST_WARM_UPS, _SETTLED = 8, 0.9
+
 
 class Worker(Child):
     """A process that has loaded one model and measures it on demand; ``loaded`` has ``load_s`` and ``threads``.
@@ -51,7 +53,8 @@ def bench(
     Returns:
         Medians over the repeats, after a warm-up: ``latency_ms`` (one decode step, or one call of an
         encoder); for decoders also ``prefill_tokens_per_s``, ``decode_tokens_per_s`` and ``first_token_ms``;
-        ``*_spread`` is (max - min) / median.  ``timings``: the samples, and confidence intervals of the medians.
+        ``*_spread`` is (max - min) / median, of two repeats and more.
+        ``timings``: the samples, and confidence intervals of the medians.
         ``peak_rss_bytes``, ``load_s``, ``threads``; for a bundle's decoder also ``bytes_per_token`` (weights, keys and
         values that one decode step reads), ``read_bandwidth_bytes_per_s`` and ``bandwidth_fraction``.
     Raises:
@@ -60,15 +63,28 @@ def bench(
     if repeats < 1:
         raise UsageError("bench: repeats must be at least 1")
     with Worker(path, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens) as worker:
-        worker.repeat()
+        _warm_up(worker)
         timings = collect([worker.repeat() for _ in range(repeats)])
-        return {**summary(timings, {**worker.loaded, **worker.finish()}), "timings": record(timings)}
+        facts = {**worker.loaded, **worker.finish(), "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+        return {**summary(timings, facts), "timings": record(timings)}
+
+
+def _warm_up(worker: Worker) -> None:
+    """Repeat until it gets hardly faster: PyTorch needs several turns."""
+    before = worker.repeat()["latency_ms"]
+    for _ in range(_MOST_WARM_UPS):
+        now = worker.repeat()["latency_ms"]
+        if now > _SETTLED * before:
+            return
+        before = now
 
 
 def summary(timings: Mapping[str, Timing], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return medians, spreads and facts by their JSON names."""
     result: dict[str, Any] = {name: timing.median for name, timing in timings.items()}
     for name, timing in timings.items():
+        if len(timing.samples) < 2:  # of one, nobody knows
+            continue
         result[f"{name.removesuffix('_tokens_per_s').removesuffix('_ms')}_spread"] = timing.spread
     result.update(facts)
     if "bytes_per_token" in facts:

@@ -77,8 +77,26 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
     """Return the manifest's entry about the model."""
     info: ModelInfo = graph.meta["model"]
     cache_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
-    read = {"weight_bytes_per_token": weight_bytes_per_token(graph), "cache_bytes_per_token": cache_bytes}
+    read: dict[str, Any] = {"weight_bytes_per_token": weight_bytes_per_token(graph)}
+    read["cache_bytes_per_token"] = cache_bytes
+    if info.kind == "module":
+        read |= {"inputs": input_facts(graph)}
+        read |= {"outputs": graph.meta["outputs"]} if graph.meta["outputs"] else {}
     return {**dataclasses.asdict(info), **read}
+
+
+def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
+    """Return type and shape of each input; a symbolic size is a text, the same one wherever the size is the same."""
+    sizes: dict[str, str] = {}
+
+    def size(value: int | torch.SymInt) -> int | str:
+        return value if isinstance(value, int) else sizes.setdefault(str(value), f"n{len(sizes)}")
+
+    tensors = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    return [
+        {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [size(n) for n in tensor.shape]}
+        for tensor in tensors
+    ]
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:

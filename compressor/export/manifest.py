@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import marshal
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import MAGIC_NUMBER
 from itertools import repeat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from compressor.errors import CompressorError
+from compressor.errors import failed_write
 from compressor.host.cache import replace_file
+
+MEASUREMENTS = "measurements.json"
+UNLISTED = ("manifest.json", "manifest.json.sig", MEASUREMENTS)
+"""Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
     """Write measured figures beside the manifest: they differ from run to run, so they stand outside the hashes."""
     try:
-        replace_file(bundle / "measurements.json", _json(measurements))
+        replace_file(bundle / MEASUREMENTS, _json(measurements))
     except OSError as error:
-        raise CompressorError(f"{bundle}: measurements.json cannot be written: {error}") from error
+        raise failed_write(error, f"{bundle}: measurements.json cannot be written: {error}") from error
 
 
 def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -51,6 +58,31 @@ def with_total(manifest: dict[str, Any]) -> bytes:
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def foreign_files(bundle: Path, listed: Iterable[str]) -> list[str]:
+    """Return what lies in a bundle's folder and is not the bundle's, in order; links are not followed.
+
+    What Python compiled from a listed source, by an import as in the bundle's README, is the bundle's.
+    """
+    own, found = {*UNLISTED, *listed}, []
+    for folder, folders, files in os.walk(bundle):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        found += [Path(folder, name).relative_to(bundle).as_posix() for name in (*files, *links)]
+    return sorted(name for name in found if name not in own and not _is_compiled(bundle, PurePosixPath(name), own))
+
+
+def _is_compiled(bundle: Path, name: PurePosixPath, own: Container[str]) -> bool:
+    """Return whether a file is what this Python makes of a source of the bundle, and so does what the source does."""
+    source = name.parent.parent / f"{name.name.partition('.')[0]}.py"
+    if name.parent.name != "__pycache__" or name.suffix != ".pyc" or str(source) not in own:
+        return False
+    try:
+        compiled = (bundle / name).read_bytes()
+        expected = compile((bundle / source).read_bytes(), str(source), "exec", dont_inherit=True)
+        return compiled[:4] == MAGIC_NUMBER and bool(marshal.loads(compiled[16:]) == expected)
+    except (OSError, EOFError, ValueError, TypeError, SyntaxError):
+        return False
 
 
 def finite(value: Any) -> Any:

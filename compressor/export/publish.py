@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError, failed_write
+from compressor.export.manifest import foreign_files
 from compressor.host.cache import partial_folder
 
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE: two names swap what they name, in one step
 _HERE = -100  # AT_FDCWD
+_SHOWN = 3
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def publishing(destination: Path) -> Iterator[Path]:
         with explaining_failed_writes(destination):
             partial = stack.enter_context(partial_folder(destination.parent, destination.name))
         yield partial
+        check_destination(destination)  # hours may have passed
         with explaining_failed_writes(destination):
             for file in sorted(partial.rglob("*"), reverse=True):
                 _flush(file)
@@ -42,29 +45,43 @@ def explaining_failed_writes(destination: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CompressorError(
-            f"{destination}: cannot be written: {error}; free some space or choose another folder"
-        ) from error
+        advice = "free some space or choose another folder"
+        raise failed_write(error, f"{destination}: cannot be written: {error}; {advice}") from error
 
 
 def check_destination(destination: Path) -> None:
-    """Raise a UsageError unless a bundle can be written to ``destination``: for a check before hours of work."""
-    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+    """Raise a UsageError unless a bundle can be written to ``destination``: for a check before hours of work.
+
+    A folder that is there must be empty, or hold a bundle and nothing else: its place is taken as a whole.
+    """
+    if destination.name in ("", ".."):
+        raise UsageError(f"{destination}: the bundle takes the place of a folder; name one of its own")
+    if destination.is_symlink():
+        raise UsageError(
+            f"{destination}: is a link to {destination.readlink()}; name the folder itself, or another one"
+        )
+    if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination}: is not a folder; choose another name for the bundle")
-    if destination.is_dir() and any(destination.iterdir()) and not _is_bundle(destination):
-        raise UsageError(f"{destination}: holds something else than a bundle; choose another name, or an empty folder")
+    if destination.is_dir() and any(destination.iterdir()):
+        _check_replaceable(destination)
     parent = next(folder for folder in destination.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{destination}: cannot be written: {parent} is not a folder that you may write to")
 
 
-def _is_bundle(folder: Path) -> bool:
-    """Tell whether a folder holds a bundle, of whatever kind."""
+def _check_replaceable(folder: Path) -> None:
+    """Raise a UsageError unless a folder holds a bundle, of whatever kind, and no file that is not the bundle's."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(manifest, dict) and str(manifest.get("format")).startswith("compressor ")
+        manifest = None
+    if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("compressor "):
+        raise UsageError(f"{folder}: holds something else than a bundle; choose another name, or an empty folder")
+    listed = manifest.get("files")
+    foreign = foreign_files(folder, listed if isinstance(listed, dict) else ())
+    if foreign:
+        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" * (len(foreign) > _SHOWN))
+        raise UsageError(f"{folder}: holds {shown} beside a bundle; move that away, or choose another name")
 
 
 def _take_place(partial: Path, destination: Path) -> None:

@@ -56,6 +56,13 @@ class TypeEntry(_Entry):
     shape: list[Count]
 
 
+class InputEntry(_Entry):
+    """Type and shape of an input of a plain module; a size that may vary is a text."""
+
+    dtype: str
+    shape: list[Count | str]
+
+
 class ModelEntry(_Entry):
     """Facts about the model; sizes are 0 where they have no meaning."""
 
@@ -66,6 +73,8 @@ class ModelEntry(_Entry):
     head_dim: Count
     cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
     cache_bytes_per_token: Count | None = None
+    outputs: list[str] | None = None  # of a plain module that returns its outputs by name
+    inputs: list[InputEntry] | None = None  # of a plain module; bundles from before arrays were compared say nothing
     entry_bytes: Count = 0  # bundles from before batches were divided say nothing
     max_positions: Count
     eos_ids: list[Count]
@@ -129,7 +138,11 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
     wanted = [name for since, names in _FILES.items() if since <= version for name in names]
     if absent := [name for name in wanted if name not in manifest.files]:
         raise VerificationError(f"files: {', '.join(absent)} not listed")
-    made_for = {kernel.format for kernel in manifest.kernels if kernel.format is not None}
-    if not set(manifest.formats) == {site.format for site in manifest.sites if site.format} == made_for:
-        raise VerificationError(f"formats: {', '.join(manifest.formats)}: not those of the sites and of their kernels")
+    of_sites = {site.format for site in manifest.sites if site.format}
+    of_kernels = {kernel.format for kernel in manifest.kernels if kernel.format is not None}
+    if set(manifest.formats) != of_sites or not of_sites <= of_kernels:  # a rotation's signs have a kernel and no site
+        raise VerificationError(
+            f"formats: {', '.join(manifest.formats)}: not those of the sites, {', '.join(sorted(of_sites))}, or not "
+            f"among those of the kernels, {', '.join(sorted(of_kernels))}"
+        )
     return manifest

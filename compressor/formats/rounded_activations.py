@@ -23,7 +23,8 @@ def round_activations(x: Tensor, activations: Activations | None, input_scale: T
     Each is ``round(x / scale) * scale``.  The scale of a token or group is its largest size over the largest number; of
     1 bit, which are signs (zero's is positive), its mean size; of E8M0, the power of two that brings the largest
     exponent to the largest exponent (OCP Microscaling 1.0, section 6.3); of E4M3, the nearest to the largest size over
-    the largest number and the tensor's scale, times the latter.
+    the largest number and the tensor's scale, times the latter.  A token or group with NaN or infinity is NaN as a
+    whole; with a stored scale infinity becomes the largest number, and NaN stays.
 
     Args:
         x: float32, or float64 to check others by; [..., in].
@@ -35,7 +36,10 @@ def round_activations(x: Tensor, activations: Activations | None, input_scale: T
     columns = x.shape[-1]
     size = activations.group_size or columns
     groups = pad(x, (0, -columns % size)).reshape(*x.shape[:-1], -1, size)
-    scale = _scale(_sizes(groups, columns, activations), activations, input_scale)
+    sizes = _sizes(groups, columns, activations)
+    scale = _scale(sizes, activations, input_scale)
+    if activations.granularity != "tensor":  # a stored scale has a place for infinity, and one that follows it has not
+        scale = torch.where(torch.isfinite(sizes), scale, torch.nan)
     inverse = torch.where(scale > SMALLEST, 1.0 / scale, 0.0)
     scaled = (groups * inverse).clamp(-activations.max_value, activations.max_value)
     if activations.is_sign:

@@ -244,6 +244,6 @@ Scales: TypeAlias = TensorScale | ChannelScales | GroupScales | BlockScales | St
 
 def _check_size(size: int, strategy: Strategy) -> None:
     if size <= 0:
-        raise UsageError(f"format: group_size {size} with strategy {strategy!r}")
+        raise UsageError(f"format: a {strategy} of {size} weights; give a whole number above 0, such as 128")
     if size > LARGEST_GROUP:
         raise UsageError(f"format: group size {size}; the largest is {LARGEST_GROUP}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch.fx import Node
 
 
@@ -16,6 +18,12 @@ def owner(node: Node) -> tuple[str, str]:
 def module_path(node: Node) -> str:
     """Return the dotted path of the innermost module that a node belongs to, empty if unknown."""
     return owner(node)[0]
+
+
+def source_line(node: Node) -> str:
+    """Return ``file:line`` of the model's code that a node comes from, not of PyTorch's modules; empty if unknown."""
+    found = [":".join(frame) for frame in re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")]
+    return next((line for line in reversed(found) if "/torch/nn/" not in line), found[-1] if found else "")
 
 
 def describe(node: Node) -> str:

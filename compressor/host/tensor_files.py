@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, failed_write
 
 ALIGNMENT_BYTES = 64
 _PIECE_BYTES = 16 << 20
@@ -137,9 +137,10 @@ class Spill:
                 os.posix_fallocate(stream.fileno(), 0, size_bytes)  # a write to a hole of a full disk ends the process
                 mapping = _map(stream.fileno(), size_bytes, mmap.MAP_SHARED)
         except OSError as error:
-            raise CompressorError(
+            raise failed_write(
+                error,
                 f"{self.folder}: no room for {size_bytes} bytes of hidden states ({error}); free some space, or set "
-                "COMPRESS_CACHE_DIR to a folder on a larger disk"
+                "COMPRESS_CACHE_DIR to a folder on a larger disk",
             ) from error
         return torch.frombuffer(mapping, dtype=dtype).view(shape)
 

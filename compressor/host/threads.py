@@ -19,6 +19,11 @@ def wait_passively() -> None:
         _set_here.add(_POLICY)
 
 
+def waits_passively() -> bool:
+    """Return whether a policy is set, by us or by the user."""
+    return _POLICY in os.environ
+
+
 def given_environment() -> dict[str, str]:
     """Return the environment as the user gave it, for processes that are measured."""
     return {name: value for name, value in os.environ.items() if name not in _set_here}

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.errors import VerificationError
+from compressor.errors import CaptureError, VerificationError
 from compressor.formats.parts import PARTS
 from compressor.graph.rules import listing
 from compressor.graph.sites import linear_sites
+from compressor.host.tensor_files import release
 from compressor.pipeline.context import Context
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
+from compressor.registry import PASSES
 
 
-def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> None:
-    """Check that the graph is well formed, that tensors which passes made are finite, and that recorded bytes are
-    right.
+class VerifyStages:
+    """Observer that checks that the graph is well formed, that all parameters are finite, and that records are right.
 
-    Observer of the pipeline.  A packed weight is counted in its format's parts, a dense one in the linear's own weight,
-    and a weight that was merged away counts as 0 bytes.
-
-    Raises:
-        VerificationError: names the pass and the parameter.
+    A packed weight is counted in its format's parts, a dense one in the linear's own weight, and a weight that was
+    merged away counts as 0 bytes.
     """
-    try:
-        graph.graph.lint()
-    except RuntimeError as error:
-        raise VerificationError(f"after {name}: the graph is not well formed: {error}") from error
+
+    def __init__(self) -> None:
+        self._finite: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # and how often each had been written to
+
+    def __call__(self, index: int, name: str, graph: GraphModule, ctx: Context) -> None:
+        """Check one stage.
+
+        Raises:
+            CaptureError: a parameter of the model itself is not finite.
+            VerificationError: names the pass and the parameter.
+        """
+        try:
+            graph.graph.lint()
+        except RuntimeError as error:
+            raise VerificationError(f"after {name}: the graph is not well formed: {error}") from error
+        if not PASSES.ships(name):  # it may have written to tensors behind PyTorch's back
+            self._finite.clear()
+        for key, parameter in graph.named_parameters():
+            if not parameter.is_floating_point() or self._finite.get(parameter) == parameter._version:
+                continue
+            if what := _odd_number(parameter):
+                if index == 0:
+                    raise CaptureError(f"the model's {key} holds {what}; repair the checkpoint, or copy it again")
+                raise VerificationError(f"after {name}: {key} holds {what}")
+            self._finite[parameter] = parameter._version
+        _verify_records(name, graph, ctx)
+
+
+def _verify_records(name: str, graph: GraphModule, ctx: Context) -> None:
     dense = {site.name: site.weight_name for site in linear_sites(graph)}
-    changed = {dense[record.site] for record in ctx.records if not record.format and record.site in dense}
-    for key, parameter in graph.named_parameters():
-        made = key.rpartition(".")[2] in PARTS or key in changed
-        if made and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            raise VerificationError(f"after {name}: {key} holds NaN or inf")
     sizes = {key: value.numel() * value.element_size() for key, value in graph.named_parameters()}
     latest = {record.site: record for record in ctx.records}
     for record in latest.values():
@@ -49,6 +66,15 @@ def verify_stage(index: int, name: str, graph: GraphModule, ctx: Context) -> Non
             raise VerificationError(
                 f"after {name}: {record.site} is said to take {record.bytes_after} bytes and takes {stored}"
             )
+
+
+def _odd_number(parameter: Tensor) -> str:
+    """Return NaN or an infinity and its place, or nothing where all numbers are finite."""
+    total = parameter.sum(dtype=torch.float32)  # which one of them would make its like
+    odd = torch.empty(0) if bool(torch.isfinite(total)) else torch.isfinite(parameter).logical_not_().nonzero()
+    what = f"{float(parameter[tuple(odd[0])])} at {odd[0].tolist()}" if len(odd) else ""
+    release([parameter])
+    return what + (f", and {len(odd) - 1} more such numbers" if len(odd) > 1 else "")
 
 
 @dataclass(frozen=True)

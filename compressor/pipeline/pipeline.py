@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
+from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.pipeline.context import Context, StageRecord
 from compressor.registry import PASSES
@@ -81,15 +83,23 @@ class Pipeline:
     observers: Sequence[Observer] = ()
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Run all passes and return the graph; errors of a pass are raised unchanged."""
+        """Run all passes and return the graph.
+
+        Raises:
+            UsageError: something among them is not a pass, or does not return a graph.
+            CompressorError: whatever a pass raises; other errors of a pass that is not ours as one that names its line.
+        """
+        for given in cast("Sequence[object]", self.passes):
+            if not isinstance(given, Pass):
+                advice = f"give one: {given.__name__}(...)" if isinstance(given, type) else "extend compressor.Pass"
+                raise UsageError(f"{given!r:.80} among the passes is not a pass; {advice}")
         self._finish(0, "capture", 0.0, graph, ctx)
         for index, step in enumerate(self.passes, start=1):
             begin = time.perf_counter()
             blocks = ctx.blocks
             reused = ctx.reused
             self._remember(index, graph, ctx)
-            graph = step.run(graph, ctx)
-            graph.recompile()  # passes need not recompile
+            graph = _rewritten(step, graph, ctx)
             seconds = time.perf_counter() - begin
             self._finish(index, PASSES.name_of(step), seconds, graph, ctx, ctx.blocks - blocks, ctx.reused - reused)
             if ctx.results is not None:
@@ -114,6 +124,29 @@ class Pipeline:
         ctx.stages.append(StageRecord(index, name, seconds, weight_bytes(graph), blocks, reused))
         for observe in self.observers:
             observe(index, name, graph, ctx)
+
+
+def _rewritten(step: Pass, graph: GraphModule, ctx: Context) -> GraphModule:
+    from torch.fx import GraphModule
+
+    try:
+        result: object = step.run(graph, ctx)
+    except CompressorError:
+        raise
+    except Exception as error:
+        if PASSES.owns(step):
+            raise
+        raise CompressorError(f"{type(step).__name__}.run: {type(error).__name__}: {error}{_where(error)}") from error
+    if not isinstance(result, GraphModule):
+        raise UsageError(f"{type(step).__name__}.run returned {result!r:.80}; a pass returns the rewritten graph")
+    result.meta = result.meta or graph.meta  # a new graph, as torch.fx makes it, has none
+    result.recompile()  # passes need not recompile
+    return result
+
+
+def _where(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({frame.filename}:{frame.lineno})"
 
 
 def _next_state(ctx: Context, step: Pass, graph: GraphModule) -> str:

@@ -15,14 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from compressor.errors import CompressorError
+from compressor.errors import failed_write
 from compressor.host.cache import cache_folder, partial_folder, sweep
-from compressor.host.digests import read_sha256
-from compressor.host.tensor_files import map_safetensors, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WEIGHTS, _ENTRY = "weights.safetensors", "entry.json"
 _NAME = "block"  # prefix of folders that are being filled
@@ -63,6 +62,9 @@ class SegmentCache:
 
     def load(self, key: str) -> Block | None:
         """Return the segment of that key, or None if there is none; remove it if its files are damaged."""
+        from compressor.host.digests import read_sha256
+        from compressor.host.tensor_files import map_safetensors
+
         folder = self.folder / key
         try:
             entry = json.loads((folder / _ENTRY).read_bytes())
@@ -82,6 +84,8 @@ class SegmentCache:
         Raises:
             CompressorError: there is no room, or the folder cannot be written to; nothing is left behind.
         """
+        from compressor.host.tensor_files import map_safetensors, write_safetensors
+
         with self._explaining(), partial_folder(self.folder, _NAME) as partial:
             sha256 = write_safetensors(partial / _WEIGHTS, tensors)
             entry = {"label": label, "sha256": sha256, "records": list(records)}
@@ -105,9 +109,10 @@ class SegmentCache:
         try:
             yield
         except OSError as error:
-            raise CompressorError(
+            raise failed_write(
+                error,
                 f"{self.folder}: the cache cannot be written: {error}; free some space (`compress cache prune`), or "
-                "set COMPRESS_CACHE_DIR to a folder that can"
+                "set COMPRESS_CACHE_DIR to a folder that can",
             ) from error
 
     def entries(self) -> list[Entry]:

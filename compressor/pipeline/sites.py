@@ -17,7 +17,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
-from compressor.graph.sites import Site, linear_sites, match_sites
+from compressor.graph.sites import Site, linear_sites, match_sites, packed_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import weight_error
 from compressor.pipeline.context import Context, SiteRecord
@@ -69,6 +69,14 @@ def choose_sites(
     if unmatched:
         known = sorted({site.module_class for site in sites} | {site.name for site in sites})
         known += sorted({site.name.rpartition(".")[2] for site in sites} - set(known))
+        taken = {pattern for pattern in unmatched if _is_packed(graph, pattern)}
+        if taken:
+            raise UsageError(
+                f"{pass_name}: {', '.join(map(repr, taken))}: an earlier pass has packed every linear that matches; "
+                f"put {pass_name} before it, or give each of the two other linears"
+            )
+        if not known:
+            raise UsageError(f"{pass_name}: the model has no linear that can be compressed")
         hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
         raise UsageError(f"{pass_name}: patterns that match no linear of the model: {hints}")
     if not matched:
@@ -82,6 +90,10 @@ def choose_sites(
             f"(their inputs: {', '.join(map(str, widths))}){advice}"
         )
     return matched
+
+
+def _is_packed(graph: GraphModule, pattern: str) -> bool:
+    return bool(match_sites(packed_sites(graph), pattern)[0])
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:

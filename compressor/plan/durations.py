@@ -38,6 +38,7 @@ _TIMED_RUNS = 10  # at least
 _LINK_TURNS = 1.5e7
 _SLOWER_PRODUCT = 1.8  # our kernels against the probe's matrix product
 _SLOWER_READ = 1.5  # against the probe's read bandwidth
+_BELOW_PEAK = {"compute": 2.5, "memory": 1.5}  # a whole model against its bound
 _CALL_S = 2e-6  # one kernel's call
 _EAGER_STEP = 2.5  # PyTorch's modules against the bare operators
 _REPEATS = 8  # of both models' timing, the first included
@@ -160,8 +161,8 @@ def kernel_seconds(kernel: LinearKernel, tokens: int, prices: Prices) -> float:
 
 def bundle_seconds(roofline: Roofline, calls: int) -> float:
     """One run of the bundle in a phase of which the bound is known, with so many calls of kernels."""
-    slower = {"compute": _SLOWER_PRODUCT, "memory": _SLOWER_READ}
-    return calls * _CALL_S + sum(layer.count * layer.ms * slower[layer.binds] for layer in roofline.layers) / 1e3
+    bound_ms = sum(layer.count * layer.ms * _BELOW_PEAK[layer.binds] for layer in roofline.layers)
+    return calls * _CALL_S + bound_ms / 1e3
 
 
 def scoring_work(tokens: int, vocabulary: int) -> Work:

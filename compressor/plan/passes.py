@@ -15,11 +15,12 @@ from torch.fx import GraphModule
 
 from compressor.errors import RecipeError, UsageError
 from compressor.formats.format import Format
-from compressor.graph.model import clone_graph, weight_bytes
+from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
 from compressor.plan.model import PassPlan
 from compressor.plan.prices import machine_prices
+from compressor.recipe.gates import METRICS
 from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from compressor.codegen.backend import Backend
     from compressor.pipeline.pipeline import Pass
     from compressor.recipe.recipe import Recipe
+
+
+_KINDS = {"decoder": "a decoder", "encoder": "an encoder", "module": "a plain module"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         RecipeError: a pass or the backend cannot serve this model or these formats; it names the recipe's line.
     """
     meta = _without_weights(graph)
+    check_recipe(recipe, graph.meta["model"])
     with _at(recipe, ("target",), ""):
         backend.check(meta)
     context = Context(seed=recipe.seed, target=recipe.target.name, prices=_SecondsByUnit())
@@ -62,6 +67,25 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
     return PlannedPasses(tuple(passes), tuple(before), meta)
+
+
+def check_recipe(recipe: Recipe, info: ModelInfo) -> None:
+    """Refuse what the recipe asks of text and gates and this model cannot give.
+
+    Raises:
+        RecipeError: names the recipe's line.
+    """
+    longest = 0 if recipe.calibration is None or info.kind == "module" else recipe.calibration.sequence_length
+    if 0 < info.max_positions < longest:
+        raise recipe.problem(
+            ("calibration", "sequence_length"),
+            f"{longest} tokens are more than the {info.max_positions} positions of {info.name}; give at most "
+            f"{info.max_positions}",
+        )
+    for gate in recipe.gates:
+        if info.kind not in METRICS[gate.metric].kinds:
+            measured = ", ".join(name for name, metric in METRICS.items() if info.kind in metric.kinds)
+            raise recipe.problem(("gates", gate.metric), f"is not measured on {_KINDS[info.kind]}; what is: {measured}")
 
 
 def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, recipe: Recipe) -> PassPlan:

@@ -8,7 +8,7 @@ one, so sizes are counted rather than estimated; memory, disk and time come from
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.convolutions import dense_convolutions
 from compressor.codegen.backend import Backend, make_backend
-from compressor.errors import ResourceError
+from compressor.errors import GateError, ResourceError
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import available_memory, free_disk
@@ -27,6 +27,7 @@ from compressor.plan.passes import PlannedPasses, plan_passes
 from compressor.plan.prices import Prices, machine_prices
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
+from compressor.recipe.gates import Gate
 from compressor.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -129,15 +130,29 @@ def _notes(planned: PlannedPasses, costs: Costs, target: str, spill: bool, dense
     return notes
 
 
-def check_plan(plan: Plan) -> None:
-    """Refuse a run that will not fit.
+def check_plan(plan: Plan, gates: Sequence[Gate] = ()) -> None:
+    """Refuse a run that will not fit, or whose result is certain to fail a gate: the bytes of its weights are known.
 
     Raises:
         ResourceError: names what is short, by how much, and settings that would help.
+        GateError: names the gate.
     """
+    _check_gates(plan, gates)
     if short := _short(plan):
         advice = "; or ".join(plan.advice) or "none of the recipe's settings is enough: take a machine with more"
         raise ResourceError(f"{plan.model}: {' and '.join(short)}; {advice}")
+
+
+def _check_gates(plan: Plan, gates: Sequence[Gate]) -> None:
+    if not all(step.cost_known for step in plan.passes):
+        return
+    for gate in gates:
+        figure = plan.weight_bytes / (plan.dense_weight_bytes if gate.relative else 1)
+        if gate.metric == "weight_bytes" and not gate.holds(figure):
+            shown = f"{figure:.4g}x dense" if gate.relative else _size(plan.weight_bytes)
+            raise GateError(
+                f"weight_bytes: expected {gate}, and this recipe gives {shown}: choose smaller formats, or another gate"
+            )
 
 
 def compare_plan(plan: Plan, actual: Mapping[str, float]) -> list[tuple[str, float, float, float]]:
@@ -177,7 +192,9 @@ def _short(plan: Plan) -> list[str]:
 
 
 def _size(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+    if size_bytes >= 1e9:
+        return f"{size_bytes / 1e9:.2f} GB"
+    return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e6 else f"{size_bytes / 1e3:.1f} kB"
 
 
 def _disk(output: Path, costs: Costs, spill: bool) -> dict[str, tuple[int, int]]:

@@ -35,6 +35,10 @@ UNITS: Mapping[str, str] = {
     "stream_byte": "one byte read or written by an element-wise operation",
     "fresh_byte": "one byte written by an element-wise operation to memory that the process just got",
     "read_byte": "one byte read from memory",
+    "peak_flop": "one operation of a product of floats at most, from registers (compressor.codegen.peaks)",
+    "peak_int8_op": "the same of int8",
+    "peak_read_byte": "one byte read from memory at most",
+    "cached_read_byte": "one byte read from the second-level caches at most",
     "hash_byte": "one byte of SHA-256",
     "write_byte": "one byte written to the cache folder's disk",
     "rtn_element": "one weight rounded to nearest and packed",
@@ -102,7 +106,7 @@ class Prices:
 
 
 def machine_prices(measure: bool = False) -> Prices:
-    """Return this machine's prices from the cache folder's ``machine.json``, or measure them, in about five seconds.
+    """Return this machine's prices from the cache folder's ``machine.json``, or measure them, in about ten seconds.
 
     Kept by processor, threads, and the versions of PyTorch, TVM and Compressor.  A cache folder that cannot be written
     to costs the next plan these seconds, and this one nothing.
@@ -161,6 +165,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     """Seconds of each unit that this process measures itself, and the spreads of the measurements."""
     import torch
 
+    from compressor.codegen.peaks import measure_peaks
     from compressor.formats.format import Format
     from compressor.formats.packing import dequantize
     from compressor.numerics.bfloat16 import bfloat16_products
@@ -209,6 +214,7 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     seconds["grid_element"] = price(29 * column.numel(), lambda: search_grid(column, importance, fmt))
     seconds |= _calls(price)
     seconds |= _sweeps(seconds)
+    seconds |= measure_peaks(torch.get_num_threads())
     return seconds | _files(price), spreads
 
 

@@ -1,7 +1,8 @@
 """How fast the bundle can be at best: per layer, operations and bytes, and which of the two binds.
 
 After LLM-Viewer (Yuan et al. 2024, arXiv 2402.16363): a layer takes at least its operations at the machine's peak and
-at least its bytes at the memory's bandwidth.  Both are measured here (:mod:`compressor.plan.prices`), so they are
+at least its bytes at the memory's bandwidth, or at that of the second-level caches if all that a phase reads may stay
+in the caches.  All are measured here, by kernels that do nothing else (:mod:`compressor.codegen.peaks`), so they are
 what this machine reaches, not what its data sheet says.  Element-wise operators are fused into chains that stay in
 the caches: their operations count, their bytes do not.
 """
@@ -19,9 +20,11 @@ from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
+from compressor.host.machine import cache_bytes
 from compressor.plan.prices import Prices
 
 PROMPT_TOKENS = 128
+_CACHED = 2  # caches are exclusive of one another, and keep much of what is twice their size
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,11 @@ def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
 
 def _phase(graph: GraphModule, prices: Prices, phase: str, tokens: int, past: int) -> Roofline:
     costs = node_costs(graph, 1, tokens, past, rows=1)
+    whole = sum(cost.weight_bytes for cost in costs.values())
+    read_s = prices.seconds["cached_read_byte" if whole < _CACHED * cache_bytes() else "peak_read_byte"]
     found: dict[tuple[str, float, int], Layer] = {}
     for segment in segments(graph):
-        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], prices)
+        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], prices, read_s)
         key = (layer.name, layer.ops, layer.bytes)
         count = found[key].count + 1 if key in found else 1
         found[key] = Layer(layer.name, count, layer.ops, layer.bytes, layer.binds, layer.ms)
@@ -111,13 +116,13 @@ def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
     )
 
 
-def _layer(name: str, costs: Iterable[NodeCost], prices: Prices) -> Layer:
+def _layer(name: str, costs: Iterable[NodeCost], prices: Prices, read_s: float) -> Layer:
     ops = seconds = 0.0
     bytes_ = 0
     for cost in costs:
         integer = bool(cost.format) and Format.parse(cost.format).integer_products
         ops += cost.flops
-        seconds += cost.flops * prices.seconds["int8_op" if integer else "matmul_flop"]
+        seconds += cost.flops * prices.seconds["peak_int8_op" if integer else "peak_flop"]
         bytes_ += cost.weight_bytes + cost.cache_bytes + (0 if cost.kind == "other" else cost.activation_bytes)
-    reading = bytes_ * prices.seconds["read_byte"]
+    reading = bytes_ * read_s
     return Layer(name, 1, ops, bytes_, "compute" if seconds > reading else "memory", 1e3 * max(seconds, reading))

@@ -145,6 +145,9 @@ class DataSource(Section):
             places = dict.fromkeys((folder / name).absolute() for folder in folders)
             path = next((place for place in places if is_file(place)), None)
             if path is None:
+                folder = next((place for place in places if place.is_dir()), None)
+                if folder is not None:
+                    raise RecipeError(f"{where}: {folder} is a folder; name files in it")
                 raise RecipeError(f"{where}: {name!r} is missing; looked at {' and '.join(map(str, places))}")
             found.append(path)
         if self.sha256 is not None:

@@ -23,45 +23,52 @@ class Metric:
         dense: whether a gate may also be written relative to the dense model's figure, ``x dense``.
         text: whether measuring it needs text, or images, to evaluate on.
         timing: whether it varies between repeats, so that a gate on it is decided with a confidence.
+        kinds: of the models that it is measured on.
+        most: what it is at best.
     """
 
     units: Mapping[str, float] | None
     dense: bool = False
     text: bool = False
     timing: bool = False
+    kinds: tuple[str, ...] = ("decoder", "encoder", "module")
+    most: float = math.inf
 
 
 _PLAIN = {"": 1.0}
 _PERCENT = {"%": 0.01}
 _FRACTION = _PLAIN | _PERCENT
 _BYTES = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
+    "": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
 }  # fmt: skip
 _MILLISECONDS = {"": 1.0, "ms": 1.0, "s": 1e3}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
+_DECODERS, _ENCODERS, _MODULES = ("decoder",), ("encoder",), ("module",)
+_TEXT = _DECODERS + _ENCODERS
+
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        "perplexity": Metric(_PLAIN, dense=True, text=True),
-        "perplexity_increase": Metric(_PERCENT, text=True),
-        "kl_divergence": Metric(_PLAIN, text=True),
-        "top1_agreement": Metric(_FRACTION, text=True),
-        "accuracy": Metric(_FRACTION, dense=True, text=True),
-        "accuracy_drop": Metric(_PERCENT, text=True),
-        "embedding_cosine": Metric(_FRACTION, text=True),
-        "embedding_cosine_min": Metric(_FRACTION, text=True),
+        "perplexity": Metric(_PLAIN, dense=True, text=True, kinds=_DECODERS),
+        "perplexity_increase": Metric(_PERCENT, text=True, kinds=_DECODERS),
+        "kl_divergence": Metric(_PLAIN, text=True, kinds=("decoder", "module")),
+        "top1_agreement": Metric(_FRACTION, text=True, kinds=("decoder", "module"), most=1),
+        "accuracy": Metric(_FRACTION, dense=True, text=True, kinds=_MODULES, most=1),
+        "accuracy_drop": Metric(_PERCENT, text=True, kinds=_MODULES, most=1),
+        "embedding_cosine": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),
+        "embedding_cosine_min": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),
         "kernel_error": Metric(_FRACTION),
         "batch_independent": Metric(None),
         "weight_bytes": Metric(_BYTES, dense=True),
         "bundle_bytes": Metric(_BYTES),
-        "bytes_per_token": Metric(_BYTES),
-        "cache_bytes_per_token": Metric(_BYTES, dense=True),
-        "peak_rss_bytes": Metric(_BYTES, dense=True),
-        "latency_ms": Metric(_MILLISECONDS, dense=True, timing=True),
-        "first_token_ms": Metric(_MILLISECONDS, dense=True, timing=True),
-        "load_s": Metric(_SECONDS, timing=True),
-        "prefill_tokens_per_s": Metric(_PLAIN, dense=True, timing=True),
-        "decode_tokens_per_s": Metric(_PLAIN, dense=True, timing=True),
+        "bytes_per_token": Metric(_BYTES, kinds=_DECODERS),
+        "cache_bytes_per_token": Metric(_BYTES, dense=True, kinds=_DECODERS),
+        "peak_rss_bytes": Metric(_BYTES, dense=True, kinds=_TEXT),
+        "latency_ms": Metric(_MILLISECONDS, dense=True, timing=True, kinds=_TEXT),
+        "first_token_ms": Metric(_MILLISECONDS, dense=True, timing=True, kinds=_DECODERS),
+        "load_s": Metric(_SECONDS, timing=True, kinds=_TEXT),
+        "prefill_tokens_per_s": Metric(_PLAIN, dense=True, timing=True, kinds=_DECODERS),
+        "decode_tokens_per_s": Metric(_PLAIN, dense=True, timing=True, kinds=_DECODERS),
     }
 )
 """All metrics, by their names in the JSON output."""
@@ -75,8 +82,8 @@ _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
 )
 _IS = "is"
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*"
-_GATE = re.compile(rf"(<=|>=|<|>)\s*{_NUMBER}(x\s+dense|%|ms|s|[KMG]i?B|B)?")
-_AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[KMG]i?B|B)?")
+_GATE = re.compile(rf"(<=|>=|<|>)\s*{_NUMBER}(x\s+dense|%|ms|s|[kKMG]i?B|B)?")
+_AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[kKMG]i?B|B)?")
 
 
 def parse_amount(metric: str, value: object) -> float:
@@ -139,6 +146,9 @@ class Gate:
         gate = cls(metric, match[1], float(match[2]), unit)
         if not math.isfinite(gate.limit):
             raise RecipeError(f"{text!r}: the number is too large")
+        too_much = gate.limit > known.most or (gate.limit == known.most and gate.op == ">")
+        if not gate.relative and too_much and gate.op in (">", ">="):
+            raise RecipeError(f"{text!r} never holds: {metric} is at most {known.most / gate.factor:g}{unit}")
         return gate
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -52,8 +53,7 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
             continue
         entry = {step: {}} if isinstance(step, str) else step
         if not isinstance(entry, dict) or len(entry) != 1:
-            advice = "; a pass of your own extends compressor.Pass" if dataclasses.is_dataclass(step) else ""
-            problems.append(source.locate(path, f"expected one `name: {{options}}`; found {step!r:.80}{advice}"))
+            problems.append(source.locate(path, f"expected one `name: {{options}}`; found {step!r:.80}{_advice(step)}"))
             continue
         ((name, options),) = entry.items()
         try:
@@ -61,6 +61,16 @@ def build_passes(source: Source, problems: list[str]) -> tuple[Any, ...]:
         except RecipeError as error:
             problems.append(str(error))
     return tuple(built)
+
+
+def _advice(step: Any) -> str:
+    from compressor.registry import PASSES
+
+    if inspect.isclass(step):
+        return f", a class; give an instance: {step.__name__}(...)" if PASSES.extends(step) else ", a class"
+    if PASSES.extends(type(step)):
+        return "; a pass of your own is a dataclass, and frozen: write @dataclass(frozen=True) above its class"
+    return "; a pass of your own extends compressor.Pass" if dataclasses.is_dataclass(step) else ""
 
 
 def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:

@@ -13,7 +13,8 @@ from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nea
 def apply_override(source: Source, text: str) -> None:
     """Apply ``dotted.key=value`` to the data; the value is read as YAML.
 
-    ``passes.<name>.<option>`` addresses a pass by its name, ``passes.<index>.<option>`` by its place.
+    ``passes.<name>.<option>`` addresses a pass by its name, ``passes.<index>.<option>`` by its place, and
+    ``passes.<index>.<name>.<option>``, as errors write it, by both.
 
     Raises:
         RecipeError: there is no ``=``, the value is not YAML, or the key is too long or leads nowhere.
@@ -35,6 +36,8 @@ def set_value(source: Source, keys: list[str], value_text: str, origin: Origin) 
     if keys[0] == "passes" and len(keys) > 1:
         path = _pass_path(source, keys[1], origin)
         keys = keys[2:]
+        if len(keys) > 1 and keys[0] == path[-1]:  # `passes.0.rtn.scheme`, as errors write it
+            keys = keys[1:]
         if not keys:
             raise RecipeError(f"{origin}: name an option of the pass, such as passes.{path[-1]}.scheme=W4A16_G128")
     holder: Any = source.data

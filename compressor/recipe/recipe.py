@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -107,10 +108,12 @@ class Recipe(Section):
         found = next((place for place in places if is_dir(place)), None)
         if found is not None:
             return found
-        if _HUB_ID.fullmatch(self.model) and not self.model.startswith("."):
+        meant = get_close_matches(self.model, _shipped_models(), n=1, cutoff=0.75)
+        if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model
         looked = " and ".join(dict.fromkeys(map(str, places)))
-        raise self.problem(("model",), f"{self.model!r} is neither a folder (looked at {looked}) nor a hub id")
+        hint = f"; nearest shipped model: {meant[0]}" if meant else ""
+        raise self.problem(("model",), f"{self.model!r} is neither a folder (looked at {looked}) nor a hub id{hint}")
 
     def check_files(self) -> None:
         """Check that the model and all files exist and have the hashes that the recipe states.
@@ -209,6 +212,10 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     if found is None or found.kind is None:
         raise RecipeError(f"{origin}: {text!r} names no text")
     return found
+
+
+def _shipped_models() -> list[str]:
+    return sorted(path.name for path in resource("models").iterdir() if path.is_dir())
 
 
 def _copied(source: Source, path: KeyPath, value: Any) -> Any:

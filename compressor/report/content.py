@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.codegen.backend import Check
-from compressor.errors import CompressorError
+from compressor.errors import failed_write
 from compressor.export.manifest import finite
 from compressor.host.cache import replace_file
 
@@ -70,4 +70,5 @@ def write_file(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
     except OSError as error:
-        raise CompressorError(f"{path}: cannot be written: {error}; free some space or choose another place") from error
+        advice = "free some space or choose another place"
+        raise failed_write(error, f"{path}: cannot be written: {error}; {advice}") from error

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, UsageError, exit_code
 from compressor.report.content import outcome_checks, outcome_content, write_report
 from compressor.report.junit import write_junit
 
@@ -64,15 +64,14 @@ class Recorder:
         """Write the error that ended the run, unless its gates have been judged."""
         if self._judged:
             return
-        exit_code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         try:
-            self._write_error(type(error).__name__, str(error) or type(error).__name__, exit_code)
+            self._write_error(type(error).__name__, str(error) or type(error).__name__, exit_code(error))
         except CompressorError as unwritten:
-            raise CompressorError(f"{error}\n{unwritten}") from error
+            raise type(unwritten)(f"{error}\n{unwritten}") from error
 
-    def _write_error(self, kind: str, message: str, exit_code: int | None) -> None:
+    def _write_error(self, kind: str, message: str, code: int | None) -> None:
         if self._report is not None:
-            write_report(self._report, {"error": message, "error_type": kind, "exit_code": exit_code})
+            write_report(self._report, {"error": message, "error_type": kind, "exit_code": code})
         if self._junit is not None:
             write_junit(self._junit, self._suite, error=(kind, message), seconds=time.monotonic() - self._began)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check
@@ -25,52 +27,66 @@ from compressor.export.publish import check_destination, publishing
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.tensor_files import trim
+from compressor.host.threads import waits_passively
 from compressor.pipeline.context import Context
-from compressor.pipeline.observers import Dump, verify_stage
+from compressor.pipeline.observers import Dump, VerifyStages
 from compressor.pipeline.pipeline import Observer, Pipeline
 from compressor.plan.model import Plan
 from compressor.plan.plan import compare_plan
 from compressor.progress import Reporter, Silent
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
-from compressor.runtime import Bundle, load
+from compressor.runtime import Bundle, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from compressor.codegen.isa import Isa
 
 
 def compress(
     model: str | Path | nn.Module | None,
-    recipe: Recipe | Mapping[str, Any],
+    recipe: Recipe | Mapping[str, Any] | str | Path,
     output: str | Path | None = None,
     *,
     example: tuple[Any, ...] | None = None,
     dynamic_shapes: Any = None,
     reporter: Reporter | None = None,
 ) -> Bundle:
-    """Compress a model by a recipe and load the bundle.
+    """Compress a model by a recipe and load the bundle; ``bundle.measurements`` says what became of it.
 
     Args:
         model: Hugging Face folder or id, or a module; None takes the recipe's.
-        recipe: a recipe, or plain data with the keys of its YAML form.
+        recipe: a recipe, plain data with the keys of its YAML form, a file, or a shipped recipe's name.
         output: the bundle's folder; None takes the recipe's.
-        example: example inputs, for a module that is no Hugging Face model.
+        example: example inputs, for a module that is no Hugging Face model: a tuple, or the only input.
         dynamic_shapes: which of their sizes may vary, as for torch.export.export; left out, the bundle takes inputs of
             exactly these shapes.
+        reporter: receiver of progress and notes, such as ``compressor.LogReporter()``; None reports nothing.
     Raises:
         CompressorError: see ``compressor.errors``; nothing is left behind.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe)
-    return load(
-        run_recipe(
-            recipe, output, model=model, example=example, dynamic_shapes=dynamic_shapes, reporter=reporter
-        ).bundle
+    if not waits_passively():
+        warnings.warn(
+            "torch was imported before compressor.compress and without OMP_WAIT_POLICY=PASSIVE: where other processes "
+            "work, this takes several times as long; set it before torch is imported, or import compress first",
+            stacklevel=2,
+        )
+    outcome = run_recipe(
+        _recipe(recipe), output, model=model, example=example, dynamic_shapes=dynamic_shapes, reporter=reporter
     )
+    return load(outcome.bundle)
+
+
+def _recipe(given: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+    if isinstance(given, Recipe):
+        return given
+    if isinstance(given, str | Path):
+        return load_recipe(given)
+    if isinstance(given, Mapping):
+        return Recipe.from_dict(given)
+    raise UsageError(f"recipe: {given!r:.80}; give a Recipe, a mapping, a file, or a shipped recipe's name")
 
 
 def run_recipe(
@@ -103,10 +119,12 @@ def run_recipe(
         VerificationError: the kernels do not compute what the graph does.
     """
     clock = Clock(reporter or Silent())
+    _check_arguments(model, output, threads)
     destination = Path(output or recipe.output or _missing_output())
+    check_destination(destination)
     rejected = destination.with_name(destination.name + ".rejected")
-    for folder in (destination, rejected) if recipe.gates else (destination,):
-        check_destination(folder)
+    if recipe.gates:
+        check_destination(rejected)
     if dump is not None:
         _make_dump_folder(dump)
     given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
@@ -129,9 +147,20 @@ def run_recipe(
     return outcome
 
 
+def _check_arguments(model: object, output: object, threads: int | None) -> None:
+    if not isinstance(model, str | Path | nn.Module | None):
+        raise UsageError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
+    if not isinstance(output, str | Path | None):
+        raise UsageError(f"output: {output!r:.80}; give a folder")
+    try:
+        thread_count(threads)
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+
+
 def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independence]:
     """Run the passes and generate the kernels for what they leave."""
-    observers: list[Observer] = [verify_stage] if dump is None else [verify_stage, Dump(dump)]
+    observers: list[Observer] = [VerifyStages()] if dump is None else [VerifyStages(), Dump(dump)]
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     with given.clock.stage("independence"):
         independence = check_independence(graph)

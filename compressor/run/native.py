@@ -15,7 +15,10 @@ from torch.fx import GraphModule
 from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
+from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
+from compressor.codegen.tuning import Tuner
 from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
@@ -68,7 +71,8 @@ class NativeBackend:
         return not self.launcher
 
     def check(self, graph: GraphModule) -> None:
-        """Refuse formats that the kernels of an instruction set do not read."""
+        """Refuse operators without kernels, and formats that those of an instruction set do not read."""
+        check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
         for site in packed_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
             for isa in (self.isa, *self._target.faster()):

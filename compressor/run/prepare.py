@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
@@ -115,10 +116,12 @@ def prepare(
     planned = plan_passes(graph, recipe, backend)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
+    _note_short_text(recipe, data, clock)
     here = machine_prices()  # measured once and remembered: not part of what the plan predicts
     with clock.stage("plan", shown=False):
         plan = plan_graph(graph, recipe, backend, planned, destination)
-    check_plan(plan)
+    check_plan(plan, recipe.gates)
+    clock.reporter.expect({name: left.value for name, left in plan.stages.items() if name not in clock.seconds})
     if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
         lock.add_model(info.source, recipe.trust_remote_code)
     lock.add_data(samples, data)
@@ -134,6 +137,12 @@ def prepare(
         prices=here.seconds,
     )
     return Prepared(recipe, backend, context, plan, data, info, lock, clock, threads, graph, dense)
+
+
+def _note_short_text(recipe: Recipe, data: Any, clock: Clock) -> None:
+    asked = recipe.evaluation.tokens
+    if isinstance(data, Tensor) and recipe.evaluation.kind is not None and len(data) < asked:
+        clock.reporter.note(f"evaluation: the text has {len(data)} tokens, of the {asked} asked for")
 
 
 def _origin(graph: GraphModule, recipe: Recipe) -> str:

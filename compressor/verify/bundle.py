@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compressor.codegen.backend import Check
 from compressor.errors import CompressorError, VerificationError
+from compressor.export.manifest import foreign_files
 from compressor.export.schema import Manifest, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import Format
 from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
 from compressor.verify.smoke import SmokeResult, smoke_test
-
-UNLISTED = (MANIFEST, SIGNATURE, "measurements.json")
-"""Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
+from compressor.verify.web import NOT_EXECUTED, web_bytes, web_files, web_schema
 
 _SHOWN = 3
+_INVALID = "the manifest is not valid"
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,12 @@ def verify_bundle(bundle: Path, *, threads: int | None = None, public_key: Path 
         UsageError: the public key cannot be used.
         ToolchainError: a public key is given and the extra ``sign`` is not installed.
     """
+    if (web := _web_manifest(bundle)) is not None:
+        return _verify_web(bundle, web, public_key)
     checks = [_check("schema", lambda: _schema(bundle))]
     manifest = _read(bundle) if checks[0].passed else None
     if manifest is None:
-        checks += [_skipped(name, "the manifest is not valid") for name in ("files", "bytes")]
+        checks += [_skipped(name, _INVALID) for name in ("files", "bytes")]
     else:
         checks += [_check("files", lambda: _files(bundle, manifest)), _check("bytes", lambda: _bytes(bundle, manifest))]
     checks.append(_signature(bundle, public_key))
@@ -74,10 +76,31 @@ def verify_bundle(bundle: Path, *, threads: int | None = None, public_key: Path 
         assert manifest is not None
         kernels, smoke = _kernels(bundle, manifest, threads)
     checks.append(kernels)
-    checks.append(
-        _skipped("evidence", "the manifest is not valid") if manifest is None else _evidence(manifest, kernels)
-    )
+    checks.append(_skipped("evidence", _INVALID) if manifest is None else _evidence(manifest, kernels))
     return Verification(tuple(checks), smoke)
+
+
+def _web_manifest(bundle: Path) -> dict[str, Any] | None:
+    from compressor_runtime import BundleError
+    from compressor_runtime.manifest import WEB_FORMAT, any_manifest
+
+    try:
+        manifest = any_manifest(bundle)
+    except BundleError:
+        return None  # the first check says what is wrong
+    return manifest if manifest["format"] == WEB_FORMAT else None
+
+
+def _verify_web(bundle: Path, manifest: dict[str, Any], public_key: Path | None) -> Verification:
+    checks = [_check("schema", lambda: web_schema(manifest))]
+    for name, check in (("files", web_files), ("bytes", web_bytes)):
+        valid = checks[0].passed
+        checks.append(_check(name, partial(check, bundle, manifest)) if valid else _skipped(name, _INVALID))
+    checks += [_signature(bundle, public_key), _skipped("kernels", NOT_EXECUTED)]
+    counts = Counter(str(kernel.get("evidence")) for kernel in manifest["kernels"]) if checks[0].passed else Counter()
+    claimed = ", ".join(f"{count} {evidence}" for evidence, count in sorted(counts.items()))
+    checks.append(_skipped("evidence", f"the manifest says: {claimed}" if claimed else _INVALID))
+    return Verification(tuple(checks), None)
 
 
 def _check(name: str, check: Callable[[], str]) -> Check:
@@ -117,21 +140,12 @@ def _files(bundle: Path, manifest: Manifest) -> str:
     for name, entry in manifest.files.items():
         if entry.pieces is not None and sha256(bundle / name) != entry.sha256:
             raise VerificationError(f"{name}: its pieces have the SHA-256 of the manifest, the whole has another")
-    found = [Path(folder, name).relative_to(bundle).as_posix() for folder, name in _entries(bundle)]
-    if extra := sorted(set(found) - set(manifest.files) - set(UNLISTED)):
+    if extra := foreign_files(bundle, manifest.files):
         shown = ", ".join(map(repr, extra[:_SHOWN])) + (", ..." if len(extra) > _SHOWN else "")
-        advice = "; Python made __pycache__, delete it" if any("__pycache__" in name for name in extra) else ""
+        cached = any("__pycache__" in name for name in extra)
+        advice = "; not what this Python makes of the bundle's sources: delete __pycache__" if cached else ""
         raise VerificationError(f"not listed in the manifest: {shown}{advice}")
     return f"{len(manifest.files)} files have the sizes and SHA-256 of the manifest, and there are no others"
-
-
-def _entries(bundle: Path) -> list[tuple[str, str]]:
-    """Yield (folder, name) of everything that is not a plain folder; links are not followed."""
-    entries = []
-    for folder, folders, files in os.walk(bundle):
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        entries += [(folder, name) for name in (*files, *links)]
-    return entries
 
 
 def _bytes(bundle: Path, manifest: Manifest) -> str:

@@ -72,6 +72,8 @@ def _run(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> list[Any]:
     if bundle.kind == "encoder":
         return [bundle.encode(stored["ids"], stored["mask"])]
     outputs = bundle.run(*_inputs(stored))
+    if isinstance(outputs, dict):
+        return list(outputs.values())
     return outputs if isinstance(outputs, list) else [outputs]
 
 

@@ -29,6 +29,15 @@ export function evaluate(expression, names) {
   }
 }
 
+/** A number from `least` to `most`, whole unless `fraction`. */
+export function checkedNumber(name, value, least, most = Infinity, fraction = false) {
+  if (!(fraction ? Number.isFinite(value) : Number.isSafeInteger(value)) || value < least || value > most) {
+    const range = most === Infinity ? `at least ${least}` : `from ${least} to ${most}`;
+    throw new BundleError("request", `${name} ${value}: give a ${fraction ? "" : "whole "}number ${range}`);
+  }
+  return value;
+}
+
 /** The inputs that a session keeps: keys and values. */
 export const cachesOf = (program) => program.inputs.filter(({ name }) => /_cache_\d+$/.test(name));
 

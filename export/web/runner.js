@@ -1,7 +1,7 @@
 // Runs a bundle that `compress run` made for the target webgpu: loads it, checks it, continues prompts.
 // A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
-import { BundleError, cachesOf, evaluate, sha256 } from "./program.js";
+import { BundleError, cachesOf, checkedNumber, evaluate, sha256 } from "./program.js";
 
 export { BundleError };
 
@@ -166,6 +166,7 @@ export class Model {
   /** A new sequence of tokens, with room for `capacity` of them. */
   async session(capacity = this.context) {
     if (this.manifest.kind !== "decoder") throw new BundleError("request", "only a decoder generates");
+    checkedNumber("capacity", capacity, 1, this.info.max_positions || undefined);
     const caches = cachesOf(this.engine.program);
     return new Session(this, capacity, await this.engine.state(caches, { B: 1, T: capacity }));
   }
@@ -222,6 +223,11 @@ export class Model {
     const ids = prompt.length || this.info.bos_id == null ? [...prompt] : [this.info.bos_id];
     if (!ids.length) throw new BundleError("request", "the prompt is empty, and this model has no token to begin with");
     this.checked(ids);
+    checkedNumber("maxTokens", maxTokens, 0);
+    checkedNumber("temperature", temperature, 0, undefined, true);
+    checkedNumber("topK", topK, 0);
+    checkedNumber("topP", topP, Number.MIN_VALUE, 1, true);
+    if (seed !== undefined) checkedNumber("seed", seed, 0);
     const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens));
     try {
       const { generator, sample } = temperature > 0 ? await import("./sampling.js") : {};
@@ -265,9 +271,20 @@ export class Model {
 
 /** Keys and values of one sequence; made by `Model.session`. */
 export class Session {
+  #position = 0;
+  #stored = 0; // tokens whose keys and values are there
+
   constructor(model, capacity, state) {
     Object.assign(this, { model, capacity, state });
-    this.position = 0; // set it back to forget what came after
+  }
+
+  /** Tokens that the next come after; set it back to forget what came after. */
+  get position() {
+    return this.#position;
+  }
+
+  set position(value) {
+    this.#position = checkedNumber("position", value, 0, this.#stored);
   }
 
   /** Logits of the last of `ids`: Float32Array. */
@@ -291,6 +308,8 @@ export class Session {
 
   /** Compute tokens, in parts, move on, and read what came of it. */
   advance(ids, pick, read, count = 0) {
+    if (!ids.length) throw new BundleError("request", "no tokens; give at least one");
+    this.model.checked(ids);
     return this.model.exclusively(async () => {
       if (this.position + ids.length > this.capacity) {
         throw new BundleError("request", `${this.position} + ${ids.length} tokens; the session has room for ` +
@@ -301,7 +320,7 @@ export class Session {
         const inputs = { ids: part, position: part.map((_, j) => this.position + j), keep: [part.length - 1] };
         const sizes = { B: 1, S: part.length, R: 1, T: this.capacity, K: count };
         await this.model.engine.run(this.state, inputs, sizes, i + PROMPT_PART < ids.length ? "" : pick);
-        this.position += part.length;
+        this.#stored = this.#position += part.length;
       }
       return read();
     });

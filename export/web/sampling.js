@@ -31,6 +31,6 @@ function near(candidates, temperature) {
   if (Array.isArray(candidates)) return candidates;
   const least = candidates.reduce((a, b) => Math.max(a, b)) - NEGLIGIBLE * temperature;
   const found = [];
-  candidates.forEach((logit, id) => { if (logit > least) found.push([id, logit]); });
+  candidates.forEach((logit, id) => { if (logit >= least) found.push([id, logit]); });
   return found;
 }

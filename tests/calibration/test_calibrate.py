@@ -88,12 +88,15 @@ def test_json_and_parquet_rows_give_the_same_windows(tokenizer: Path, tmp_path: 
         load_samples(spec(json=str(tmp_path / "a.jsonl")), tokenizer)
 
 
+LAST = " ".join(["the last, which is long enough for a figure that says something"] * 4)
+
+
 def test_each_document_gets_its_special_tokens(tokenizer: Path, tmp_path: Path) -> None:
     path = tmp_path / "stories.txt"
-    path.write_text("one story\n<|endoftext|>\n\nanother one\nof two lines\n<|endoftext|>\nthe last", encoding="utf-8")
+    path.write_text(f"one story\n<|endoftext|>\n\nanother one\nof two lines\n<|endoftext|>\n{LAST}", encoding="utf-8")
     tokens, _ = load_evaluation(EvaluationSpec(text=str(path)), None, tokenizer)
     encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
-    documents = ("one story", "another one\nof two lines", "the last")
+    documents = ("one story", "another one\nof two lines", LAST)
     assert tokens.tolist() == [token for document in documents for token in encode(document).ids]
 
 
@@ -102,8 +105,8 @@ def test_evaluation_takes_its_own_text_or_what_is_left(tokenizer: Path, file: Pa
     tokens, source = load_evaluation(EvaluationSpec(tokens=100), samples, tokenizer)
     assert torch.equal(tokens, samples.rest[:100])
     assert "did not sample" in source
-    tokens, source = load_evaluation(EvaluationSpec(text=str(file), tokens=50), samples, tokenizer)
-    assert len(tokens) == 50
+    tokens, source = load_evaluation(EvaluationSpec(text=str(file), tokens=70), samples, tokenizer)
+    assert len(tokens) == 70
     assert source == str(file)
     with pytest.raises(UsageError, match="no text"):
         load_evaluation(EvaluationSpec(), None, tokenizer)

@@ -210,7 +210,7 @@ def test_error_names_module_and_line() -> None:
 
 
 def test_plain_module_needs_inputs_and_float32() -> None:
-    with pytest.raises(CaptureError, match="plain module: give example_inputs"):
+    with pytest.raises(CaptureError, match="plain module: give an example of its inputs"):
         capture(nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=r"call module\.float\(\) first"):
         capture(nn.Linear(4, 4).half(), (torch.ones(2, 4),))

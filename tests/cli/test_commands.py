@@ -27,6 +27,7 @@ from compressor.codegen.lowering.phases import phases
 from compressor.evaluate.comparison import Speed
 from compressor.export.vectors import make_vectors
 from compressor.recipe.gates import METRICS
+from compressor.runtime import load
 
 VOCAB, POSITIONS = 320, 64
 COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
@@ -179,6 +180,11 @@ def test_run_prints_one_json_object_with_the_promised_names(ran: dict[str, Any],
     assert on_disk - (bundle / "measurements.json").stat().st_size == ran["bundle_bytes"]
 
 
+def test_the_bundle_knows_what_its_run_measured(ran: dict[str, Any], bundle: Path) -> None:
+    measurements = load(bundle, threads=1).measurements
+    assert {name: measurements[name] for name in QUALITY | SIZES} == {name: ran[name] for name in QUALITY | SIZES}
+
+
 def test_run_writes_what_it_prints_and_a_test_case_for_each_gate(ran: dict[str, Any], folder: Path) -> None:
     assert json.loads((folder / "report.json").read_text()) == ran
     assert ran["gates"] == {"decode_tokens_per_s": True, "latency_ms": True}
@@ -207,6 +213,23 @@ def test_eval_of_a_bundle_and_of_a_model(invoke: Callable[..., Result], ran: dic
     assert dense["weight_bytes"] == ran["dense_weight_bytes"]
 
 
+def test_eval_says_on_which_text_and_how_certain_it_is(invoke: Callable[..., Result], folder: Path) -> None:
+    result = invoke("eval", "model", "--data", "text.txt", "--tokens", "200", "--json")
+    found = json.loads(result.stdout)
+    assert found["text"] == "text.txt" or found["text"].endswith("/text.txt")
+    low, high = found["perplexity_interval"]
+    assert low < found["perplexity"] < high
+    few = invoke("eval", "model", "--data", "text.txt", "--tokens", "10", "--json")
+    assert few.exit_code == 2 and "a figure of fewer than 64 says nothing" in few.stderr
+    all_there_is = invoke("eval", "model", "--data", "text.txt", "--tokens", "100000", "--json")
+    assert re.search(r"note: evaluation: .* has \d+ tokens, of the 100000 asked for", all_there_is.stderr)
+
+
+def test_shipped_models_are_known_by_name(invoke: Callable[..., Result]) -> None:
+    found = json.loads(invoke("inspect", "reference", "--json").stdout)
+    assert found["architecture"] == "LlamaForCausalLM"
+
+
 def test_bench_prints_one_json_object(invoke: Callable[..., Result], bundle: Path) -> None:
     options = ("--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1", "--threads", "1", "--json")
     result = invoke("bench", bundle, *options)
@@ -214,6 +237,12 @@ def test_bench_prints_one_json_object(invoke: Callable[..., Result], bundle: Pat
     measured = json.loads(result.stdout)
     assert set(measured) >= SPEED and measured["threads"] == 1
     assert all(measured[name] > 0 for name in SPEED)
+    assert (measured["prompt_tokens"], measured["new_tokens"]) == (8, 4)
+    assert not [name for name in measured if name.endswith("_spread")]  # of one repeat nobody knows
+
+
+def test_prune_takes_a_number_of_days(invoke: Callable[..., Result]) -> None:
+    assert "nan is not a number of days" in one_message(invoke("cache", "prune", "--older-than", "nan"))
 
 
 def test_generate_streams_text_and_repeats_with_a_seed(invoke: Callable[..., Result], bundle: Path) -> None:
@@ -301,7 +330,7 @@ def test_a_table_for_people_a_dump_and_the_time_of_passes(
             2,
             r"small_vocabulary: the tokenizer does not match the model: it gives token 319 .*vocabulary has 319",
         ),
-        ("not_a_number", 1, "NaN, inf or .* check the checkpoint"),
+        ("not_a_number", 1, r"the model's .* holds nan at \[3, 5\]; repair the checkpoint"),
     ],
 )
 def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., Result], tmp_path: Path) -> None:
@@ -310,6 +339,46 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
     said = one_message(result)
     assert re.search(message, said), said
     assert not list(tmp_path.iterdir())
+
+
+RTN = "{rtn: {scheme: W4A16_G32}}"
+MODEL_REFUSES = [
+    (f"passes=[{RTN}, {{rotation: {{}}}}]", r"passes\.1\.rotation: 'Linear': an earlier pass has packed every"),
+    (f"passes=[{RTN}, {RTN}]", r"passes\.1\.rtn: 'Linear': an earlier pass has packed every linear that matches; put"),
+    ("passes.0.rtn.targets=foo", r"passes\.0\.rtn: patterns that match no linear of the model: 'foo': nearest"),
+    ("passes.rtn.scheme=W4A16_G0", "a group of 0 weights; give a whole number above 0"),
+    ("calibration.text=.", "is a folder; name files in it"),
+    (
+        "calibration.sequence_length=65",
+        r"sequence_length: 65 tokens are more than the 64 positions of .*; give at most 64",
+    ),
+    ("gates={accuracy: '>= 0.5'}", r"gates\.accuracy: is not measured on a decoder; what is: perplexity"),
+    ("gates={top1_agreement: '>= 150%'}", "'>= 150%' never holds: top1_agreement is at most 100%"),
+    ("model=refernce", "'refernce' is neither a folder .* nearest shipped model: reference"),
+]
+"""Changes of the recipe that only the model shows to be wrong: a plan refuses them like a run."""
+
+
+@pytest.mark.parametrize(("change", "message"), MODEL_REFUSES)
+def test_a_plan_refuses_what_a_run_refuses(change: str, message: str, invoke: Callable[..., Result]) -> None:
+    result = invoke("plan", "recipe.yaml", "--set", change)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, one_message(result)), result.stderr
+
+
+@pytest.mark.parametrize("gate", ["<= 1kB", "<= 0.1x dense"])
+def test_a_gate_that_the_plan_decides_fails_before_any_work(
+    gate: str, invoke: Callable[..., Result], tmp_path: Path
+) -> None:
+    change = ("--set", f"gates={{weight_bytes: {gate}}}")
+    result = invoke("run", "recipe.yaml", *change, "-o", tmp_path / "out", "--report", tmp_path / "report.json")
+    assert result.exit_code == 3
+    assert re.search(
+        rf"weight_bytes: expected {re.escape(gate)}, and this recipe gives .*: choose", one_message(result)
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == 3
+    assert invoke("plan", "recipe.yaml", *change).exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -343,6 +412,8 @@ def test_bad_models(model: str, code: int, message: str, invoke: Callable[..., R
         ("gates={weight_bytes: <= 3%}", "unit '%' does not fit weight_bytes"),
         ("tune=fast", "'fast' does not fit"),
         ("model", "=.*missing|KEY=VALUE|dotted"),
+        ("evaluation.tokens=63", "63 tokens of .*: a figure of fewer than 64 says nothing; give more text"),
+        *MODEL_REFUSES,
     ],
 )
 def test_bad_recipes(change: str, message: str, invoke: Callable[..., Result], tmp_path: Path) -> None:
@@ -385,6 +456,8 @@ def test_bad_outputs_are_refused_before_any_work(
         (file, "is not a folder; choose another name"),
         (file / "below", "is not a folder that you may write to"),
         (mine, "holds something else than a bundle; choose another name"),
+        (".", "name one of its own"),
+        ("/", "name one of its own"),
     ):
         result = invoke("run", "recipe.yaml", "-o", output)
         assert result.exit_code == 2
@@ -494,23 +567,23 @@ def test_a_failed_gate_keeps_the_bundle_apart(
 ) -> None:
     earlier = Path(shutil.copytree(bundle, tmp_path / "out"))
     manifest = (earlier / "manifest.json").read_bytes()
-    gates = "gates={perplexity_increase: < 100%, weight_bytes: <= 100B, top1_agreement: '>= 1%'}"
+    gates = "gates={perplexity_increase: < 100%, bundle_bytes: <= 100B, top1_agreement: '>= 1%'}"
     options = ("--set", gates, "--set", "passes.rtn.scheme=W8A16", "--junit", tmp_path / "junit.xml")
     result = invoke("run", "recipe.yaml", "-o", earlier, *options, "--json")
     assert result.exit_code == 3
-    assert "error: weight_bytes: expected <= 100B, measured " in result.stderr
+    assert "error: bundle_bytes: expected <= 100B, measured " in result.stderr
     assert "perplexity_increase" not in result.stderr  # that one passed
     assert f"the bundle is kept as {earlier}.rejected" in result.stderr
     content = json.loads(result.stdout)
-    assert content["gates"] == {"perplexity_increase": True, "weight_bytes": False, "top1_agreement": True}
+    assert content["gates"] == {"perplexity_increase": True, "bundle_bytes": False, "top1_agreement": True}
     assert Path(content["bundle"]) == tmp_path / "out.rejected"
     assert (earlier / "manifest.json").read_bytes() == manifest  # the good one stays
     assert json.loads(invoke("inspect", tmp_path / "out.rejected", "--json").stdout)["sites"][0]["format"] == "W8A16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["junit.xml", "out", "out.rejected"]
     suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
     failed = {case.attrib["name"]: failure.attrib for case in suite for failure in case.iter("failure")}
-    assert list(failed) == ["weight_bytes <= 100B"] and suite.attrib["failures"] == "1"
-    assert failed["weight_bytes <= 100B"]["message"] in result.stderr
+    assert list(failed) == ["bundle_bytes <= 100B"] and suite.attrib["failures"] == "1"
+    assert failed["bundle_bytes <= 100B"]["message"] in result.stderr
 
 
 def test_a_run_that_never_begins_still_leaves_its_files(folder: Path, tmp_path: Path) -> None:
@@ -552,7 +625,7 @@ def test_kernels_that_are_wrong_fail_verification(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 1)])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 5)])
 def test_an_interrupted_run_leaves_nothing(
     error: type[BaseException],
     code: int,

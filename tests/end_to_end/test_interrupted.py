@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,10 +53,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def start(folder: Path, output: Path, cache: Path, target: str = "null", **options: Any) -> subprocess.Popen[str]:
+def start(
+    folder: Path, output: Path, cache: Path, target: str = "null", more: Sequence[str] = (), **options: Any
+) -> subprocess.Popen[str]:
     """Begin a run in a process of its own, with all of the job but kernels unless a target says so."""
     command = [sys.executable, "-c", COMMAND, "run", str(folder / "recipe.yaml"), "-o", str(output), "--json"]
-    command += ["--target", target]
+    command += ["--target", target, *more]
     environment = {**os.environ, "COMPRESS_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -125,7 +127,7 @@ def test_a_disk_without_room_is_one_message_and_leaves_nothing(
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
         child = start(folder, output, cache, target, preexec_fn=limit)
         out, errors = child.communicate(timeout=300)
-        assert child.returncode == 1 and out == ""
+        assert child.returncode == 5 and out == ""
         assert "Traceback" not in errors
         assert [line for line in errors.splitlines() if line.startswith("error: ")]
         assert not output.exists() and not debris(tmp_path)
@@ -139,3 +141,37 @@ def test_too_little_room_for_temporary_files_is_said_before_llvm_ends_the_proces
     monkeypatch.setattr("compressor.run.native.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
     with pytest.raises(CompressorError, match=r"temporary files has 1\.0 MB left.* set TMPDIR"):
         _check_room(tmp_path / "scratch")
+
+
+STAGES = ("capture", "text", "gptq", "compile", "check", "evaluate")
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def heed_signals() -> None:
+    """Undo what a shell or nohup has told its children to ignore."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("stage", "number"), list(zip(STAGES, [*SIGNALS, *SIGNALS], strict=True)))
+def test_a_signal_in_any_stage_ends_a_run_with_one_line(
+    stage: str, number: int, folder: Path, tmp_path: Path, require_tool: Callable[[str], Path]
+) -> None:
+    require_tool("g++")
+    report, output = tmp_path / "report.json", tmp_path / "out"
+    options = ["--report", str(report)]
+    cache = with_prices(tmp_path / "cache")
+    child = start(folder, output, cache, "x86", more=options, preexec_fn=heed_signals)
+    assert child.stderr is not None
+    lines = []
+    for line in child.stderr:
+        lines.append(line)
+        if f"] {stage} " in line:
+            break
+    child.send_signal(number)
+    out, rest = child.communicate(timeout=60)
+    assert (child.returncode, out) == (SIGNALS[signal.Signals(number)], ""), "".join(lines) + rest
+    said = [line for line in rest.splitlines() if not line.startswith("[")]
+    assert said == ["interrupted; finished blocks are kept: the same command goes on from there"]
+    assert not output.exists() and not debris(tmp_path)
+    assert json.loads(report.read_bytes())["exit_code"] == child.returncode

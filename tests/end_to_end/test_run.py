@@ -43,7 +43,9 @@ from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
 from compressor.runtime import load
+from compressor.verify.bundle import verify_bundle
 
+CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith("_webgpu"))
 FULL = "quickstart"  # most others, for time's sake, compress the first block's attention
 PROMPT = "Return the "
@@ -166,6 +168,8 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
         assert 0.95 < metrics["embedding_cosine_min"] < metrics["embedding_cosine"] < 1
     assert {kernel["evidence"] for kernel in result.manifest["kernels"]} == {"executed"}
     assert all(gate.passed for gate in result.outcome.gates)
+    verified = verify_bundle(result.bundle, threads=1)
+    assert {check.name for check in verified.checks if check.passed} == {*CHECKED}, verified.checks
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -68,7 +68,7 @@ from compressor.capture.capture import capture
 from compressor.graph.sites import linear_sites
 from compressor.passes.magnitude import Magnitude, two_of_four
 from compressor.pipeline.context import Context
-from compressor.pipeline.observers import verify_stage
+from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 
 
@@ -84,7 +84,7 @@ def test_two_of_four() -> None:
 def test_every_linear_is_masked() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
     context = Context()
-    graph = Pipeline([Magnitude()], [verify_stage]).run(capture(module, (torch.zeros(3, 40),)), context)
+    graph = Pipeline([Magnitude()], [VerifyStages()]).run(capture(module, (torch.zeros(3, 40),)), context)
     assert [record.format for record in context.records] == ["", ""]
     assert all(float((graph.get_parameter(s.weight_name) == 0).float().mean()) == 0.5 for s in linear_sites(graph))
 '''

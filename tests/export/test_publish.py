@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import py_compile
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, ResourceError, UsageError
 from compressor.export.manifest import write_measurements
 from compressor.export.publish import check_destination, publishing
 from compressor.export.tokenizer import write_tokenizer
@@ -252,6 +253,35 @@ def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, parts: dict[str, A
     assert (folder / "manifest.json").read_text() == '{"name": "a browser extension"}' and file.read_text() == "text"
 
 
+def test_a_bundle_with_a_user_s_files_is_not_replaced(tmp_path: Path, parts: dict[str, Any]) -> None:
+    bundle = write_native_bundle(tmp_path / "b", parts)
+    write_measurements(bundle, {"perplexity": 4.5})
+    py_compile.compile(str(bundle / "compressor_runtime" / "errors.py"))  # as an import does
+    write_native_bundle(bundle, parts | dict(recipe={"seed": 1}))
+    (bundle / "notes").mkdir()
+    (bundle / "notes" / "a.txt").write_text("precious")
+    before = contents(bundle)
+    for attempt in (check_destination, lambda folder: write_native_bundle(folder, parts)):
+        with pytest.raises(UsageError, match=r"b: holds notes/a\.txt beside a bundle; move that away"):
+            attempt(bundle)
+    with pytest.raises(UsageError, match=r"notes/b\.txt"), publishing(tmp_path / "b2") as folder:
+        (folder / "new").write_text("made")
+        write_native_bundle(tmp_path / "b2", parts)  # both come while the bundle is made
+        (tmp_path / "b2" / "notes").mkdir()
+        (tmp_path / "b2" / "notes" / "b.txt").write_text("precious")
+    assert contents(bundle) == before and (tmp_path / "b2" / "notes" / "b.txt").read_text() == "precious"
+
+
+def test_places_that_are_no_names_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name, message in ((".", "name one of its own"), ("/", "name one of its own"), ("..", "name one of its own")):
+        with pytest.raises(UsageError, match=message):
+            check_destination(Path(name))
+    with pytest.raises(UsageError, match=r"link: is a link to .*; name the folder itself"):
+        check_destination(Path("link"))
+
+
 def test_a_folder_that_cannot_be_written_to(
     tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +294,7 @@ def test_a_folder_that_cannot_be_written_to(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("compressor.export.publish._flush", full)
-    with pytest.raises(CompressorError, match="No space left"):
+    with pytest.raises(ResourceError, match="No space left"):
         write_native_bundle(tmp_path / "b", parts)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kernels.so", "model"]
 

@@ -26,6 +26,7 @@ from compressor.export.facts import BundleFacts
 from compressor.export.publish import publishing
 from compressor.export.web import WebParts, write_web
 from compressor.runtime import load
+from compressor.verify.bundle import verify_bundle
 
 
 def parts(**tensors: torch.Tensor) -> WebParts:
@@ -44,7 +45,7 @@ def parts(**tensors: torch.Tensor) -> WebParts:
 
 
 def fill_web_bundle(folder: Path, parts: WebParts) -> dict[str, Any]:
-    model = {"kind": "decoder", "name": "small", "vocab_size": 0}
+    model = {"kind": "decoder", "name": "small", "architecture": "Small", "vocab_size": 0}
     facts = BundleFacts(model=model, recipe={}, sites=[], dense_weight_bytes=1)
     return write_bundle(folder, write_web(folder, parts), facts)
 
@@ -92,7 +93,7 @@ def test_the_manifest_lists_every_file(bundle: Path) -> None:
 
 def test_the_run_time_is_small(bundle: Path) -> None:
     served = ("runner.js", "program.js", "webgpu.js")  # what a page loads; wasm.js only where there is no WebGPU
-    assert sum((bundle / name).stat().st_size for name in served) < 30_000
+    assert sum((bundle / name).stat().st_size for name in served) < 32_000
     others = [p for p in bundle.rglob("*") if p.is_file() and p.parent.name != "weights"]
     assert sum(len(gzip.compress(p.read_bytes())) for p in others) < 100_000  # with a program it may be 300 kB
 
@@ -107,9 +108,52 @@ def test_a_bundle_for_browsers_is_replaced_like_any_other(bundle: Path) -> None:
 def test_other_commands_say_what_it_is(bundle: Path) -> None:
     with pytest.raises(Exception, match="a bundle for browsers; `compress serve"):
         load(bundle)
-    for command in (["generate", "--prompt", "x"], ["verify"], ["inspect"], ["bench"]):
+    for command in (["generate", "--prompt", "x"], ["eval"], ["bench"]):
         result = CliRunner().invoke(main, [command[0], str(bundle), *command[1:]])
         assert result.exit_code == 1 and "a bundle for browsers" in result.stderr, (command, result.output)
+
+
+def verified(bundle: Path) -> dict[str, bool | None]:
+    return {check.name: check.passed for check in verify_bundle(bundle).checks}
+
+
+def test_inspect_and_verify_read_it(bundle: Path) -> None:
+    content = json.loads(CliRunner().invoke(main, ["inspect", str(bundle), "--json"]).stdout)
+    assert content["engines"] == ["webgpu", "wasm"] and content["weight_bytes"] == 5 * 3 * 4 + 7 * 4 + 3 * 4
+    result = CliRunner().invoke(main, ["verify", str(bundle)])
+    assert result.exit_code == 0 and "kernels: not checked: a bundle for browsers stores no outputs" in result.stdout
+    good = {"schema": True, "files": True, "bytes": True, "signature": None, "kernels": None, "evidence": None}
+    assert verified(bundle) == good
+
+
+@pytest.mark.parametrize(
+    ("change", "failed"),
+    [
+        (lambda m: m.update(weight_bytes=m["weight_bytes"] + 1), "bytes"),
+        (lambda m: m["weights"]["shards"].pop(), ""),
+        (lambda m: m["weights"]["shards"][0].update(sha256="0" * 64), "bytes"),
+        (lambda m: m["weights"].pop("tensors"), "bytes"),
+        (lambda m: m["files"].pop("runner.js"), "files"),
+        (lambda m: m.pop("engines"), "schema"),
+        (lambda m: m.update(schema_version=0), "schema"),
+        (lambda m: m.update(schema_version=99), "schema"),
+        (lambda m: m.update(kernels={}), "schema"),
+    ],
+)
+def test_what_verify_finds_in_a_manifest(bundle: Path, change: Any, failed: str) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    change(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    found = verified(bundle)
+    assert found.get(failed, False) is False and not verify_bundle(bundle).verified
+
+
+def test_what_verify_finds_in_files(bundle: Path) -> None:
+    shard = bundle / "weights" / "0000.bin"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    assert verified(bundle)["files"] is False
+    (bundle / "notes.txt").write_text("")
+    assert verified(bundle)["files"] is False
 
 
 class Running:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.host.machine import available_memory, free_disk
+from compressor.host.machine import available_memory, cache_bytes, free_disk
 from compressor.plan import prices as machine_probe
 from compressor.plan.prices import UNITS, Prices, machine_prices
 
@@ -151,3 +151,16 @@ def test_the_probe_measures_every_unit(measured_machine: Prices) -> None:
         1 << 24 < measured_machine.bundle_bytes <= measured_machine.dense_bytes <= measured_machine.all_bytes < 1 << 32
     )
     assert Prices(**json.loads(json.dumps(dataclasses.asdict(measured_machine)))) == measured_machine
+
+
+def test_the_last_level_caches_are_counted_once(tmp_path: Path) -> None:
+    assert cache_bytes(tmp_path) == 1 << 60  # the system does not tell
+    sizes = {0: (2, "2048K", "0"), 1: (2, "2048K", "1"), 2: (3, "32768K", "0-1"), 3: (3, "32768K", "2-3")}
+    for cpu, indices in ((0, (0, 2)), (1, (1, 2)), (2, (0, 3))):
+        for index in indices:
+            level, size, shared = sizes[index]
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    assert cache_bytes(tmp_path) == 64 << 20

@@ -223,8 +223,11 @@ def test_entry_points_add_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         PASSES.find("none")
     with pytest.raises(CompressorError, match="cannot be imported"):
         PASSES.find("gone")
-    with pytest.raises(UsageError, match="claimed by"):
-        PASSES.find("rtn")
+    assert PASSES.find("rtn") is Rtn  # whatever else is installed, recipes mean the same
+    twice = [EntryPoint("twice", f"{name}:Pass", PASSES.group) for name in ("one", "other")]
+    monkeypatch.setattr("compressor.registry.entry_points", lambda group, name=None: twice)
+    with pytest.raises(UsageError, match="'twice' is claimed by one:Pass and other:Pass; uninstall one"):
+        PASSES.find("twice")
 
 
 def test_the_passes_of_the_documentation_work() -> None:

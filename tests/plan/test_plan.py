@@ -46,6 +46,9 @@ GB = 10**9
 PRICES = {
     "matmul_flop": 1e-11,
     "int8_op": 2e-12,
+    "peak_flop": 1e-11,
+    "peak_int8_op": 2e-12,
+    "cached_read_byte": 1e-10,
     "matmul64_flop": 2e-11,
     "factor64_flop": 1e-10,
     "python": 4e-8,
@@ -65,6 +68,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "machine_prices", lambda _measure=False: MACHINE)
     monkeypatch.setattr(passes_module, "machine_prices", lambda _measure=False: MACHINE)
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(64 * GB, "the test"))
+    monkeypatch.setattr(plan_roofline, "cache_bytes", lambda: 0)
 
 
 def plan_graph(graph: GraphModule, wanted: Recipe) -> Plan:
@@ -379,12 +383,15 @@ def test_the_roofline_binds_on_what_takes_longer(shape_graph: GraphModule, monke
     assert stored < mlp.bytes < stored + 20_000
     assert mlp.ops >= 2 * 3 * 256 * 512
     for layer in (*prefill.layers, *decode.layers):
-        slow, fast = layer.ops * MACHINE.seconds["matmul_flop"], layer.bytes * MACHINE.seconds["read_byte"]
+        slow, fast = layer.ops * MACHINE.seconds["peak_flop"], layer.bytes * MACHINE.seconds["peak_read_byte"]
         assert layer.ms == pytest.approx(1e3 * max(slow, fast)) and layer.binds == (
             "compute" if slow > fast else "memory"
         )
     assert prefill.tokens_per_s == pytest.approx(1e3 * 128 / prefill.ms)
-    monkeypatch.setitem(MACHINE.seconds, "read_byte", 0.0)  # type: ignore[attr-defined]
+    dense = plan_roofline.rooflines(shape_graph, MACHINE)[1]
+    monkeypatch.setattr(plan_roofline, "cache_bytes", lambda: 1 << 30)  # this model fits: weights are read from there
+    assert plan_roofline.rooflines(shape_graph, MACHINE)[1].ms < dense.ms
+    monkeypatch.setitem(MACHINE.seconds, "cached_read_byte", 0.0)  # type: ignore[attr-defined]
     assert {layer.binds for layer in plan_roofline.rooflines(shape_graph, MACHINE)[1].layers} == {"compute"}
 
 

@@ -57,7 +57,7 @@ def test_relative_to_dense(metric: str) -> None:
 @pytest.mark.parametrize(
     ("metric", "text", "message"),
     [
-        ("bundle_bytes", "<= 1x dense", "unit 'x dense' does not fit bundle_bytes; units: none, B, KB"),
+        ("bundle_bytes", "<= 1x dense", "unit 'x dense' does not fit bundle_bytes; units: none, B, kB, KB"),
         ("load_s", "<= 1x dense", "unit 'x dense' does not fit load_s; units: none, s, ms"),
         ("latency_ms", "<= 3%", "unit '%' does not fit latency_ms; units: none, ms, s, x dense"),
         ("latency_ms", "12ms", "'12ms' is not a condition; write <=, >=, < or >, a number and a unit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -122,7 +123,8 @@ def test_what_could_not_be_checked_is_skipped(tmp_path: Path) -> None:
     [
         (RecipeError("r.yaml:3: gates.x: unknown metric\nand more"), 2),
         (VerificationError("the kernels are wrong"), 4),
-        (MemoryError(), 1),
+        (MemoryError(), 5),
+        (OSError(errno.ENOSPC, "No space left on device"), 5),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -62,6 +62,46 @@ def test_tvm_can_be_imported_after_a_bundle_was_loaded(bundle_folder: Path) -> N
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+FORKS = """
+import os
+from compressor_runtime import RequestError, load
+bundle = load(sys.argv[1], threads=2)
+def in_a_fork():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sys.exit("".join(load(sys.argv[1], threads=2).generate("the rain", max_tokens=9)))
+        except RequestError as error:
+            sys.exit(str(error))
+    os.waitpid(pid, 0)
+in_a_fork()
+text = "".join(bundle.generate("the rain", max_tokens=9))
+in_a_fork()
+print(text)
+"""
+
+
+def test_a_forked_process_computes_or_says_why_not(bundle_folder: Path, bundle: Bundle) -> None:
+    done = python(f"sys.path[:0] = [{str(RUNTIME.parent)!r}]\n{FORKS}", str(bundle_folder))
+    text = "".join(bundle.generate("the rain", max_tokens=9))
+    assert done.stdout == text + "\n" and done.stderr.startswith(text + "\n"), done.stderr
+    assert "forked from one that had computed with a bundle" in done.stderr[len(text) :]
+
+
+def test_generating_does_not_import_torch_where_it_is_installed(bundle_folder: Path) -> None:
+    code = """
+import sys
+sys.path[:0] = [sys.argv[2]]
+import compressor_runtime
+print("".join(compressor_runtime.load(sys.argv[1]).generate("the rain", max_tokens=9)) != "", "torch" in sys.modules)
+import torch, tvm_ffi, numpy
+print(numpy.from_dlpack(tvm_ffi.from_dlpack(torch.arange(3))).tolist())
+"""
+    command = [sys.executable, "-c", code, str(bundle_folder), str(RUNTIME.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True False\n[0, 1, 2]\n", done.stderr
+
+
 @pytest.fixture
 def run_main(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
     def run(*arguments: object) -> tuple[int, str, str]:

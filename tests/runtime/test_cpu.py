@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import compressor_runtime
 import pytest
@@ -48,3 +50,12 @@ def test_a_system_that_refuses_amx_is_a_cpu_without_it(monkeypatch: pytest.Monke
     assert compressor_runtime.missing_features(["amx_tile", "avx2"]) == ["amx_tile"]
     assert compressor_runtime.missing_features(["avx2"]) == []
     assert reads == [Path("/proc/cpuinfo")]  # however many libraries are considered
+
+
+def test_threads_are_those_of_the_processors() -> None:
+    most = len(os.sched_getaffinity(0))
+    assert cpu.thread_count(None) == cpu.available_cores() and cpu.thread_count(most) == most
+    wrong: list[Any] = [0, -1, most + 1, 1000, 1.0, "1", True]
+    for threads in wrong:
+        with pytest.raises(RequestError, match=rf"threads=.*: give a whole number from 1 to {most}"):
+            cpu.thread_count(threads)

@@ -55,10 +55,22 @@ def test_generation_ends_at_the_models_end_of_sequence(copy: Path, bundle: Bundl
 
 
 def test_what_generate_refuses_at_once(bundle: Bundle, copy: Path) -> None:
-    bad: list[dict[str, Any]] = [{"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}]
-    for arguments in [*bad, {"temperature": float("inf")}, {"top_p": 0}, {"top_p": 1.1}]:
-        with pytest.raises(RequestError, match="must be"):
-            bundle.generate("the", **arguments)
+    numbers: list[Any] = [-1, float("nan"), float("inf"), None, "1", [1], 1j, object()]
+    bad = [(name, value) for name in ("max_tokens", "temperature", "top_k", "top_p") for value in numbers]
+    bad += [("max_tokens", 1.5), ("top_k", 0.0), ("top_p", 0), ("top_p", 1.1), ("seed", -1), ("seed", 0.5)]
+    for name, value in bad:
+        with pytest.raises(RequestError, match=rf"{name}=.*: give a (whole )?number (at least|above)"):
+            bundle.generate("the", **{name: value})
+    stops: list[Any] = [None, [None], [1.5], [True], 0.5]
+    for stop in stops:
+        with pytest.raises(RequestError, match=r"stop=.*: give token ids and strings"):
+            bundle.generate("the", stop=stop)
+    prompts: list[Any] = [None, 1, 0.5, [0.5], [[1]], [[1], [1, 2]], b"the", ["the"], {}, [1 << 70], object()]
+    for prompt in prompts:
+        with pytest.raises(RequestError, match="prompt"):
+            bundle.generate(prompt)
+    with pytest.raises(RequestError, match="cannot be written as UTF-8"):
+        bundle.generate("the \udcff")
     with pytest.raises(RequestError, match="the model ends at 40 positions"):
         bundle.generate("xyz " * 50)
     with pytest.raises(RequestError, match="does the tokenizer belong"):
@@ -123,5 +135,10 @@ def test_temperature_flattens_and_extremes_are_finite() -> None:
     assert 0.4 < np.mean(hot) < 0.6
     assert choose(np.array([-1e30, 1e30], np.float32), generator, 1e-3, 0, 1.0) == 1
     assert choose(np.array([-np.inf, 1.0]), generator, 1.0, 5, 0.5) == 1
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
+        for temperature in (5e-324, 1e-308, 1e-3):
+            assert choose(np.array([1.0, 2.0, -3e38], np.float32), generator, temperature, 0, 1.0) == 1
+        assert choose(np.array([1.0, 2.0, -3e38], np.float32), generator, 1e308, 0, 1.0) < 3
+        assert choose(np.array([1.0, 2.0], np.float32), generator, 5e-324, 0, 0.9) == 1
     with pytest.raises(BundleError, match="NaN"):
         choose(np.array([0.0, np.nan]), generator, 1.0, 0, 1.0)

@@ -16,6 +16,10 @@ from compressor.runtime import BundleError, DamagedBundleError, RequestError, lo
     ("change", "error", "message"),
     [
         (lambda m: m.update(schema_version=3), BundleError, "schema version 3, this run-time reads up to 2"),
+        (lambda m: m.update(schema_version=0), DamagedBundleError, "schema_version 0, which there has never been"),
+        (lambda m: m.update(kind="encoder"), DamagedBundleError, "`kind` has a value that cannot be"),
+        (lambda m: m.update(kind="module"), DamagedBundleError, "`kind` has a value that cannot be"),
+        (lambda m: m.update(kind="poem"), DamagedBundleError, "`kind` has a value that cannot be"),
         (lambda m: m.update(schema_version="1"), DamagedBundleError, "schema_version` is missing or is not a valid"),
         (lambda m: m.update(format="zip"), BundleError, "not a Compressor bundle"),
         (lambda m: m.pop("files"), DamagedBundleError, "`files` is missing"),

@@ -35,6 +35,15 @@ def test_a_session_can_go_back(bundle: Bundle, model: TinyLanguageModel) -> None
     session.step([[5, 6, 7]])
     session.position = 1
     np.testing.assert_allclose(session.step([[9]])[0, 0], model.logits([5, 9]), atol=1e-5)
+    session.position = np.int64(2)  # forward again, as far as there are keys and values
+    wrong: list[Any] = [-1, 3, 100, 1.0, "1", None, True]
+    for position in wrong:
+        with pytest.raises(RequestError, match=r"position=.*: give a whole number from 0 to 2"):
+            session.position = position
+    assert session.position == 2
+    for name in ("batch", "capacity"):
+        with pytest.raises(AttributeError):
+            setattr(session, name, 5)
 
 
 def test_a_packed_cache_has_the_bytes_that_the_manifest_states(copy: Path) -> None:
@@ -48,7 +57,7 @@ def test_a_packed_cache_has_the_bytes_that_the_manifest_states(copy: Path) -> No
     caches = [np.from_dlpack(cache) for cache in session._caches]
     assert [(cache.dtype, cache.shape) for cache in caches] == [(np.uint8, (3, 1, 5, WIDTH + 2))] * 2
     caches[0][:] = 7
-    session.position = 5
+    session._stored = session.position = 5
     session.make_room(1)
     grown = np.from_dlpack(session._caches[0])
     assert grown.shape[2] >= 6 and (grown[:, :, :5] == 7).all() and not grown[:, :, 5:].any()
@@ -64,10 +73,12 @@ def test_logits_stay_when_the_next_step_is_taken(bundle: Bundle) -> None:
 
 def test_what_a_step_refuses(bundle: Bundle) -> None:
     session = bundle.session()
-    for ids in ([[VOCAB]], [[-1]], [[0.5]], [5], [[]], [[1], [2]], [[1 << 70]]):
+    wrong: list[Any] = [None, 0.5, "text", [[1], [2, 3]], [[None]], {}, object(), [[True]], [["1"]]]
+    for ids in (*wrong, [[VOCAB]], [[-1]], [[0.5]], [5], [[]], [[1], [2]], [[1 << 70]]):
         with pytest.raises(RequestError):
             session.step(ids)
-    for keep in ([2], [-1], [], [[0]], [0.5]):
+    refused: list[Any] = [[2], [-1], [], [[0]], [0.5], "0", [[0], [0, 1]], [None]]
+    for keep in refused:
         with pytest.raises(RequestError, match="keep"):
             session.step([[1, 2]], keep)
     with pytest.raises(RequestError, match=r"41 tokens after 0 others: the model ends at 40 positions"):
@@ -77,28 +88,70 @@ def test_what_a_step_refuses(bundle: Bundle) -> None:
         session.step([[1]])
     with pytest.raises(RequestError, match="holds a decoder, only an encoder"):
         bundle.encode([[1]])
-    with pytest.raises(RequestError, match="batch=0"):
-        bundle.session(batch=0)
+    arguments: list[dict[str, Any]] = [{"batch": 0}, {"batch": 1.0}, {"batch": None}, {"capacity": -1}]
+    for options in [*arguments, {"capacity": "8"}]:
+        with pytest.raises(RequestError, match="give a whole number at least"):
+            bundle.session(**options)
     with pytest.raises(RequestError, match=r"1000000000 sequences of 40 tokens: .* more than this machine's memory"):
         bundle.session(batch=10**9)
 
 
-def test_bundle_run_passes_any_arrays(bundle: Bundle, model: TinyLanguageModel) -> None:
+@pytest.fixture
+def module(copy: Path) -> Bundle:
+    """Return the decoder as if its kernels were a plain module's."""
+    shapes: list[tuple[str, list[int | str]]] = [("int64", [1, "S"]), ("int64", ["S"]), ("int64", [1])]
+    shapes += [("float32", [1, 1, "T", WIDTH])] * 2
+    inputs = [{"dtype": dtype, "shape": shape} for dtype, shape in shapes]
+    edit_manifest(copy, lambda manifest: manifest.update(kind="module"))
+    edit_manifest(copy, lambda manifest: manifest["model"].update(inputs=inputs, kv_heads=0, vocab_size=0))
+    return load(copy, threads=1)
+
+
+def test_a_module_runs_on_arrays(module: Bundle, model: TinyLanguageModel) -> None:
     unaligned = np.arange(9, dtype=np.int64)[1:].reshape(1, 8)
     cache = np.zeros((1, 1, 8, WIDTH), np.float32)
-    logits = bundle.run(unaligned, np.arange(8), np.array([7]), cache, cache)
-    np.testing.assert_allclose(logits[0, 0], model.logits(list(range(1, 9))), atol=1e-5)
+    good = (unaligned, np.arange(8), np.array([7]), cache, cache)
+    np.testing.assert_allclose(module.run(*good)[0, 0], model.logits(list(range(1, 9))), atol=1e-5)
+    refused: list[tuple[int, Any, str]] = [
+        (0, unaligned[0], r"input 0: int64 \[8\]; the model takes int64 \[1, S\]"),
+        (0, unaligned.astype(np.int32), r"input 0: int32 \[1, 8\]; the model takes int64"),
+        (0, np.zeros((2, 8), np.int64), r"input 0: int64 \[2, 8\]"),
+        (1, np.arange(7), r"input 1: int64 \[7\]; the model takes int64 \[S\]; S is 8"),
+        (4, np.zeros((1, 1, 0, WIDTH), np.float32), "input 4"),
+        (4, [[1], [1, 2]], "input 4: not an array of numbers"),
+        (4, None, "input 4: NoneType of object; give an array of numbers"),
+        (4, "text", "input 4: str of"),
+    ]
+    for place, value, message in refused:
+        with pytest.raises(RequestError, match=message):
+            module.run(*good[:place], value, *good[place + 1 :])
+    with pytest.raises(RequestError, match="4 inputs; the model takes 5"):
+        module.run(*good[:4])
+    with pytest.raises(RequestError, match="only a decoder generates"):
+        module.generate([1])
+
+
+def test_arrays_of_a_bundle_that_states_no_inputs_are_compared_by_its_kernels(module: Bundle) -> None:
+    del module.model["inputs"]
+    with pytest.raises(RequestError, match="the kernels refuse these arrays"):
+        module.run(np.zeros((1, 8), np.int32))
+
+
+def test_a_decoder_is_not_run_on_arrays(bundle: Bundle) -> None:
+    with pytest.raises(RequestError, match="holds a decoder; only a plain module is run on arrays"):
+        bundle.run(np.zeros((1, 8), np.int64))
 
 
 def test_an_encoder_gets_ids_and_a_mask(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_manifest(copy, lambda manifest: manifest.update(kind="encoder"))
+    edit_manifest(copy, lambda manifest: manifest["model"].update(kv_heads=0))
     encoder = load(copy)
     monkeypatch.setattr(encoder, "call", lambda *tensors: [np.from_dlpack(tensor) for tensor in tensors])
     ids, mask = encoder.encode([[5, 6, 7], [8, 9, 9]], [[1, 1, 1], [1, 0, 0]])
     assert ids.dtype == np.int64 and ids.tolist() == [[5, 6, 7], [8, 9, 9]]
     assert mask.dtype == np.float32 and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert encoder.encode([[5, 6]])[1].tolist() == [[1, 1]]
-    for wrong in (([[5, 6]], [[1]]), ([[5] * 41], None), ([[VOCAB]], None)):
+    for wrong in (([[5, 6]], [[1]]), ([[5] * 41], None), ([[VOCAB]], None), (None, None), ([[5]], "x"), ([[5]], 1)):
         with pytest.raises(RequestError):
             encoder.encode(*wrong)
     with pytest.raises(RequestError, match="only a decoder generates"):
@@ -133,7 +186,7 @@ def test_a_thread_whose_pool_is_too_small_is_replaced(bundle_folder: Path, model
     import tvm_ffi
 
     affinity = os.sched_getaffinity(0)
-    several = load(bundle_folder, threads=3)
+    several = load(bundle_folder, threads=2)
     seen: list[Any] = []
 
     def work() -> None:

@@ -122,7 +122,7 @@ def test_an_image_has_as_many_rows_as_patches() -> None:
 @pytest.mark.parametrize(("given", "words"), [
     ({}, "exactly one budget of bits, weight_bytes, latency_ms, kl_divergence; found none"),
     ({"bits": 4.0, "kl_divergence": 0.1}, "found bits and kl_divergence"),
-    ({"weight_bytes": "4 ms"}, r"weight_bytes '4 ms': write a number and a unit \(none, B, KB"),
+    ({"weight_bytes": "4 ms"}, r"weight_bytes '4 ms': write a number and a unit \(none, B, kB, KB"),
     ({"latency_ms": "fast"}, r"units?.*none, ms, s"),
     ({"kl_divergence": 0.0}, "number above 0"),
     ({"latency_ms": math.inf}, "number above 0"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, pack
+from compressor.formats.packing import PackedWeight, dequantize, pack
 from compressor.graph.caches import empty_caches
 from compressor.numerics.grids import round_scales
 
@@ -50,8 +52,9 @@ def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> to
     return torch.from_numpy(result.numpy())
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
+def relative_error(got: torch.Tensor, expected: torch.Tensor, typical: float = 0.0) -> float:
+    """Return the largest error, relative to the largest output or to a typical one, where the few there are cancel."""
+    return float((got - expected).abs().max() / max(float(expected.abs().max()), typical))
 
 
 def tolerance(fmt: Format, isa: Isa) -> float:
@@ -113,8 +116,77 @@ def check_packed_linear(
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
         got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))
         args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
-        error = relative_error(got, OPS.packed_linear(x, *args))
+        error = relative_error(got, OPS.packed_linear(x, *args), typical_output(x, packed))
         assert error < (TOLERANCE if batch * tokens == 1 else tolerance(fmt, isa)), (fmt.name, rows, columns, tokens)
+    special, row = special_rows(columns, rng), pick.randrange(len(SPECIAL))
+    for x in (special, special[:, row : row + 1]):
+        tokens = x.shape[1]
+        args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
+        got = run(kernel, x, *packed.parts.values(), bias, out=(1, tokens, rows))
+        close, about = SPLIT if tokens > 1 else TOLERANCE, (fmt.name, rows, columns)
+        check_special(got, OPS.packed_linear(x, *args), close, about, x)
+
+
+def typical_output(x: torch.Tensor, packed: PackedWeight) -> float:
+    """Return the size of a linear's outputs if the signs of all products were random."""
+    return float(x.square().sum(-1).max() * dequantize(packed).square().mean()) ** 0.5
+
+
+# Larger ones overflow where codes are multiplied before their zero point is taken off, and halves in bfloat16.
+SPECIAL = (math.nan, math.inf, -math.inf, 1e36, -1e36, 1e-40)
+
+
+def special_rows(columns: int, rng: torch.Generator) -> torch.Tensor:
+    """Return rows of ordinary numbers with one special float each, as [1, len(SPECIAL), columns]."""
+    x = torch.randn(1, len(SPECIAL), columns, generator=rng)
+    for row, value in enumerate(SPECIAL):
+        x[0, row, int(torch.randint(columns, (), generator=rng))] = value
+    return x
+
+
+def special_attention(
+    heads: int, kv_heads: int, tokens: int, width: int, rng: torch.Generator
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield queries, keys and values of one text, the first token of one of which has a special float."""
+    for value in (math.nan, math.inf, -math.inf, 1e36, 1e-40):
+        for which in range(3):
+            given = [torch.randn(1, n, tokens, width, generator=rng) for n in (heads, kv_heads, kv_heads)]
+            given[which][0, 0, 0, width // 2] = value
+            yield tuple(given)
+
+
+def special_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, centred: bool, eps: float = 1e-5
+) -> torch.Tensor:
+    """Return a norm of special rows; NaN where a variance is not a float32, where PyTorch's is 0 by chance."""
+    if not centred:
+        return OPS.rms_norm(x, weight, eps)
+    given = [None if one is None else one.double() for one in (weight, bias)]
+    expected = torch.nn.functional.layer_norm(x.double(), x.shape[-1:], *given, eps)
+    squares = (x.double() - x.double().mean(-1, keepdim=True)).square().sum(-1, keepdim=True)
+    return torch.where(squares < torch.finfo(torch.float32).max, expected, torch.nan)
+
+
+def check_special(
+    got: torch.Tensor, expected: torch.Tensor, close: float, about: object, summed: torch.Tensor | None = None
+) -> None:
+    """Check outputs of rows with special floats: numbers where PyTorch has numbers, and none where it has none.
+
+    Sums in another order may overflow where PyTorch's do not, and infinity less infinity is NaN.
+
+    Args:
+        summed: the rows of which weighted sums were taken: where a large one is cancelled (by its planes of bits, if
+            its weight is 0), the rest of the sum is lost.
+    """
+    rows = got.flatten(0, -2), expected.flatten(0, -2)
+    given = rows[1] if summed is None else summed.flatten(0, -2)
+    for ours, theirs, x in zip(*rows, given, strict=True):
+        finite = torch.isfinite(theirs)
+        assert not torch.isfinite(ours[~finite]).any(), about
+        largest = max(float(torch.where(row.isfinite(), row.abs(), 0.0).max()) for row in (theirs, x))
+        if largest < 1e37:
+            assert torch.isfinite(ours[finite]).all(), about
+            assert float((ours - theirs)[finite].abs().max() if finite.any() else 0.0) <= close * largest, about
 
 
 class Program:

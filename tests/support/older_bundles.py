@@ -8,7 +8,10 @@ import json
 import shutil
 from pathlib import Path
 
-_MODULES = ("errors", "manifest", "cpu", "check", "tensors", "vm", "session", "generation", "bundle", "command")
+_MODULES = (
+    *("errors", "arguments", "manifest", "cpu", "check", "vm", "tensors"),
+    *("session", "generation", "bundle", "command"),
+)
 
 
 def with_a_run_time_of_one_file(bundle: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tvm
@@ -78,6 +79,8 @@ def norm_row(width: int, eps: float, centred: bool) -> Any:
         emit_tree_sum(squares, VECTOR)
         factor = T.alloc_buffer((1,), "float32")
         factor[0] = T.float32(1) / T.sqrt(squares[0] / T.float32(width) + T.float32(eps))
+        if centred:  # a variance that overflows has no inverse
+            factor[0] = T.if_then_else(squares[0] < T.float32(math.inf), factor[0], T.float32(math.nan))
         for k in range(vectors):
             at = T.meta_var(T.ramp(k * VECTOR, 1, VECTOR))
             scaled = T.meta_var((x[m, at] - T.broadcast(mean[0], VECTOR)) * T.broadcast(factor[0], VECTOR) * weight[at])

@@ -15,6 +15,8 @@ from tvm.script import tirx as T
 VECTOR = 16
 """Elements of the vectors that kernels are written in; LLVM splits them where registers are narrower."""
 
+_INFINITE, _NAN = 0x7F800000, 0x7FC00000
+
 
 def registers(count: int, shape: tuple[int, ...], dtype: str = "float32") -> list[Any]:
     """Buffers that LLVM keeps in registers, where there are enough.
@@ -47,14 +49,14 @@ def splat(value: Any, lanes: int) -> Any:
 
 
 def exp(x: Any, lanes: int) -> Any:
-    """``e ** x`` to 2 units in the last place for x in [-87, 88], clamped outside.
+    """``e ** x`` to 2 units in the last place; 0 below -87, infinity where float32 ends, NaN of NaN.
 
     Range reduction by ln 2 in two parts and a degree-6 polynomial (the Cephes ``expf`` scheme): the
     scalar call to libm that LLVM emits instead costs about ten times as much.
     """
 
     const = partial(splat_float, lanes=lanes)
-    x = T.min(T.max(x, const(-87.0)), const(88.0))
+    x = clamp(x, -87.5, 89.0, lanes)  # n is -126 to 128
     n = T.floor(x * const(1.44269504088896341) + const(0.5))
     r = x - n * const(0.693359375) - n * const(-2.12194440e-4)
     p = const(1.9875691500e-4)
@@ -62,10 +64,45 @@ def exp(x: Any, lanes: int) -> Any:
         p = p * r + const(c)
     p = p * r * r + r + const(1.0)
     suffix = f"x{lanes}" if lanes > 1 else ""
-    bias = splat(127, lanes) if lanes > 1 else T.int32(127)
+    bias = splat(126, lanes) if lanes > 1 else T.int32(126)
     shift = splat(23, lanes) if lanes > 1 else T.int32(23)
-    power = T.shift_left(T.Cast(f"int32{suffix}", n) + bias, shift)
-    return p * T.reinterpret(power, dtype=f"float32{suffix}")
+    half = T.shift_left(T.Cast(f"int32{suffix}", n) + bias, shift)  # 2 ** (n - 1): 2 ** 128 is not a float32
+    return (p + p) * T.reinterpret(half, dtype=f"float32{suffix}")
+
+
+def clamp(x: Any, low: float, high: float, lanes: int) -> Any:
+    """Bound x, and leave NaN as it is."""
+    return at_most(at_least(x, low, lanes), high, lanes)
+
+
+def at_least(x: Any, low: float, lanes: int) -> Any:
+    """Return the larger of x and a constant, and NaN of NaN.
+
+    ``max(a, b)`` is ``a > b ? a : b``, in TVM as in x86's and WebAssembly's instructions: b where one of them is NaN.
+    """
+    return T.max(splat_float(low, lanes), x)
+
+
+def at_most(x: Any, high: float, lanes: int) -> Any:
+    """As :func:`at_least`, the smaller of both."""
+    return T.min(splat_float(high, lanes), x)
+
+
+def size_bits(x: Any, lanes: int) -> Any:
+    """Return ``|x|`` as the int32 of its bits, which are larger for the larger size; infinity and NaN above all."""
+    whole, mask = ("int32", T.int32(0x7FFFFFFF)) if lanes == 1 else (f"int32x{lanes}", splat(0x7FFFFFFF, lanes))
+    return T.bitwise_and(T.reinterpret(x, dtype=whole), mask)
+
+
+def is_nan(x: Any) -> Any:
+    """Tell whether one float32 is NaN, by its bits: TVM holds ``x != x`` for false."""
+    return size_bits(x, 1) > T.int32(_INFINITE)
+
+
+def finite_size(bits: Any) -> Any:
+    """Return the float32 that :func:`size_bits` took apart; NaN of infinity as well."""
+    is_finite = bits < T.int32(_INFINITE)
+    return T.reinterpret(T.Select(is_finite, bits, T.int32(_NAN)), dtype="float32")
 
 
 def erf(x: Any, lanes: int) -> Any:
@@ -83,11 +120,11 @@ def erf(x: Any, lanes: int) -> Any:
             value = value * square + const(c)
         return value
 
-    x = T.min(T.max(x, const(-3.9)), const(3.9))
+    x = clamp(x, -3.9, 3.9, lanes)
     square = x * x
     over = polynomial((1.12837915, 0.189669334, 0.0526683479, 0.00373843573, 0.000285061055, 2.06641186e-06))
     under = polynomial((1.0, 0.501422852, 0.113819935, 0.0149144588, 0.00115739206, 3.8269327e-05))
-    return T.min(T.max(x * over / under, const(-1.0)), const(1.0))
+    return clamp(x * over / under, -1.0, 1.0, lanes)
 
 
 def emit_tree_sum(buffer: Any, lanes: int, *prefix: Any) -> None:

@@ -22,6 +22,7 @@ from compressor.codegen.lowering.importer import Importer, error_context, import
 from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
+from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.tuning import Tuner
 from compressor.graph.rules import listing
 from compressor.host.machine import cpu_name
@@ -96,7 +97,7 @@ def compile_graph(
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
     with tvm_target, error_context("generate"):
-        executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None)
+        executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None, tir_pipeline=PIPELINE)
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes

@@ -12,10 +12,11 @@ from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from compressor.codegen.kernels.norm import PARALLEL_FROM
-from compressor.codegen.kernels.vector import erf, exp
+from compressor.codegen.kernels.vector import erf, exp, is_nan
+from compressor.codegen.tir_pipeline import has_blocks
 
 _UNROLLED = 8  # vectors of the innermost axis
 
@@ -27,15 +28,25 @@ class ScheduleElementwise:
     def transform_module(self, mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
         """Schedule function after function; our own kernels have no blocks and stay as they are."""
         for gvar, func in list(mod.functions.items()):
-            if isinstance(func, tirx.PrimFunc) and _has_blocks(func):
-                mod[gvar] = _unrolled(_guard(_schedule(func)))
+            if isinstance(func, tirx.PrimFunc) and has_blocks(func):
+                mod[gvar] = _unrolled(_guard(_schedule(_keeping_nan(func))))
         return tirx.transform.ConvertSSA()(mod)  # the two branches define the same variables
 
 
-def _has_blocks(func: tirx.PrimFunc) -> bool:
-    names: list[str] = []
-    structural_walk(func.body, (s_tir.SBlock, lambda block: names.append(block.name_hint)))
-    return any(name != "root" for name in names)
+def _keeping_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Let the larger and the smaller of two floats be NaN where one of them is, as in PyTorch.
+
+    ``max(a, b)`` is ``a > b ? a : b``, which is b where either is NaN: with a constant for a, that is all.
+    """
+
+    def rewrite(op: Any) -> Any:
+        if not str(op.ty.dtype).startswith("float") or isinstance(op.a, tirx.FloatImm):
+            return op
+        if isinstance(op.b, tirx.FloatImm):
+            return type(op)(op.b, op.a)
+        return tirx.Select(is_nan(op.a), op.a, op) if str(op.ty.dtype) == "float32" else op
+
+    return func.with_body(structural_map(func.body, [(tirx.Max, rewrite), (tirx.Min, rewrite)]))
 
 
 def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:

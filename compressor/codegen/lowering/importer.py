@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import tvm
+from torch import fx
 from torch.export import ExportedProgram
 from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from compressor.errors import CompressorError, VerificationError, first_line
+from compressor.errors import CaptureError, CompressorError, VerificationError, first_line
+from compressor.graph.provenance import module_path, source_line
 
 
 @contextmanager
@@ -27,6 +29,31 @@ def error_context(phase: str) -> Iterator[None]:
         raise VerificationError(
             f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
         ) from error
+
+
+_NOT_LOWERED = ("sort", "argsort", "topk", "lstm", "gru")
+"""Operators that TVM imports and cannot generate code for, or only for one length."""
+
+
+def check_operators(graph: fx.GraphModule, ours: Collection[str]) -> None:
+    """Refuse a graph with an operator that cannot be lowered.
+
+    Args:
+        ours: names of the operators that do not go through TVM's importer.
+    Raises:
+        CaptureError: names the operator, and the module and the line that it comes from.
+    """
+    known = {*ExportedProgramImporter().create_convert_map(), *ours}
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op != "call_function" or (name in known and name.partition(".")[0] not in _NOT_LOWERED):
+            continue
+        line = source_line(node)
+        where = " at ".join(filter(None, (module_path(node), line)))
+        raise CaptureError(
+            f"{where or node.name}: the operator {name} has no kernel; write it with basic ones, or capture the part "
+            "of the model around it"
+        )
 
 
 class Importer(ExportedProgramImporter):  # type: ignore[misc]

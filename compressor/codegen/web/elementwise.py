@@ -18,6 +18,7 @@ from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
 import compressor.codegen.web.intrinsics  # noqa: F401  (registers how functions are computed)
+from compressor.codegen.kernels.vector import is_nan
 from compressor.codegen.web.kernel import LARGEST_GRID
 from compressor.errors import VerificationError
 
@@ -69,9 +70,8 @@ def generate(func: tirx.PrimFunc, name: str, target: tvm.target.Target) -> Gener
     (host,) = (f for var, f in mod.functions.items() if var not in device)
     launch = _launch(host, name)
     ready = finish()(tvm.IRModule(device))
-    exact = tvm.IRModule(
-        {var: f.with_body(structural_map(f.body, (tirx.FloatImm, _in_bits))) for var, f in ready.functions.items()}
-    )
+    edits = [(tirx.FloatImm, _in_bits), (tirx.Max, _keeping_nan), (tirx.Min, _keeping_nan)]
+    exact = tvm.IRModule({var: f.with_body(structural_map(f.body, edits)) for var, f in ready.functions.items()})
     built = tvm.get_global_func("target.build.webgpu")(exact, target)
     places = {param.name: i for i, param in enumerate(host.params)}
     operands = [places[arg.args[0].name] for arg in launch.args[1:] if isinstance(arg, tvm.ir.Call) and _is_data(arg)]
@@ -88,6 +88,16 @@ def _in_bits(constant: Any) -> Any:
     if str(constant.ty.dtype) != "float32" or not np.isfinite(value) or np.float32(f"{value:.6e}") == value:
         return constant
     return tirx.reinterpret("float32", tirx.const(int(value.view(np.int32)), "int32"))
+
+
+def _keeping_nan(op: Any) -> Any:
+    """Let the larger and the smaller of two float32 be NaN where one of them is: WGSL lets a device choose."""
+    if str(op.ty.dtype) != "float32":
+        return op
+    for value in (op.a, op.b):
+        if not isinstance(value, tirx.FloatImm):
+            op = tirx.Select(is_nan(value), value, op)
+    return op
 
 
 def _shape(parameter: Any) -> tuple[Any, ...]:

@@ -56,8 +56,9 @@ def _tanh(op: Any) -> Any:
 
 def _sigmoid(op: Any) -> Any:
     """Compute the sigmoid from a clamped exponential: devices may use one that overflows."""
-    x = tirx.max(op.args[0], _number(-80.0))
-    return _number(1.0) / (_number(1.0) + tirx.exp(-x))
+    x, lowest = op.args[0], _number(-88.0)
+    value = _number(1.0) / (_number(1.0) + tirx.exp(-tirx.max(x, lowest)))
+    return tirx.Select(x < lowest, _number(0.0), value)  # so that minus infinity times it is NaN
 
 
 def power(op: Any) -> Any:

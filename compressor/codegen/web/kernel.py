@@ -98,6 +98,10 @@ class Kernel:
         }
 
 
+IS_NAN = "(bitcast<u32>({}) & 0x7fffffffu) > 0x7f800000u"
+"""Tells whether a float32 is NaN by its bits: WGSL lets a device assume that there are none."""
+
+
 def joined(array: str, join: str) -> str:
     """Return statements that reduce all threads' ``part`` into ``array[0]``.
 

@@ -20,6 +20,7 @@ from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.intrinsics import power, sine
 from compressor.errors import ToolchainError, VerificationError
@@ -86,7 +87,7 @@ class WasmModule:
         """
         target = wasm_target(self._isa)
         mod = tirx.transform.BindTarget(target)(tvm.IRModule(self._functions))
-        lower, finish, _ = tirx.get_default_tir_pipeline(target)
+        lower, finish, _ = tirx.get_tir_pipeline(PIPELINE)
         with target, tvm.transform.PassContext(instruments=[_KeepParameters()]):
             mod = lower(mod)
         mod = tvm.IRModule({var: _opened(f) for var, f in mod.functions.items()}).with_attr("system_lib_prefix", "")

@@ -12,17 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 from numpy.typing import ArrayLike, NDArray
 
+from compressor_runtime.arguments import array, check_inputs, real, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
-from compressor_runtime.cpu import available_cores, choose_library
+from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
 from compressor_runtime.generation import TextStream, choose, text_pieces
-from compressor_runtime.manifest import LIBRARY, TOKENIZER, checked_model, field, member, read_manifest
-from compressor_runtime.session import Session, checked_ids
+from compressor_runtime.manifest import (
+    LIBRARY,
+    MEASUREMENTS,
+    TOKENIZER,
+    checked_model,
+    field,
+    member,
+    read_json,
+    read_manifest,
+)
+from compressor_runtime.session import Session
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
-from compressor_runtime.vm import Vm, load_tvm_runtime
+from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
 _PART_BYTES = 3 << 19
 """Bytes a thread of the largest value in a part of a batch: three quarters of a second-level cache."""
@@ -39,13 +48,15 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
     Raises:
         BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
         DamagedBundleError: a file is missing, or differs from the manifest.
+        RequestError: more threads than processors, or kernels that the bundle does not have.
     """
-    if threads is not None and threads < 1:
-        raise RequestError(f"threads={threads}: at least one is needed")
-    root = Path(path)
+    threads = thread_count(threads)
+    try:
+        root = Path(path)
+    except TypeError as error:
+        raise RequestError(f"path={path!r:.100}: give the folder of a bundle") from error
     manifest = read_manifest(root)
     library = choose_library(root, manifest, isa)
-    threads = threads or available_cores()
     check_files(root, manifest, threads)
     load_tvm_runtime(root, manifest)
     return Bundle(root, manifest, threads, library)
@@ -78,12 +89,52 @@ class Bundle:
         tokenizer.no_padding()
         return tokenizer
 
+    @cached_property
+    def measurements(self) -> dict[str, Any]:
+        """What the run that made the bundle measured, by the names of ``compress run --json``; empty if it is not here.
+
+        Raises:
+            DamagedBundleError: the file is not readable as JSON.
+        """
+        file = self.path / MEASUREMENTS
+        if not file.is_file():
+            return {}
+        try:
+            found = read_json(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedBundleError(f"{file}: not readable as JSON ({error})") from error
+        return found if isinstance(found, dict) else {}
+
     def run(self, *inputs: ArrayLike) -> Any:
-        """Run a bundle of a plain module on arrays as at its capture; return an array, or a list of them.
+        """Run a bundle of a plain module on arrays as at its capture.
+
+        Returns:
+            An array, a list of them, or a dictionary with dotted names if the module returns its outputs by name.
 
         A batch whose entries do not depend on one another is computed in parts that fit the second-level caches.
+
+        Raises:
+            RequestError: not such a bundle, or arrays of other types or shapes than the model takes.
         """
-        arrays = [np.asarray(x) for x in inputs]
+        if self.kind != "module":
+            raise RequestError(f"{self.path}: holds a {self.kind}; only a plain module is run on arrays")
+        result = self._run([array(f"input {i}", x) for i, x in enumerate(inputs)])
+        names: list[str] | None = self.model.get("outputs")
+        if names is None:
+            return result
+        return dict(zip(names, result if isinstance(result, list) else [result], strict=True))
+
+    def _run(self, arrays: list[NDArray[Any]]) -> Any:
+        check_inputs(self.model.get("inputs"), arrays)
+        try:
+            return self._run_parts(arrays)
+        except (RuntimeError, TypeError, ValueError) as error:  # what the kernels' entry compares
+            reason = str(error).strip().splitlines()
+            raise RequestError(
+                f"{self.path}: the kernels refuse these arrays: {reason[-1] if reason else error}"
+            ) from error
+
+    def _run_parts(self, arrays: list[NDArray[Any]]) -> Any:
         count = self._parts(arrays)
         if count <= 1:
             return self.call(*map(to_tvm, arrays))
@@ -112,19 +163,18 @@ class Bundle:
         """
         if self.kind != "encoder":
             raise RequestError(f"{self.path}: holds a {self.kind}, only an encoder encodes")
-        tokens = checked_ids(ids, self.model["vocab_size"])
-        kept = np.ones(tokens.shape) if mask is None else np.asarray(mask)
+        tokens = token_ids(ids, self.model["vocab_size"])
+        kept = np.ones(tokens.shape) if mask is None else array("mask", mask)
         if kept.shape != tokens.shape or tokens.shape[1] > self.limit:
             raise RequestError(
                 f"ids {tokens.shape}, mask {kept.shape}: they must agree, with at most {self.limit} tokens in a row"
             )
-        hidden: NDArray[np.float32] = self.run(tokens, kept.astype(np.float32))
+        hidden: NDArray[np.float32] = self._run([tokens, kept.astype(np.float32)])
         return hidden
 
     def session(self, batch: int = 1, capacity: int = 256) -> Session:
         """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow."""
-        if self.kind != "decoder":
-            raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
+        self._check_generates()
         return Session(self.model, self.limit, self.call, batch, capacity)
 
     def generate(
@@ -151,13 +201,13 @@ class Bundle:
         Raises:
             RequestError: an argument out of range, or a prompt longer than the model's positions.
         """
-        stops = [stop] if isinstance(stop, int | str) else list(stop)
-        ends = [s for s in stops if isinstance(s, int)]
+        self._check_generates()
+        ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt)
         tokens = self.generate_ids(
             ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
         )
-        return text_pieces(TextStream(self.tokenizer, ids), tokens, [s for s in stops if isinstance(s, str) and s])
+        return text_pieces(TextStream(self.tokenizer, ids), tokens, texts)
 
     def generate_ids(
         self,
@@ -174,15 +224,14 @@ class Bundle:
 
         Arguments and errors are those of :meth:`generate`.
         """
-        if max_tokens < 0 or not 0 <= temperature < np.inf or top_k < 0 or not 0 < top_p <= 1:
-            raise RequestError(
-                f"max_tokens={max_tokens}, temperature={temperature}, top_k={top_k}, top_p={top_p}: max_tokens and "
-                "top_k must be at least 0, temperature finite and at least 0, top_p above 0 and at most 1"
-            )
-        ids = checked_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
+        self._check_generates()
+        max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
+        temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
+        seed = None if seed is None else whole("seed", seed, 0)
+        ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
         session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
         session.make_room(ids.shape[1])
-        ends = {*stop, *self.model["eos_ids"]}
+        ends = {*stops_of(stop)[0], *self.model["eos_ids"]}
         generator = np.random.default_rng(seed)
 
         def tokens() -> Iterator[int]:
@@ -198,8 +247,21 @@ class Bundle:
 
         return tokens()
 
+    def _check_generates(self) -> None:
+        if self.kind != "decoder":
+            raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
+
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(i) for i in prompt]
+        if isinstance(prompt, str):
+            try:
+                ids = self.tokenizer.encode(prompt).ids
+            except (TypeError, UnicodeEncodeError) as error:
+                raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
+        else:
+            ids = array("prompt", prompt)
+            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                raise RequestError(f"prompt: {ids.dtype} {list(ids.shape)}; give text, or token ids in a row")
+            ids = ids.tolist()
         if not ids and self.model.get("bos_id") is None:
             raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
         return ids or [self.model["bos_id"]]

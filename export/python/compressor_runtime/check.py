@@ -32,6 +32,11 @@ def check_files(root: Path, manifest: dict[str, Any], threads: int | None = None
     for name in (LIBRARY, *(field(entry, "file", str) for entry in libraries(manifest)), WEIGHTS, TVM_RUNTIME):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
+    check_listed(root, files, threads)
+
+
+def check_listed(root: Path, files: dict[str, Any], threads: int | None = None) -> None:
+    """As :func:`check_files`, for the ``files`` of a manifest of whatever kind."""
     spans = [span for name, entry in files.items() for span in _spans(root, name, entry)]
     with ThreadPoolExecutor(threads or available_cores(), "compressor-sha256") as pool:
         list(pool.map(lambda span: _check_span(*span), spans))

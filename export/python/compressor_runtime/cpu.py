@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from compressor_runtime.arguments import whole
 from compressor_runtime.errors import BundleError, RequestError
 from compressor_runtime.manifest import field, items, libraries
 
@@ -73,6 +74,17 @@ def allow_tiles() -> bool:
     A process must ask before its first use of one.
     """
     return bool(_libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def thread_count(threads: int | None) -> int:
+    """Return how many threads the kernels run on; None takes the physical cores that this process may use.
+
+    Raises:
+        RequestError: not a whole number from 1 to the processors: with more threads each waits for the others' turns.
+    """
+    if threads is None:
+        return available_cores()
+    return whole("threads", threads, 1, len(os.sched_getaffinity(0)))
 
 
 def available_cores() -> int:

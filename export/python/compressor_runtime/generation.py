@@ -24,11 +24,12 @@ def choose(
         raise BundleError("the model computed logits that are NaN or infinity; its weights may be damaged")
     if temperature == 0:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
+    with np.errstate(over="ignore"):  # a temperature near 0 leaves -infinity for all but the likeliest
+        scaled = (logits.astype(np.float64) - logits.max()) / temperature
     tokens = np.arange(len(scaled)) if not 0 < top_k < len(scaled) else np.argpartition(-scaled, top_k - 1)[:top_k]
     if top_p < 1:
         tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
-    weights = np.exp(scaled[tokens] - scaled[tokens].max())
+    weights = np.exp(scaled[tokens])
     sums = np.cumsum(weights)
     if top_p < 1:
         sums = sums[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]

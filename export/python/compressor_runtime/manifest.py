@@ -9,6 +9,8 @@ from typing import Any
 
 from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBundleError
 
+MEASUREMENTS = "measurements.json"
+WEB_FORMAT = "compressor web bundle"
 SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
@@ -26,6 +28,28 @@ def read_manifest(root: Path) -> dict[str, Any]:
         BundleError: there is no bundle, or it has a newer schema or is for browsers.
         DamagedBundleError: the manifest is not valid JSON, or too large.
     """
+    manifest = any_manifest(root)
+    if manifest.get("format") == WEB_FORMAT:
+        raise BrowserBundleError(f"{root}: a bundle for browsers; `compress serve {root}` shows it in one")
+    if manifest.get("format") != "compressor bundle":
+        raise BundleError(f"{root}: not a Compressor bundle; give the folder that `compress run` wrote")
+    if field(manifest, "schema_version", int) == 0:
+        raise DamagedBundleError(f"{root}: schema_version 0, which there has never been; copy the bundle again")
+    if manifest["schema_version"] > SCHEMA_VERSION:
+        raise BundleError(
+            f"{root}: schema version {manifest['schema_version']}, this run-time reads up to {SCHEMA_VERSION}; "
+            "use the compressor_runtime.py inside the bundle, or a newer Compressor"
+        )
+    return manifest
+
+
+def any_manifest(root: Path) -> dict[str, Any]:
+    """Return the manifest of a bundle of whatever kind.
+
+    Raises:
+        BundleError: there is none.
+        DamagedBundleError: it is not valid JSON, or too large.
+    """
     file = root / MANIFEST
     try:
         if not file.is_file():
@@ -40,15 +64,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
         manifest = read_json(text)
     except (ValueError, RecursionError) as error:
         raise DamagedBundleError(f"{file}: not readable as JSON ({error}); copy the bundle again") from error
-    if isinstance(manifest, dict) and manifest.get("format") == "compressor web bundle":
-        raise BrowserBundleError(f"{root}: a bundle for browsers; `compress serve {root}` shows it in one")
-    if not isinstance(manifest, dict) or manifest.get("format") != "compressor bundle":
+    if not isinstance(manifest, dict) or not str(manifest.get("format")).startswith("compressor "):
         raise BundleError(f"{root}: not a Compressor bundle; give the folder that `compress run` wrote")
-    if field(manifest, "schema_version", int) > SCHEMA_VERSION:
-        raise BundleError(
-            f"{root}: schema version {manifest['schema_version']}, this run-time reads up to {SCHEMA_VERSION}; "
-            "use the compressor_runtime.py inside the bundle, or a newer Compressor"
-        )
     return manifest
 
 
@@ -101,8 +118,14 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
     field(model, "max_positions", int)
     field({"entry_bytes": 0, **model}, "entry_bytes", int)
+    others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", "vocab_size")}
     wrong = [] if manifest["kind"] in sizes else ["kind"]
+    wrong += ["kind"] if any(model.get(name) for name in others.get(manifest["kind"], ())) else []
     wrong += [name for name in sizes.get(manifest["kind"], ()) if field(model, name, int) == 0]
+    if "inputs" in model:
+        wrong += [] if all(_is_input(entry) for entry in items(model, "inputs", dict)) else ["inputs"]
+    if "outputs" in model:
+        wrong += [] if items(model, "outputs", str) else ["outputs"]
     if manifest["kind"] == "decoder":
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
@@ -112,6 +135,10 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
+
+
+def _is_input(entry: dict[str, Any]) -> bool:
+    return type(entry.get("dtype")) is str and all(type(size) in (int, str) for size in field(entry, "shape", list))
 
 
 def _cache_fits(model: dict[str, Any]) -> bool:

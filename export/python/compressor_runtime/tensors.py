@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 from numpy.typing import NDArray
 
 from compressor_runtime.errors import BundleError, DamagedBundleError
 from compressor_runtime.manifest import LARGEST_HEADER_BYTES, MANIFEST, WEIGHTS, field, items, member, read_json
+from compressor_runtime.vm import tvm_ffi
 
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
 _MOST_DIMENSIONS = 16  # no model has more

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
 import importlib.util
 import os
+import sys
 import threading
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import tvm_ffi
-
 from compressor_runtime.check import sha256
-from compressor_runtime.errors import BundleError
+from compressor_runtime.errors import BundleError, RequestError
 from compressor_runtime.manifest import TVM_RUNTIME, member
+
+_HIDDEN = ("torch", "torch_c_dlpack_ext")
+
+
+class _Hide(importlib.abc.MetaPathFinder):
+    """Say that torch is not installed, to the thread that imports tvm_ffi, which would import it: a second and 190 MB.
+
+    A process that uses both imports torch first; otherwise tvm_ffi takes torch's tensors like any other library's.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _HIDDEN and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"{fullname} is not needed here", name=fullname)
+        return None
+
+
+_hide = _Hide()
+sys.meta_path.insert(0, _hide)
+try:
+    import tvm_ffi as tvm_ffi
+finally:
+    sys.meta_path.remove(_hide)
 
 _SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
 _configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
+_machines: weakref.WeakSet[Vm] = weakref.WeakSet()
 
 
 class Vm:
@@ -35,6 +67,11 @@ class Vm:
             self.main = self.functions["main"]
         except (RuntimeError, AttributeError) as error:
             raise BundleError(f"{library}: cannot be loaded: {error}") from error
+        self.begin_again()
+        _machines.add(self)
+
+    def begin_again(self) -> None:
+        """Forget the threads of the process that this one was forked from."""
         self._turn = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -49,8 +86,29 @@ class Vm:
             return function(*arguments) if executor is None else executor.submit(function, *arguments).result()
 
 
+def _begin_again() -> None:
+    for machine in _machines:
+        machine.begin_again()
+    if hasattr(_configured, "threads"):
+        del _configured.threads
+        _configured.is_lost = True
+
+
+os.register_at_fork(after_in_child=_begin_again)
+
+
 def configure_threads(threads: int) -> bool:
-    """Give this thread's pool of TVM workers ``threads`` of them, on the cores we may use; False if it is too small."""
+    """Give this thread's pool of TVM workers ``threads`` of them, on the cores we may use; False if it is too small.
+
+    Raises:
+        RequestError: the process was forked from one whose kernels had run on this thread: its workers are not here,
+            and a second pool would not let the process end, since TVM waits at its end for those of the first.
+    """
+    if getattr(_configured, "is_lost", False):
+        raise RequestError(
+            "this process was forked from one that had computed with a bundle, and has not got its threads; "
+            "fork before the first call, or start processes by spawn (multiprocessing.set_start_method)"
+        )
     cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
     cpus *= -(-threads // len(cpus))  # TVM makes a pool as large as this list when it makes one
     tvm_ffi.get_global_func("runtime.config_threadpool")(_SHARE_CORES, threads, cpus)

@@ -202,6 +202,13 @@ describe("bundles", () => {
     await session.logits([5]);
     assert.equal(session.position, 4);
     await assert.rejects(session.logits(Array(61).fill(5)), { code: "request", message: /has room for 64/ });
+    for (const position of [-1, 5, 0.5, NaN, "1"]) {
+      assert.throws(() => { session.position = position; }, { code: "request", message: /whole number from 0 to 4/ });
+    }
+    for (const ids of [[], [-1], [1e9], [0.5]]) assert.throws(() => session.logits(ids), { code: "request" });
+    for (const capacity of [0, NaN, 1e9]) await assert.rejects(model.session(capacity), { code: "request" });
+    const wrong = [{ maxTokens: -1 }, { temperature: NaN }, { topK: 0.5 }, { topP: 0 }, { topP: 2 }, { seed: -1 }];
+    for (const options of wrong) await assert.rejects(model.generateIds([1], options).next(), { code: "request" });
     session.destroy();
     const stop = new AbortController();
     let count = 0;

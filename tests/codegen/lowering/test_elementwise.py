@@ -147,3 +147,46 @@ def test_erf_is_a_quotient_of_polynomials_near_to_the_error_function() -> None:
     error = (got - expected)[x != 0] / expected[x != 0]
     assert float(error.abs().max()) < 4e-7
     assert float(got.abs().max()) <= 1
+
+
+class Operators(nn.Module):
+    """Every operator around linears, of numbers and of none."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        f = torch.nn.functional
+        return {
+            "relu": f.relu(x), "sigmoid": torch.sigmoid(x), "tanh": torch.tanh(x), "silu": f.silu(x), "gelu": f.gelu(x),
+            "tanh gelu": f.gelu(x, approximate="tanh"), "exp": torch.exp(x), "clamp": x.clamp(-1, 1),
+            "maximum": torch.maximum(x, y), "minimum": torch.minimum(x, y),
+            "softmax": torch.softmax(x, -1), "log_softmax": torch.log_softmax(x, -1), "rsqrt": torch.rsqrt(x.abs()),
+            "mean": x.mean(-1), "relu6": f.relu6(x), "hardtanh": f.hardtanh(x), "leaky_relu": f.leaky_relu(x),
+            "softplus": f.softplus(x), "elu": f.elu(x), "sum": x.sum(-1), "quotient": x / y, "product": x * y,
+            "layer_norm": f.layer_norm(x, (WIDTH,), torch.ones(WIDTH), torch.zeros(WIDTH)),
+        }  # fmt: skip
+
+
+SPECIAL = (float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e30, 1e-40, -1e-40, 90.0, -90.0, -0.0)
+
+
+def test_special_floats_are_those_of_pytorch() -> None:
+    shape = (1, len(SPECIAL) + 1, WIDTH)
+    graph = capture(Operators(), (torch.zeros(shape), torch.ones(shape)))
+    names = graph.meta["outputs"]
+    vm = relax.VirtualMachine(compile_graph(graph, X86(), tune="off").executable, tvm.cpu())
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(shape, generator=rng), torch.randn(shape, generator=rng)
+    for row, value in enumerate(SPECIAL):
+        x[0, row, 5] = value
+        y[0, row, 11] = value
+    x[0, -1] = 1e30 * x[0, -1].sign()
+    found = vm["main"](tvm.runtime.tensor(x.numpy()), tvm.runtime.tensor(y.numpy()), [])
+    results = dict(zip(names, (mine.numpy() for mine in found), strict=True))
+    for name, expected in Operators()(x, y).items():
+        mine, wanted = results[name], expected.numpy()
+        if name == "gelu":  # PyTorch's is NaN at infinity, and infinite at 3.4e38
+            wanted = np.where(x.numpy() > 1e38, x.numpy(), wanted)
+        if name == "layer_norm":  # where the variance overflows, PyTorch's is 0 or NaN
+            overflows = (x.numpy().astype(np.float64) ** 2).sum(-1) > 3e38
+            assert np.isnan(mine[overflows]).all()
+            mine, wanted = mine[~overflows], wanted[~overflows]
+        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6, err_msg=name)

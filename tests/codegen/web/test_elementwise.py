@@ -7,19 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tvm import te, tirx
 
 from compressor.codegen.targets.webgpu import WGSL, Webgpu
-from compressor.codegen.web.elementwise import generate
+from compressor.codegen.web.elementwise import Generated, generate
 from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.errors import VerificationError
 
 
-def run(function: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
-    """Write a function of each element, for a number of elements that is known only here."""
+def written(function: Callable[[Any], Any]) -> Generated:
+    """Write a function of each element, for a number of elements that is known only later."""
     source = te.placeholder((te.var("n", "int64"),), "float32", "x")
     result = te.compute(source.shape, lambda i: function(source[i]), "y")
-    made = generate(te.create_prim_func([source, result]), "function", Webgpu().tvm_target(WGSL))
+    return generate(te.create_prim_func([source, result]), "function", Webgpu().tvm_target(WGSL))
+
+
+def run(function: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
+    """Execute the kernel of a function of each element."""
+    made = written(function)
     sizes = [len(x)] * (len(made.sizes) - 1) + [-(-len(x) // 256)]
     (found,) = run_kernels({"function": made.record}, [x], sizes, {made.operands.index(1): ("float32", x.shape)})
     return found
@@ -43,9 +49,41 @@ def test_functions_keep_float32(name: str, require_adapter: None) -> None:
         assert np.abs(run(ours, x) - expected(x.astype(np.float64))).max() < error
 
 
+def _bounded(x: Any) -> Any:
+    return tirx.max(tirx.min(x, tirx.const(1.0, "float32")), tirx.const(-1.0, "float32"))
+
+
+SPECIAL: dict[str, tuple[Any, Any]] = {
+    "relu": (lambda x: tirx.max(x, tirx.const(0.0, "float32")), torch.relu),
+    "clamp": (_bounded, lambda x: x.clamp(-1, 1)),
+    "maximum": (lambda x: tirx.max(x, -x), lambda x: torch.maximum(x, -x)),
+    "minimum": (lambda x: tirx.min(-x, x), lambda x: torch.minimum(-x, x)),
+    "tanh": (tirx.tanh, torch.tanh),
+    "sigmoid": (tirx.sigmoid, torch.sigmoid),
+    "erf": (tirx.erf, torch.erf),
+    "exp": (tirx.exp, torch.exp),
+    "silu": (lambda x: x * tirx.sigmoid(x), torch.nn.functional.silu),
+    "rsqrt": (tirx.rsqrt, torch.rsqrt),
+    "quotient": (lambda x: tirx.const(1.0, "float32") / x, torch.reciprocal),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_floats_are_those_of_pytorch(name: str, require_adapter: None) -> None:
+    ours, expected = SPECIAL[name]
+    x = torch.tensor([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e30, -1e30, 90.0, -90.0, 1e-40, 0.0, 1.0])
+    np.testing.assert_allclose(run(ours, x.numpy()), expected(x).numpy(), rtol=2e-6, atol=1e-6)
+
+
 def test_a_grid_of_more_workgroups_than_one_dimension_takes(require_adapter: None) -> None:
     x = np.arange(65535 * 256 + 700, dtype=np.float32)
     assert np.array_equal(run(lambda value: value + tirx.const(1.0, "float32"), x), x + 1)
+
+
+def test_bounds_within_bounds_are_written_once() -> None:
+    """The clamps of an approximated erf; each bound's argument written twice is a megabyte, and compilers give up."""
+    made = written(lambda x: x * tirx.erf(_bounded(_bounded(_bounded(_bounded(tirx.erf(x)))))))
+    assert len(made.record["source"]) < 20_000
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from kernel_cases import OPS, random_packed
+from kernel_cases import OPS, check_special, random_packed, special_attention, special_norm, special_rows
 from torch import Tensor
 from tvm import te
 from web_formats import SERVED, TOLERANCE, error
@@ -68,12 +68,16 @@ def test_packed_linear_of_every_format(name: str) -> None:
     rows, columns, tokens = pick.randint(17, 70), pick.randint(9, 200), pick.choice([1, 3])
     rng = torch.Generator().manual_seed(rows)
     packed, x = random_packed(fmt, rows, columns, rng), torch.randn(1, tokens, columns, generator=rng)
+    x = torch.cat((x, special_rows(columns, rng)), dim=1)
     bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
     schedule = packed_linear.Schedule(1, 1, 2)  # small: what differs between formats is the same in all
     func = packed_linear.packed_linear(rows, columns, fmt, bias is not None, SIMD128, schedule)
-    got = run(func, [x, *packed.parts.values(), bias], [1, tokens], (1, tokens, rows))
+    got = run(func, [x, *packed.parts.values(), bias], [1, x.shape[1]], (1, x.shape[1], rows))
     expected = OPS.packed_linear(x, list(packed.parts.values()), bias, name, columns, rows)
-    assert error(got, expected) < TOLERANCE, (rows, columns, tokens)
+    assert error(got[:, :tokens], expected[:, :tokens]) < TOLERANCE, (rows, columns, tokens)
+    check_special(
+        torch.from_numpy(got)[:, tokens:], expected[:, tokens:], TOLERANCE, (name, rows, columns), x[:, tokens:]
+    )
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16])
@@ -108,6 +112,9 @@ def test_norms(centred: bool, has_bias: bool) -> None:
     else:
         expected = OPS.rms_norm(x, weight, 1e-5)
     assert np.abs(got - expected.numpy()).max() < TOLERANCE * max(1.0, float(expected.abs().max()))
+    x = special_rows(100, torch.Generator().manual_seed(0))
+    got = run(norm.norm(100, 1e-5, centred, has_bias), [x, weight, bias], [1, x.shape[1]], tuple(x.shape))
+    check_special(torch.from_numpy(got), special_norm(x, weight, bias, centred), TOLERANCE, centred)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,11 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
         expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, softcap, sink)
         got = run(func, [q, k, v, *caches, position, sink], [batch, new, room], (batch, new, heads, width))
         assert error(got, expected) < TOLERANCE, (batch, past, new)
+    for q, k, v in special_attention(heads, kv_heads, 3, width, rng):
+        caches, position = [torch.zeros(1, kv_heads, 3, width) for _ in range(2)], torch.arange(3)
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, softcap, sink)
+        got = run(func, [q, k, v, *caches, position, sink], [1, 3, 3], (1, 3, heads, width))
+        check_special(torch.from_numpy(got), expected, TOLERANCE, (window, softcap))
 
 
 @pytest.mark.parametrize("name", ["sin", "cos", "exp", "tanh", "sigmoid", "erf", "rsqrt"])

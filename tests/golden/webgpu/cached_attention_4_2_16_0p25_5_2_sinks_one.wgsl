@@ -9,6 +9,7 @@ const QUERIES: u32 = 1u;
 struct Sizes { B: u32, S: u32, T: u32 }
 @group(0) @binding(6) var<uniform> sizes: Sizes;
 const LOWEST = -3.0e38;
+const HIDDEN = -3.4e38;
 const ITEMS: u32 = QUERIES * 4u;
 const PARTS: u32 = max(1u, LANES / ITEMS);
 const EACH: u32 = (ITEMS * PARTS + LANES - 1u) / LANES;
@@ -50,7 +51,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     {
       let n = 0u;
       let score = found0;
-      scores[n * LANES + thread] = select(LOWEST, 2.0 * tanh(clamp(score / 2.0, -20.0, 20.0)), j < end && j <= u32(position[min(first + n, sizes.S - 1u)]) && j + 5u > u32(position[min(first + n, sizes.S - 1u)]));
+      scores[n * LANES + thread] = select(HIDDEN, select(2.0 * tanh(clamp(score / 2.0, -20.0, 20.0)), score, (bitcast<u32>(score) & 0x7fffffffu) > 0x7f800000u), j < end && j <= u32(position[min(first + n, sizes.S - 1u)]) && j + 5u > u32(position[min(first + n, sizes.S - 1u)]));
     }
     workgroupBarrier();
     for (var n = thread; n < QUERIES; n += LANES) {

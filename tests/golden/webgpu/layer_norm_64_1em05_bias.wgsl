@@ -28,7 +28,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let mean = total(thread, part) / 64.0;
   part = 0.0;
   for (var i = thread; i < 64u; i += LANES) { let d = x[start + i] - mean; part += d * d; }
-  let factor = 1.0 / sqrt(total(thread, part) / 64.0 + 1e-05);
+  let variance = total(thread, part) / 64.0;
+  let factor = bitcast<f32>(select(bitcast<u32>(1.0 / sqrt(variance + 1e-05)), 0x7fc00000u, bitcast<u32>(variance) >= 0x7f800000u));
   for (var i = thread; i < 64u; i += LANES) {
     y[start + i] = (x[start + i] - mean) * factor * weight[i] + bias[i];
   }

@@ -4,7 +4,6 @@ const LANES: u32 = 16u;
 @group(0) @binding(2) var<storage, read_write> y: array<f32>;
 struct Sizes { M: u32 }
 @group(0) @binding(3) var<uniform> sizes: Sizes;
-fn join(a: f32, b: f32) -> f32 { return max(a, b); }
 fn to_e2m1(value: f32) -> f32 {
   let binade = max(bitcast<f32>(bitcast<u32>(value) & 0x7f800000u), 1.0);
   let inverse = bitcast<f32>(2139095040u - bitcast<u32>(binade));
@@ -17,7 +16,7 @@ fn to_e4m3(value: f32) -> f32 {
 }
 fn scale_of(top: f32, columns: f32) -> f32 { return to_e4m3(min(top / (input_scale[0] * 6.0), 448.0)) * input_scale[0]; }
 fn on_grid(value: f32, inverse: f32) -> f32 { let near = clamp(value, -6.0, 6.0); return to_e2m1(near); }
-var<workgroup> tops: array<f32, LANES>;
+var<workgroup> tops: array<u32, LANES>;
 
 @compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -25,15 +24,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (row >= sizes.M) { return; }
   let begin = id.x * 16u;
   let end = min(begin + 16u, 72u);
-  var part = 0.0;
-  for (var i = begin + thread; i < end; i += LANES) { part = join(part, abs(x[row * 72u + i])); }
+  var part = u32(0);
+  for (var i = begin + thread; i < end; i += LANES) {
+    let size = bitcast<u32>(x[row * 72u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
+    part = max(part, size);
+  }
   tops[thread] = part;
   workgroupBarrier();
   for (var half = LANES / 2u; half > 0u; half /= 2u) {
-    if (thread < half) { tops[thread] = join(tops[thread], tops[thread + half]); }
+    if (thread < half) { tops[thread] = max(tops[thread], tops[thread + half]); }
     workgroupBarrier();
   }
-  let scale = scale_of(tops[0], f32(end - begin));
+  let top = tops[0];
+  let found = scale_of(bitcast<f32>(top), f32(end - begin));
+  let scale = bitcast<f32>(select(bitcast<u32>(found), 0x7fc00000u, top > 0x7f7fffffu));
   let inverse = select(0.0, 1.0 / scale, scale > 7.888609052210118e-31);
   for (var i = begin + thread; i < end; i += LANES) {
     y[row * 72u + i] = on_grid(x[row * 72u + i] * inverse, inverse) * scale;

@@ -6,6 +6,7 @@ Of a single token the scores of each head are kept whole (two passes); several t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from math import gcd
@@ -221,7 +222,7 @@ class Row:
             T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:
-            T.buffer_store(scores, lowest, [count + j])
+            T.buffer_store(scores, T.float32(-math.inf), [count + j])
         self._softmax(scores, stat, sink, count)
         acc = T.alloc_buffer((self.head_dim,), "float32")
         for d in range(0, self.head_dim, lanes):

@@ -10,6 +10,7 @@ scores and sums of weights need no steps across a vector.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -187,14 +188,14 @@ class PromptBlocks:
         Args:
             top, total: largest score and sum of weights of each row.
         """
-        every, lowest = T.ramp(0, 1, VECTOR), splat_float(_LOWEST, VECTOR)
+        every, hidden = T.ramp(0, 1, VECTOR), splat_float(-math.inf, VECTOR)
         largest, sum_ = registers(2, (VECTOR,))
         T.buffer_store(largest, top[lanes], [every])
         with T.serial(0, count) as i:
             score = weights[_TILE + i, lanes]
             if self.softcap:
                 score = splat_float(self.softcap, VECTOR) * T.tanh(score * splat_float(1 / self.softcap, VECTOR))
-            T.buffer_store(weights, T.Select(visible(first + i), score, lowest), [_TILE + i, lanes])
+            T.buffer_store(weights, T.Select(visible(first + i), score, hidden), [_TILE + i, lanes])
             T.buffer_store(largest, T.max(largest[every], weights[_TILE + i, lanes]), [every])
         T.buffer_store(factor, _power(top[lanes] - largest[every]), [lanes])
         T.buffer_store(top, largest[every], [lanes])
@@ -235,4 +236,4 @@ def _vectors() -> list[Any]:
 
 def _power(x: Any) -> Any:
     """``e ** x`` for x up to 0, and 0 below -80, where :func:`exp` goes on to -87."""
-    return T.Select(x > splat_float(-80, VECTOR), exp(x, VECTOR), splat_float(0, VECTOR))
+    return T.Select(x <= splat_float(-80, VECTOR), splat_float(0, VECTOR), exp(x, VECTOR))  # NaN of NaN

@@ -8,6 +8,7 @@ A task computes some rows of outputs of one image, its band.  First it rounds wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -16,7 +17,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
-from compressor.codegen.kernels.vector import VECTOR, emit_tree, registers
+from compressor.codegen.kernels.vector import VECTOR, emit_tree, finite_size, registers, size_bits, widen
 from compressor.formats.activations import Activations
 from compressor.ops.patches import outputs
 
@@ -24,6 +25,8 @@ RUN_BYTES = 64
 """Products take so many bytes at once; what lies between a run's end and a multiple of it meets weights of zero."""
 ZERO = -128
 """The byte of a zero, as int8."""
+NAN = 0
+"""The byte of NaN, which codes from -127 to 127 leave free.  A band that reads one has outputs of NaN alone."""
 _BAND_BYTES = 16384
 
 
@@ -123,7 +126,6 @@ class ImageFeed:
         """
         (high, wide), c = self.geometry.size, self.geometry.channels
         _clear(feed, self.size)
-        T.buffer_store(factor, input_scale, [0])
         (kept,) = registers(1, (1,))
         T.buffer_store(kept, inverse_scale(input_scale), [0])
         inverse = kept[0]
@@ -138,6 +140,7 @@ class ImageFeed:
                 else:
                     with T.serial(0, wide) as w:
                         self._copy(feed, to + w * self.pixel, x, read + w * c, c, inverse)
+        T.buffer_store(factor, T.if_then_else(_has_nan(feed, self.size), T.float32(math.nan), input_scale), [0])
 
     def _copy(self, feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any) -> None:
         if self.is_rounded:
@@ -185,21 +188,21 @@ class PatchFeed:
         geometry = self.geometry
         (high, wide), c, (kh, kw) = geometry.size, geometry.channels, geometry.kernel
         (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
-        peaks = T.alloc_buffer(self._pixels, "float32")  # of each pixel, zeros around the image
-        (lane,), (inverse,) = registers(1, (VECTOR,)), registers(1, (1,))
+        peaks = T.alloc_buffer(self._pixels, "int32")  # of each pixel, in bits; zeros around the image
+        (lane,), (inverse,) = registers(1, (VECTOR,), "int32"), registers(1, (1,))
         begin = first_row * sh - ph
         _clear(feed, self.size)
         with T.serial(0, self._pixels[0]) as i, T.serial(0, self._pixels[1]) as j:
             h, w = begin + i, j - pw
-            T.buffer_store(peaks, T.float32(0), [i, j])
+            T.buffer_store(peaks, T.int32(0), [i, j])
             with T.If(_inside(h, high, w, wide)), T.Then():
                 read = ((image * high + h) * wide + w) * c
                 every = T.ramp(0, 1, VECTOR)
-                T.buffer_store(lane, T.broadcast(T.float32(0), VECTOR), [every])
+                T.buffer_store(lane, T.broadcast(T.int32(0), VECTOR), [every])
 
                 def largest(k: Any, lanes: int) -> None:
                     at = _at(0, lanes)
-                    T.buffer_store(lane, T.max(lane[at], T.abs(x[_at(read + k, lanes)])), [at])
+                    T.buffer_store(lane, T.max(lane[at], size_bits(x[_at(read + k, lanes)], lanes)), [at])
 
                 _each(c, largest, 1)
                 emit_tree(T.max, lane, VECTOR)
@@ -207,7 +210,8 @@ class PatchFeed:
         with T.serial(0, self.band) as r, T.serial(0, self.pitch) as q:
             out = r * self.pitch + q
             taps = [peaks[r * sh + i * dh, q * sw + j * dw] for i in range(kh) for j in range(kw)]
-            T.buffer_store(factor, span_scale(reduce(T.max, taps), self.act, input_scale), [out])
+            top = finite_size(reduce(T.max, taps))
+            T.buffer_store(factor, span_scale(top, self.act, input_scale), [out])
             T.buffer_store(inverse, inverse_scale(factor[out]), [0])
             with T.serial(0, kh) as i, T.serial(0, kw) as j:
                 h, w = begin + r * sh + i * dh, q * sw + j * dw - pw
@@ -221,10 +225,10 @@ class PatchFeed:
 
 
 def to_byte(near: Any, lanes: int) -> Any:
-    """Whole numbers in float32, -128 to 127, as bytes: each plus 128, its sign bit turned over."""
+    """Whole numbers in float32, -127 to 127, as bytes: each plus 128, its sign bit turned over; NaN as :data:`NAN`."""
     kind = f"int8x{lanes}" if lanes > 1 else "int8"
-    zero = T.int8(ZERO)
-    return T.bitwise_xor(T.Cast(kind, near), T.broadcast(zero, lanes) if lanes > 1 else zero)
+    byte = T.bitwise_xor(T.Cast(kind, near), widen(T.int8(ZERO), lanes))
+    return T.Select(size_bits(near, lanes) > widen(T.int32(0x7F800000), lanes), widen(T.int8(NAN), lanes), byte)
 
 
 def _at(first: Any, lanes: int) -> Any:
@@ -253,6 +257,18 @@ def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, act
 def _clear(feed: Any, size: int) -> None:
     with T.serial(0, size // RUN_BYTES) as k:
         T.buffer_store(feed, T.broadcast(T.int8(ZERO), RUN_BYTES), [T.ramp(k * RUN_BYTES, 1, RUN_BYTES)])
+
+
+def _has_nan(feed: Any, size: int) -> Any:
+    """Emit what looks for :data:`NAN` among bytes, a small part of what their products cost."""
+    (least,) = registers(1, (RUN_BYTES,), "uint8")
+    every = T.ramp(0, 1, RUN_BYTES)
+    T.buffer_store(least, T.broadcast(T.uint8(255), RUN_BYTES), [every])
+    with T.serial(0, size // RUN_BYTES) as k:
+        found = T.reinterpret(feed[T.ramp(k * RUN_BYTES, 1, RUN_BYTES)], dtype=f"uint8x{RUN_BYTES}")
+        T.buffer_store(least, T.min(least[every], found), [every])
+    emit_tree(T.min, least, RUN_BYTES)
+    return least[0] == T.uint8(NAN)
 
 
 def _inside(h: Any, high: int, w: Any, wide: int) -> Any:

@@ -20,7 +20,7 @@ from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFe
 from compressor.codegen.kernels.convolution.products import BandProducts, is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
-from compressor.codegen.kernels.vector import ramp, registers, widen
+from compressor.codegen.kernels.vector import at_least, ramp, registers
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
@@ -209,7 +209,7 @@ class _End:
         if self.residual is not None:
             value = value + self.residual[m, at]
         if self.epilogue.is_relu:
-            value = T.max(value, widen(T.float32(0), lanes))
+            value = at_least(value, 0.0, lanes)
         if act is not None:
             value = to_byte(on_grid(value, self.inverse[0], act, lanes), lanes)
         T.buffer_store(self.y, value, [m, at])

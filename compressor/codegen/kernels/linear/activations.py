@@ -10,7 +10,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.vector import splat, splat_float, widen
+from compressor.codegen.kernels.vector import clamp, is_nan, splat, splat_float, widen
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.rounded_activations import SMALLEST
@@ -19,7 +19,16 @@ _EXPONENT = 0x7F800000  # float32's field
 
 
 def span_scale(top: Any, act: Activations, input_scale: Any) -> Any:
-    """Return the scale of a span of columns whose largest size is ``top``; ``input_scale`` where one is stored."""
+    """Return the scale of a span of columns; NaN where ``top`` is.
+
+    Args:
+        top: the largest size of its columns, or their mean size; NaN if one of them is not finite.
+        input_scale: where one is stored.
+    """
+    return T.if_then_else(is_nan(top), top, _scale(top, act, input_scale))
+
+
+def _scale(top: Any, act: Activations, input_scale: Any) -> Any:
     if act.scale_type == "E8M0":
         assert act.element is not None
         return _binade(top, 1) * T.float32(2.0**-act.element.largest_exponent)
@@ -39,8 +48,7 @@ def on_grid(x: Any, inverse: Any, act: Activations, lanes: int) -> Any:
     if act.is_sign:
         size = widen(T.if_then_else(inverse > T.float32(0), T.float32(1), T.float32(0)), lanes)
         return T.Select(x < splat_float(0.0, lanes), splat_float(0.0, lanes) - size, size)
-    largest = splat_float(act.max_value, lanes)
-    scaled = T.max(T.min(x * widen(inverse, lanes), largest), splat_float(-act.max_value, lanes))
+    scaled = clamp(x * widen(inverse, lanes), -act.max_value, act.max_value, lanes)
     return T.nearbyint(scaled) if act.element is None else _to_element(scaled, act.element, lanes)
 
 

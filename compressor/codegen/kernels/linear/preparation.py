@@ -17,7 +17,7 @@ from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.bit_planes import slice_chunk
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum
+from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum, finite_size, size_bits
 from compressor.formats.activations import Activations
 
 
@@ -138,27 +138,36 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
 
 def _span_rounding(integer: bool, act: Activations) -> Any:
     """Make a macro that rounds columns that share a scale: to int8 codes and their factor, or to floats on a grid."""
-    combine, every = (operator.add if act.is_sign else T.max), T.ramp(0, 1, 16)
+    every = T.ramp(0, 1, 16)
+    combine, kind = (operator.add, "float32") if act.is_sign else (T.max, "int32")
+    is_static = act.granularity == "tensor"
+
+    def size(x: Any, lanes: int) -> Any:
+        return T.abs(x) if act.is_sign else size_bits(x, lanes)
 
     @T.inline
     def peak(rest, m, out, begin, n_vectors, n_tail):
         # The largest size; of signs, the mean.
-        lane = T.alloc_buffer((16,), "float32")
-        lane[every] = T.broadcast(T.float32(0), 16)
+        lane = T.alloc_buffer((16,), kind)
+        lane[every] = T.broadcast(T.Cast(kind, 0), 16)
         for k in range(n_vectors):
-            lane[every] = combine(lane[every], T.abs(rest[m, T.ramp(begin + k * 16, 1, 16)]))
+            lane[every] = combine(lane[every], size(rest[m, T.ramp(begin + k * 16, 1, 16)], 16))
         for k in range(n_tail):
-            lane[0] = combine(lane[0], T.abs(rest[m, begin + n_vectors * 16 + k]))
+            lane[0] = combine(lane[0], size(rest[m, begin + n_vectors * 16 + k], 1))
         emit_tree(combine, lane, 16)
-        out[0] = lane[0]
         if act.is_sign:
-            out[0] = out[0] / T.Cast("float32", n_vectors * 16 + n_tail)
+            out[0] = finite_size(size_bits(lane[0] / T.Cast("float32", n_vectors * 16 + n_tail), 1))
+        elif is_static:
+            # A stored scale saturates what is too large, so that infinity has a place; NaN has none.
+            nan = T.meta_var(T.reinterpret(lane[0], dtype="float32"))
+            out[0] = T.if_then_else(lane[0] > T.int32(0x7F800000), nan, T.float32(0))
+        else:
+            out[0] = finite_size(lane[0])
 
     @T.inline
     def round_span(at, rest, r, m, g, begin, n_vectors, n_tail):
         scale = T.alloc_buffer((1,), "float32")
-        if act.granularity != "tensor":
-            peak(rest, r, scale, begin, n_vectors, n_tail)
+        peak(rest, r, scale, begin, n_vectors, n_tail)
         scale[0] = span_scale(scale[0], act, at.parts["input_scale"][0] if act.calibrated else None)
         inverse = T.alloc_buffer((1,), "float32")
         inverse[0] = inverse_scale(scale[0])

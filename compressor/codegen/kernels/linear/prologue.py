@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.norm import norm_row
-from compressor.codegen.kernels.vector import erf, exp, splat_float
+from compressor.codegen.kernels.vector import at_least, erf, exp, splat_float
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "relu", "rms_norm", "layer_norm"]
 
@@ -98,7 +98,7 @@ def _gelu_tanh(x: Any, lanes: int) -> Any:
 
 
 def _relu(x: Any, lanes: int) -> Any:
-    return T.max(x, splat_float(0.0, lanes))
+    return at_least(x, 0.0, lanes)
 
 
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}

@@ -99,7 +99,11 @@ class Weights:
             chosen = T.int64(values[-1])
             for end, value in zip(ends[-2::-1], values[-2::-1], strict=True):
                 chosen = T.if_then_else(i < end, T.int64(value), chosen)
-            return T.bind(chosen)
+            # Memory, where a variable would do: TVM writes an integer's expression into every index that it is part of
+            # and simplifies them all, which takes longer than all else.
+            held = T.alloc_buffer((1,), "int64")
+            T.buffer_store(held, chosen, [0])
+            return T.bind(held[0])
 
         rows = of_this(self.rows)
         parts = {name: pick(buffer, buffer.shape) for name, buffer in first.parts.items()}

@@ -79,9 +79,12 @@ def round_activations(columns: int, fmt: Format) -> Kernel:
         buffers += [Buffer("codes", "u32", written=True), Buffer("numbers", written=True)]
         steps = _bytes(columns, layout)
     kind = f"{act.numbers}{act.scales}" + (f"_by{layout.step_columns}" if layout else "")
+    unit, join, top = ("f32", "{} + {}", "bitcast<u32>(tops[0])") if act.is_sign else ("u32", "max({}, {})", "tops[0]")
+    # Infinity has a place where the scale is stored, and NaN has none.
+    largest = 0x7F800000 if act.granularity == "tensor" else 0x7F7FFFFF
     text = f"""
 {_scale_functions(act)}
-var<workgroup> tops: array<f32, LANES>;
+var<workgroup> tops: array<{unit}, LANES>;
 
 @compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
@@ -89,10 +92,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (row >= sizes.M) {{ return; }}
   let begin = id.x * {span}u;
   let end = min(begin + {span}u, {columns}u);
-  var part = 0.0;
-  for (var i = begin + thread; i < end; i += LANES) {{ part = join(part, abs(x[row * {columns}u + i])); }}
-  {joined("tops", "join({}, {})")}
-  let scale = scale_of(tops[0], f32(end - begin));
+  var part = {unit}(0);
+  for (var i = begin + thread; i < end; i += LANES) {{
+    let size = bitcast<u32>(x[row * {columns}u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
+    part = {join.format("part", "bitcast<f32>(size)" if act.is_sign else "size")};
+  }}
+  {joined("tops", join)}
+  let top = {top};
+  let found = scale_of(bitcast<f32>(top), f32(end - begin));
+  let scale = bitcast<f32>(select(bitcast<u32>(found), 0x7fc00000u, top > {largest:#x}u));
   let inverse = select(0.0, 1.0 / scale, scale > {SMALLEST!r});
   {steps}
 }}
@@ -128,9 +136,9 @@ def _bytes(columns: int, layout: Rounded) -> str:
 
 
 def _scale_functions(act: Activations) -> str:
-    """``join``: what a scale is made of; ``scale_of`` that of a span; ``on_grid``: scaled values, rounded."""
+    """Write ``scale_of``, the scale of a span, and ``on_grid``, which rounds scaled values."""
     largest, grid = act.max_value, "round(near)"
-    functions = [f"fn join(a: f32, b: f32) -> f32 {{ return {'a + b' if act.is_sign else 'max(a, b)'}; }}"]
+    functions = []
     elements = {act.element} if act.element is not None else set()
     scale = f"top / {largest!r}"
     if act.is_sign:

@@ -8,7 +8,7 @@ for all queries, then threads add up the values' channels under a maximum and a 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
+from compressor.codegen.web.kernel import IS_NAN, PROMPT_TOKENS, Buffer, Expression, Kernel, variants
 
 ONE, MANY = {"LANES": 64, "QUERIES": 1}, {"LANES": 64, "QUERIES": 8}
 """Shipped constants for one query, and for several."""
@@ -51,6 +51,7 @@ def cached_attention(
     sinks = [Buffer("sinks")] * has_sinks
     own = "u32(position[min(first + n, sizes.S - 1u)])"
     seen = f"j <= {own}" + (f" && j + {window}u > {own}" if window else "")
+    capped = f"select({softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0)), score, {IS_NAN.format('score')})"
     text = _attention(
         heads,
         kv_heads,
@@ -59,7 +60,7 @@ def cached_attention(
         places="sizes.T",
         begin=f"u32(max(0, position[first] - {window - 1}))" if window else "0u",
         end="u32(position[min(first + QUERIES, sizes.S) - 1u]) + 1u",
-        score=f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))" if softcap else "score",
+        score=capped if softcap else "score",
         seen=seen,
         sink="sinks[head]" if has_sinks else None,
     )
@@ -148,6 +149,7 @@ def _declarations(element: str, words: int) -> str:
     product = "a * b" if element == "f32" else "dot(a, b)"
     return f"""
 const LOWEST = -3.0e38;
+const HIDDEN = -3.4e38;
 const ITEMS: u32 = QUERIES * {words}u;
 const PARTS: u32 = max(1u, LANES / ITEMS);
 const EACH: u32 = (ITEMS * PARTS + LANES - 1u) / LANES;
@@ -203,7 +205,7 @@ def _scores(words: int, score: str, seen: str) -> str:
     {{
       let n = $n$u;
       let score = found$n$;
-      scores[n * LANES + thread] = select(LOWEST, {score}, j < end && {seen});
+      scores[n * LANES + thread] = select(HIDDEN, {score}, j < end && {seen});
     }}
 //# end
 """

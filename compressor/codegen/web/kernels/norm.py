@@ -18,6 +18,9 @@ def norm(width: int, eps: float, centred: bool, has_bias: bool) -> Kernel:
     name = f"{family}_{width}_{eps:g}{'_bias' if has_bias else ''}".replace("-", "m").replace(".", "p")
     mean = f"let mean = total(thread, part) / {float(width)};\n  part = 0.0;" if centred else "let mean = 0.0;"
     first = f"for (var i = thread; i < {width}u; i += LANES) {{ part += x[start + i]; }}" if centred else ""
+    factor = f"1.0 / sqrt(variance + {eps!r})"
+    if centred:  # a variance that overflows has no inverse
+        factor = f"bitcast<f32>(select(bitcast<u32>({factor}), 0x7fc00000u, bitcast<u32>(variance) >= 0x7f800000u))"
     text = f"""
 var<workgroup> sums: array<f32, LANES>;
 
@@ -36,7 +39,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   {first}
   {mean}
   for (var i = thread; i < {width}u; i += LANES) {{ let d = x[start + i] - mean; part += d * d; }}
-  let factor = 1.0 / sqrt(total(thread, part) / {float(width)} + {eps!r});
+  let variance = total(thread, part) / {float(width)};
+  let factor = {factor};
   for (var i = thread; i < {width}u; i += LANES) {{
     y[start + i] = (x[start + i] - mean) * factor * weight[i]{" + bias[i]" if has_bias else ""};
   }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import tvm
-from kernel_cases import OPS, TOLERANCE, build, relative_error, run
+from kernel_cases import OPS, TOLERANCE, build, check_special, relative_error, run, special_attention
 
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.targets import x86
@@ -36,6 +36,13 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
         for cache, got, fresh in zip((k_cache, v_cache), caches, (k, v), strict=True):
             cache[:, :, past : past + new] = fresh
             assert torch.equal(torch.from_numpy(got.numpy()), cache)  # written where it must be and nowhere else
+    for new in (1, 40) if not window else (1, 3):  # PyTorch multiplies infinity behind the window by 0, which is NaN
+        for q, k, v in special_attention(heads, kv_heads, new, width, rng):
+            caches = [torch.zeros(1, kv_heads, 50, width) for _ in range(2)]
+            position = torch.arange(new)
+            got = run(kernel, q, k, v, *caches, position, sinks, out=(1, new, heads, width))
+            expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, softcap, sinks)
+            check_special(got, expected, TOLERANCE, (new, softcap))
 
 
 @pytest.mark.parametrize(
@@ -62,3 +69,9 @@ def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_firs
         ]
         got = run(kernel, *given, mask, out=(3, length, 4, width))
         assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2)) < TOLERANCE
+    for q, k, v in special_attention(4, kv_heads, 9, width, rng):
+        given = [
+            x.transpose(1, 2).contiguous() if first else x for x, first in zip((q, k, v), tokens_first, strict=True)
+        ]
+        got = run(kernel, *given, torch.ones(1, 9), out=(1, 9, 4, width))
+        check_special(got, OPS.masked_attention(q, k, v, torch.ones(1, 9), 0.2), TOLERANCE, width)

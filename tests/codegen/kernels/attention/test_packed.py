@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm
+from kernel_cases import check_special, special_attention
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.isa import Isa
@@ -117,3 +118,10 @@ def test_packed_attention(
         for cache, written, fresh in zip(old, caches, (k, v), strict=True):
             cache[:, :, past : past + new] = fresh
             assert torch.equal(torch.from_numpy(written.numpy()), cache)  # written where it must be and nowhere else
+    for q, k, v in special_attention(heads, kv_heads, 3, width, torch.Generator().manual_seed(0)):
+        k, v = (OPS.pack_cache(x, order, name) for x, order in ((k, k_order), (v, v_order)))
+        old = [torch.zeros(1, kv_heads, 3, k.shape[-1], dtype=k.dtype) for _ in range(2)]
+        position, out = torch.arange(3), torch.full((1, 3, heads, width), float("nan"))
+        got = run(kernel, q, k, v, *map(torch.clone, old), position, sinks, k_order, v_order, out=out)
+        args = (q, k, v, *old, position, scale, window, softcap, sinks, k_order, v_order, name)
+        check_special(got, OPS.packed_attention(*args), TOLERANCE, name)

@@ -20,9 +20,12 @@ from kernel_cases import (
     WIDTHS,
     build,
     check_packed_linear,
+    check_special,
     random_packed,
     relative_error,
     run,
+    special_norm,
+    special_rows,
 )
 
 from compressor.codegen.isa import Isa
@@ -185,6 +188,9 @@ def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: b
                 x = torch.randn(batch, tokens, columns, generator=rng)
                 got = run(kernel, x, weight, bias, out=(batch, tokens, rows))
                 assert relative_error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE
+            x = special_rows(columns, rng)
+            got = run(kernel, x, weight, bias, out=(1, x.shape[1], rows))
+            check_special(got, OPS.dense_linear(x, weight, bias), TOLERANCE, (rows, columns, isa.name), x)
 
 
 @settings(deadline=None, max_examples=3)
@@ -216,6 +222,10 @@ def test_norms(width: int) -> None:
         assert relative_error(run(rms, x, weight, out=x.shape), OPS.rms_norm(x, weight, 1e-5)) < TOLERANCE
         expected = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-5)
         assert relative_error(run(layer, x, weight, bias, out=x.shape), expected) < TOLERANCE
+    x = special_rows(width, rng)
+    check_special(run(rms, x, weight, out=x.shape), special_norm(x, weight, None, False), TOLERANCE, "rms_norm")
+    expected = special_norm(x, weight, bias, True)
+    check_special(run(layer, x, weight, bias, out=x.shape), expected, TOLERANCE, "layer_norm")
 
 
 def test_embedding() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import OPS, random_packed
+from kernel_cases import OPS, check_special, random_packed, special_attention, special_norm, special_rows
 from torch import Tensor
 from web_formats import SERVED, TOLERANCE, error
 
@@ -80,11 +80,15 @@ def test_packed_linear_of_every_format(name: str, require_adapter: None) -> None
     rows, columns, tokens = pick.randint(17, 70), pick.randint(9, 200), pick.choice([3, 5])
     rng = torch.Generator().manual_seed(rows)
     packed, x = random_packed(fmt, rows, columns, rng), torch.randn(1, tokens, columns, generator=rng)
+    x = torch.cat((x, special_rows(columns, rng)), dim=1)
     bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
     kernels = small(packed_linear(rows, columns, fmt, bias is not None), {"LANES": 2, "TILES": 2, "TOKENS": 2})
-    got = run(kernels, [*operands(fmt, x, packed.parts), bias], [tokens], (1, tokens, rows))
+    got = run(kernels, [*operands(fmt, x, packed.parts), bias], [x.shape[1]], (1, x.shape[1], rows))
     expected = OPS.packed_linear(x, list(packed.parts.values()), bias, name, columns, rows)
-    assert error(got, expected) < TOLERANCE, (rows, columns, tokens)
+    assert error(got[:, :tokens], expected[:, :tokens]) < TOLERANCE, (rows, columns, tokens)
+    check_special(
+        torch.from_numpy(got)[:, tokens:], expected[:, tokens:], TOLERANCE, (name, rows, columns), x[:, tokens:]
+    )
 
 
 @pytest.mark.parametrize("name", ["W4A16_G32", "W3A16_ASYM_G32", "NF4_G64", "LUT3", "W8A8", "W4A8_ASYM_G32"])
@@ -168,6 +172,9 @@ def test_norms(width: int, centred: bool, has_bias: bool, require_adapter: None)
     else:
         expected = OPS.rms_norm(x, weight, 1e-5)
     assert np.abs(got - expected.numpy()).max() < TOLERANCE * max(1.0, float(expected.abs().max()))
+    x = special_rows(width, torch.Generator().manual_seed(0))
+    got = run([norm.norm(width, 1e-5, centred, has_bias)], [x, weight, bias], [x.shape[1]], tuple(x.shape))
+    check_special(torch.from_numpy(got), special_norm(x, weight, bias, centred), TOLERANCE, centred)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +200,10 @@ def test_cached_attention(
         kernels = attention.cached_attention(heads, kv_heads, width, 0.3, window, softcap, sinks)
         got = run(kernels, [q, *caches, position, sink], [batch, new, room], (batch, new, heads, width))
         assert error(got, expected) < 2 * TOLERANCE, (batch, past, new)
+    for q, k, v in special_attention(heads, kv_heads, 3, width, rng):
+        expected = OPS.cached_attention(q, k, v, k, v, torch.arange(3), 0.3, window, softcap, sink)
+        got = run(kernels, [q, k, v, torch.arange(3), sink], [1, 3, 3], (1, 3, heads, width))
+        check_special(torch.from_numpy(got), expected, 2 * TOLERANCE, (window, softcap))
 
 
 def test_a_cache_is_written_where_the_tokens_are(require_adapter: None) -> None:

@@ -1,0 +1,119 @@
+"""Check the arguments of a call, so that a wrong one is a sentence and not a fault in a kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from compressor_runtime.errors import RequestError
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a whole number.
+
+    Raises:
+        RequestError: it is of another type, or not from ``least`` to ``most``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least or (most is not None and number > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise RequestError(f"{name}={value!r:.100}: give a whole number {allowed}")
+    return number
+
+
+def real(name: str, value: Any, *, above: float | None = None, most: float | None = None) -> float:
+    """Return a finite number at least 0, above ``above`` and at most ``most``, where they are given.
+
+    Raises:
+        RequestError: it is anything else.
+    """
+    try:
+        number = float("nan") if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    low = number > above if above is not None else number >= 0
+    if not (low and number < float("inf") and (most is None or number <= most)):
+        least = f"above {above:g}" if above is not None else "at least 0"
+        raise RequestError(
+            f"{name}={value!r:.100}: give a number {least} and {'finite' if most is None else f'at most {most:g}'}"
+        )
+    return number
+
+
+def array(name: str, value: ArrayLike) -> NDArray[Any]:
+    """Return numbers as an array.
+
+    Raises:
+        RequestError: rows of different lengths, or anything but numbers.
+    """
+    try:
+        numbers = np.asarray(value)
+    except Exception as error:  # whatever the object's own conversion raises
+        raise RequestError(f"{name}: not an array of numbers ({error})") from error
+    if numbers.dtype.kind not in "biuf":
+        raise RequestError(f"{name}: {type(value).__name__} of {numbers.dtype}; give an array of numbers")
+    return numbers
+
+
+def token_ids(ids: ArrayLike, vocab_size: int) -> NDArray[np.int64]:
+    """Return token ids as int64 [B, S].
+
+    Raises:
+        RequestError: they are not whole numbers [B, S], or lie outside the vocabulary.
+    """
+    tokens = array("ids", ids)
+    if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise RequestError(f"ids must be whole numbers [batch, tokens], not {tokens.dtype} {list(tokens.shape)}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:  # the kernels would read outside the table
+        raise RequestError(
+            f"token ids from {tokens.min()} to {tokens.max()}: the model knows 0 to "
+            f"{vocab_size - 1}; does the tokenizer belong to this model?"
+        )
+    return tokens.astype(np.int64, copy=False)
+
+
+def stops_of(stop: int | str | Iterable[int | str]) -> tuple[list[int], list[str]]:
+    """Return the token ids and the texts among what ends a generation.
+
+    Raises:
+        RequestError: one is neither.
+    """
+    try:
+        stops: list[Any] = [stop] if isinstance(stop, int | str) else list(stop)
+    except TypeError:
+        stops = [stop]
+    wrong = [s for s in stops if not isinstance(s, int | np.integer | str) or isinstance(s, bool)]
+    if wrong:
+        raise RequestError(f"stop={wrong[0]!r:.100}: give token ids and strings")
+    return [int(s) for s in stops if not isinstance(s, str)], [s for s in stops if isinstance(s, str) and s]
+
+
+def check_inputs(stated: Sequence[dict[str, Any]] | None, arrays: Sequence[NDArray[Any]]) -> None:
+    """Compare arrays with the inputs that a manifest states; a text in a shape is a size, the same wherever it stands.
+
+    Raises:
+        RequestError: another number of them, another type or another shape.
+    """
+    if stated is None:
+        return  # an older bundle: its kernels compare
+    if len(arrays) != len(stated):
+        raise RequestError(f"{len(arrays)} inputs; the model takes {len(stated)}")
+    sizes: dict[str, int] = {}
+    for index, (entry, value) in enumerate(zip(stated, arrays, strict=True)):
+        shape = entry["shape"]
+        fits = value.dtype == entry["dtype"] and value.ndim == len(shape)
+        for expected, size in zip(shape, value.shape, strict=False):
+            fits &= size == (sizes.setdefault(expected, size) if isinstance(expected, str) else expected) > 0
+        if not fits:
+            known = "".join(f"; {name} is {size}" for name, size in sizes.items())
+            raise RequestError(
+                f"input {index}: {value.dtype} {list(value.shape)}; the model takes {entry['dtype']} "
+                f"[{', '.join(map(str, shape))}]{known}"
+            )
