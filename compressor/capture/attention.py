@@ -25,7 +25,7 @@ ATTENTION_NAME = "compressor"
 # Arguments that models hand to the attention function and that do not change what it computes for us:
 # positions are already in the keys, and the mask and the cache are ours.
 _NEUTRAL = frozenset(
-    {"position_ids", "cache_position", "use_cache", "past_key_values", "position_embeddings", "return_dict"}
+    {"position_ids", "cache_position", "use_cache", "cache", "past_key_values", "position_embeddings", "return_dict"}
 )
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -27,6 +27,7 @@ from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
     MetaModel,
+    cache_argument,
     fake_parameters,
     folder_meta_model,
     memory_meta_model,
@@ -155,7 +156,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
     """Run the meta model once without a cache, to find its layers and check what its attention asks for."""
     model = meta_model.model
-    _require_arguments(meta_model, "input_ids", "position_ids", "past_key_values")
+    _require_arguments(meta_model, "input_ids", "position_ids", cache_argument(model))
     program = DecoderProgram(model)
     with mode:
         ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)

@@ -48,6 +48,11 @@ class MetaModel:
     bos_id: int | None
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class DecoderProgram(nn.Module):
     """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values)."""
 
@@ -56,6 +61,7 @@ class DecoderProgram(nn.Module):
         self.hf = model
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.cache_argument = cache_argument(model)
 
     def forward(
         self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
@@ -67,11 +73,10 @@ class DecoderProgram(nn.Module):
     def run(self, recorder: Recorder, ids: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Call the model with a stand-in cache.  ``position`` broadcasts over the batch."""
         assert recorder.position is not None
-        extra = {"logits_to_keep": keep} if self.selects else {}
+        extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
+        extra[self.cache_argument] = recorder
         with recording(recorder):
-            out = self.hf(
-                input_ids=ids, position_ids=recorder.position[None], past_key_values=recorder, use_cache=True, **extra
-            )
+            out = self.hf(input_ids=ids, position_ids=recorder.position[None], use_cache=True, **extra)
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]

@@ -109,7 +109,7 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 
-    from compressor.capture.meta_model import model_kind
+    from compressor.capture.meta_model import cache_argument, model_kind
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     threads = threads or available_cores()
@@ -127,12 +127,13 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
     ids = _random_ids(path, model.config.vocab_size, positions, prompt_tokens, new_tokens, kind)
 
     def start(_capacity: int) -> Step:
-        cache = None
+        cache, name = None, cache_argument(model)
 
         def step(tokens: Any) -> Any:
             nonlocal cache
-            out = model(input_ids=torch.as_tensor(tokens), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
+            arguments = {name: cache, "use_cache": True, "logits_to_keep": 1}
+            out = model(input_ids=torch.as_tensor(tokens), **arguments)
+            cache = out[name]
             return out.logits[:, -1:].argmax(-1)
 
         return step

@@ -18,13 +18,22 @@ from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
 import compressor.codegen.web.intrinsics  # noqa: F401  (registers how functions are computed)
-from compressor.codegen.kernels.vector import is_nan
 from compressor.codegen.web.kernel import LARGEST_GRID
 from compressor.errors import VerificationError
 
 _THREADS = 256
 _NOT_STORED = ("i8", "u8", "bool", "i64", "u64", "f64")
 """Types that WGSL cannot store, some of which TVM writes nevertheless."""
+_FUNCTIONS = {
+    name: f"""fn {name}(a: f32, b: f32) -> f32 {{
+  let of_numbers = select(b, a, a {sign} b);
+  let or_b = select(of_numbers, b, (bitcast<u32>(b) & 0x7fffffffu) > 0x7f800000u);
+  return select(or_b, a, (bitcast<u32>(a) & 0x7fffffffu) > 0x7f800000u);
+}}
+"""
+    for name, sign in {"larger": ">", "smaller": "<"}.items()
+}
+"""The larger and the smaller of two float32, NaN where one of them is."""
 _HOST_ONLY = ("tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
 
 
@@ -70,7 +79,7 @@ def generate(func: tirx.PrimFunc, name: str, target: tvm.target.Target) -> Gener
     (host,) = (f for var, f in mod.functions.items() if var not in device)
     launch = _launch(host, name)
     ready = finish()(tvm.IRModule(device))
-    edits = [(tirx.FloatImm, _in_bits), (tirx.Max, _keeping_nan), (tirx.Min, _keeping_nan)]
+    edits = [(tirx.FloatImm, _in_bits), (tirx.Max, _by_function("larger")), (tirx.Min, _by_function("smaller"))]
     exact = tvm.IRModule({var: f.with_body(structural_map(f.body, edits)) for var, f in ready.functions.items()})
     built = tvm.get_global_func("target.build.webgpu")(exact, target)
     places = {param.name: i for i, param in enumerate(host.params)}
@@ -90,14 +99,17 @@ def _in_bits(constant: Any) -> Any:
     return tirx.reinterpret("float32", tirx.const(int(value.view(np.int32)), "int32"))
 
 
-def _keeping_nan(op: Any) -> Any:
-    """Let the larger and the smaller of two float32 be NaN where one of them is: WGSL lets a device choose."""
-    if str(op.ty.dtype) != "float32":
-        return op
-    for value in (op.a, op.b):
-        if not isinstance(value, tirx.FloatImm):
-            op = tirx.Select(is_nan(value), value, op)
-    return op
+def _by_function(name: str) -> Any:
+    """Return an edit that calls a function of ``_FUNCTIONS``: of two float32, WGSL lets a device choose which NaN wins.
+
+    A call writes each argument once; written out, nested ones would double the source each.
+    """
+
+    def edit(op: Any) -> Any:
+        is_float = str(op.ty.dtype) == "float32"
+        return tirx.call_pure_extern("float32", name, op.a, op.b) if is_float else op
+
+    return edit
 
 
 def _shape(parameter: Any) -> tuple[Any, ...]:
@@ -173,9 +185,10 @@ def _record(source: str, name: str, buffers: int, sizes: int) -> dict[str, Any]:
     if folded not in source:
         raise VerificationError(f"{name}: TVM's WGSL does not check the grid as expected; report it")
     source = source.replace(folded, folded.replace(">", ">="))  # TVM's check lets one workgroup too many pass
+    called = "".join(text for function, text in _FUNCTIONS.items() if f"{function}(" in source)
     access = ["write" if f"@binding({i}) var<storage, read_write>" in source else "read" for i in range(buffers)]
     return {
-        "source": source,
+        "source": called + source,
         "entry": f"{name}_kernel",
         "buffers": access,
         "sizes": [*(f"n{i}" for i in range(sizes - 1)), "grid"],
