@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,9 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 
     pieces = load(bundle, threads=threads).generate(prompt, **options)
     if as_json:
-        click.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
+        text = "".join(pieces)
+        facts = {key: getattr(pieces, key) for key in ("prompt_tokens", "new_tokens", "finish_reason")}
+        emit(True, {"prompt": prompt, "text": text, **facts}, lambda: None)
         return
     for piece in pieces:
         click.echo(piece, nl=False)

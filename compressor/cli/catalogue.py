@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,11 @@ def _targets() -> dict[str, str]:
 
 
 def _recipes() -> dict[str, str]:
-    return {path.stem: _first_comment(path) for path in sorted(resource("recipes").glob("*.yaml"))}
+    return {path.stem: _first_sentence(path) for path in sorted(resource("recipes").glob("*.yaml"))}
 
 
 def _calibration() -> dict[str, str]:
-    return {path.stem: _first_comment(path) for path in sorted(resource("calibration").glob("*.yaml"))}
+    return {path.stem: _first_sentence(path) for path in sorted(resource("calibration").glob("*.yaml"))}
 
 
 _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
@@ -72,15 +74,18 @@ def cached() -> dict[str, Any]:
     results, rows = SegmentCache(), dict[str, dict[str, Any]]()
     for entry in results.entries():  # the most recently used first
         used = datetime.fromtimestamp(entry.used).isoformat(" ", "seconds")
-        row = rows.setdefault(entry.label, {"model and pass": entry.label, "blocks": 0, "bytes": 0, "last used": used})
+        row = rows.setdefault(entry.label, {"model_and_pass": entry.label, "blocks": 0, "bytes": 0, "last_used": used})
         row["blocks"] += 1
         row["bytes"] += entry.size_bytes
     total_bytes = sum(row["bytes"] for row in rows.values())
     return {"folder": str(results.folder), "total_bytes": total_bytes, "results": list(rows.values())}
 
 
-def describe(name: str) -> tuple[str, str]:
-    """(kind, full text) of a pass, format, target, recipe or calibration set.
+def describe(name: str) -> dict[str, Any]:
+    """Return name, kind and full text of a pass, format, target, recipe or calibration set, and what is data of it.
+
+    Passes and targets have ``options``: their defaults as Python writes them, "required" where there is none.  Formats of
+    weights have ``bits_per_weight``.
 
     Raises:
         UsageError: nothing has that name; the nearest is named.
@@ -88,19 +93,20 @@ def describe(name: str) -> tuple[str, str]:
     from compressor.registry import PASSES, TARGETS
 
     if name in PASSES.names():
-        return "pass", _options_text(name, outline(PASSES, name))
+        return _described(name, "pass", outline(PASSES, name))
     if name in TARGETS.names():
-        return "target", _options_text(name, outline(TARGETS, name))
+        return _described(name, "target", outline(TARGETS, name))
     for kind in ("recipes", "calibration"):
         path = resource(kind) / f"{name}.yaml"
         if path.name == f"{name}.yaml" and path.is_file():
-            return kind.removesuffix("s"), path.read_text(encoding="utf-8").rstrip()
+            text = path.read_text(encoding="utf-8").rstrip()
+            return {"name": name, "kind": kind.removesuffix("s"), "text": text}
     texts = []
     for text in (_format_text, _cache_format_text):
         with contextlib.suppress(UsageError):
             texts.append(text(name))
     if texts:
-        return "format", "\n\n".join(texts)
+        return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
     known = [known for kind in _KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(f"{name!r} is not a pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")
@@ -178,8 +184,18 @@ def _bits_per_weight(fmt: Any) -> float:
     return float(fmt.packed_bytes(4096, 4096) * 8 / 4096**2)
 
 
-def _options_text(name: str, found: Outline) -> str:
-    return "\n".join([name, "", found.text, "", "Defaults:", *(f"  {key}: {v}" for key, v in found.defaults.items())])
+def _format_facts(name: str) -> dict[str, Any]:
+    from compressor.formats.format import Format
+
+    try:
+        return {"bits_per_weight": _bits_per_weight(Format.parse(name))}
+    except UsageError:
+        return {}  # of keys and values
+
+
+def _described(name: str, kind: str, found: Outline) -> dict[str, Any]:
+    lines = [name, "", found.text, "", "Defaults:", *(f"  {key}: {v}" for key, v in found.defaults.items())]
+    return {"name": name, "kind": kind, "text": "\n".join(lines), "options": dict(found.defaults)}
 
 
 def _summary(registry: Registry, name: str) -> str:
@@ -189,10 +205,11 @@ def _summary(registry: Registry, name: str) -> str:
         return f"BROKEN: {error}"
 
 
-def _first_comment(path: Path) -> str:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# "):
-            return line[2:]
+def _first_sentence(path: Path) -> str:
+    """Return what a recipe or a set says of itself: its description, else the first sentence of its comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for line in lines:
         if line.startswith("description:"):
             return line.partition(":")[2].strip().strip("\"'")
-    return ""
+    comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("# "), lines))
+    return re.split(r"(?<=\.)\s", comment)[0]

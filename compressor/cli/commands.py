@@ -16,6 +16,7 @@ import click
 from compressor.cli.bundles import COMMANDS
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
+    Commands,
     F,
     emit,
     folder_with,
@@ -57,7 +58,7 @@ def _recipe_options(command: F) -> F:
     return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="compressor")
 def main() -> None:
     """Compress PyTorch models: recipe in, bundle out, measured.
@@ -207,8 +208,8 @@ def show(name: str, as_json: bool) -> None:
     """Show a pass, format, target, recipe or calibration set in full."""
     from compressor.cli.catalogue import describe
 
-    kind, text = describe(name)
-    emit(as_json, {"name": name, "kind": kind, "text": text}, lambda: click.echo(text))
+    found = describe(name)
+    emit(as_json, found, lambda: click.echo(found["text"]))
 
 
 @main.group()

@@ -18,6 +18,7 @@ from compressor.cli import signals
 from compressor.errors import CompressorError, exit_code
 
 F = TypeVar("F", bound=Callable[..., Any])
+_AS_JSON, _PRINTED = "compressor.json", "compressor.printed"  # keys of click's notes on one call
 
 
 def reported(command: F) -> F:
@@ -29,43 +30,68 @@ def reported(command: F) -> F:
             try:
                 return command(*args, **kwargs)
             except BaseException as error:
-                code = _explain(error, command.__name__)
+                code, text = _explained(error, command.__name__)
                 if code is None:
                     raise
+                if text:
+                    _say(text, code, kwargs.get("as_json", False))
         sys.exit(code)
 
     return run  # type: ignore[return-value]
 
 
-def _explain(error: BaseException, command: str) -> int | None:
-    """Say what ended a command, and return its exit code; None where it is none of the user's business."""
+def _explained(error: BaseException, command: str) -> tuple[int | None, str]:
+    """Return the exit code of what ended a command, None where it is none of the user's business, and what to say."""
     error = signals.received() or error  # whatever C++ made of the exception
     runtime = sys.modules.get("compressor_runtime")
     if isinstance(error, KeyboardInterrupt):
         kept = "; finished blocks are kept: the same command goes on from there" if command == "run" else ""
-        _say(f"interrupted{kept}")
-    elif isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE  # as of other programs whose reader has enough
-    elif isinstance(error, CompressorError) or (runtime is not None and isinstance(error, runtime.BundleError)):
-        _say(f"error: {error}")
-    elif isinstance(error, OSError):  # a full disk, a folder that went away
+        return exit_code(error), f"interrupted{kept}"
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE, ""  # as of other programs whose reader has enough
+    if isinstance(error, CompressorError) or (runtime is not None and isinstance(error, runtime.BundleError)):
+        return exit_code(error), f"error: {error}"
+    if isinstance(error, OSError):  # a full disk, a folder that went away
         place = "" if error.filename is None else f"{error.filename}: "
-        _say(f"error: {place}{error.strerror or error}; free some space, or check the folder")
-    elif isinstance(error, MemoryError):
-        _say("error: out of memory; compress with fewer or shorter calibration samples")
-    else:
-        return None
-    return exit_code(error)
+        return exit_code(error), f"error: {place}{error.strerror or error}; free some space, or check the folder"
+    if isinstance(error, MemoryError):
+        return exit_code(error), "error: out of memory; compress with fewer or shorter calibration samples"
+    return None, ""
 
 
-def _say(text: str) -> None:
+def _say(text: str, code: int, as_json: bool) -> None:
     with contextlib.suppress(OSError):  # the terminal is closed
         click.echo(text, err=True)
+        if as_json and not click.get_current_context().meta.get(_PRINTED):
+            click.echo(_error_object(text.removeprefix("error: "), code))
+
+
+def _error_object(message: str, code: int) -> str:
+    return json.dumps({"error": {"message": message, "exit_code": code}}, indent=2)
+
+
+class Commands(click.Group):
+    """Groups commands; what is wrong with their arguments is an object as well where ``--json`` is among them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Look for ``--json`` before arguments are taken apart, which may fail."""
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call a command, and print the object of an error in its arguments."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if ctx.meta[_AS_JSON]:
+                click.echo(_error_object(error.format_message(), error.exit_code))
+            raise
 
 
 def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:
     """Print content as one JSON object, or show it to people."""
     if as_json:
+        click.get_current_context().meta[_PRINTED] = True  # there is one object, whatever comes
         click.echo(json.dumps(content, indent=2, default=str))
     else:
         show()

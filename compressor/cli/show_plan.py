@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, stdout_console
+from compressor.cli.figures import figure, label, stdout_console
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan
@@ -28,7 +28,7 @@ def show_plan(plan: Plan) -> None:
     written = ", ".join(
         f"{_bytes(need)} of {_bytes(free)} free at {place}" for place, (need, free) in plan.disk.items()
     )
-    for label, text in (
+    for what, text in (
         ("weights", f"{_bytes(plan.dense_weight_bytes)} -> {_bytes(plan.weight_bytes)}"),
         ("bundle", _bytes(plan.bundle_bytes)),
         ("peak memory", f"{_bytes(plan.peak_rss_bytes)}, of which {_bytes(plan.needed_bytes)} have to be there"),
@@ -36,7 +36,7 @@ def show_plan(plan: Plan) -> None:
         ("disk", written),
         ("time", _seconds(plan.seconds)),
     ):
-        console.print(f"{label}: {text}", highlight=False, markup=False)
+        console.print(f"{what}: {text}", highlight=False, markup=False)
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
 
@@ -46,7 +46,7 @@ def show_comparison(rows: Iterable[tuple[str, float, float, float]]) -> None:
     table = _table("plan against actual", ("", "predicted", "measured", "ratio"))
     for name, predicted, measured, ratio in rows:
         form = "bytes" if name.endswith("bytes") else "{:.1f} s"
-        table.add_row(name, figure(predicted, form), figure(measured, form), f"{ratio:.2f}")
+        table.add_row(label(name), figure(predicted, form), figure(measured, form), f"{ratio:.2f}")
     stdout_console().print(table)
 
 
@@ -107,7 +107,7 @@ def _show_roofline(console: Console, roofline: Roofline) -> None:
         table.add_row(
             layer.name,
             str(layer.count),
-            f"{layer.ops:.3g}",
+            figure(layer.ops, "ops"),
             _bytes(layer.bytes),
             f"{layer.intensity:.1f}",
             layer.binds,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, stdout_console
+from compressor.cli.figures import figure, label, quantity, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
@@ -121,16 +121,15 @@ def show_metrics(title: str, metrics: Mapping[str, Any]) -> None:
     """One figure a line."""
     console = stdout_console()
     console.print(title, highlight=False, markup=False)
-    width = max(map(len, metrics))
+    width = max(len(label(name)) for name in metrics)
     figures = metrics.get("timings", {}).get("figures", {})
     for name, value in metrics.items():
         if name == "timings" or name.endswith("_interval"):
             continue
-        form = "bytes" if name.endswith(("bytes", "bytes_per_token")) else "{:.6g}"
-        shown = figure(value, form) if isinstance(value, int | float) else str(value)
         ends = figures[name]["interval"] if name in figures else metrics.get(f"{name}_interval")
-        between = f"  ({ends[0]:.6g} to {ends[1]:.6g} at {CONFIDENCE:.0%} confidence)" if ends else ""
-        console.print(f"  {name:<{width}}  {shown}{between}", highlight=False, markup=False)
+        least, most = (quantity(name, end) for end in ends or (None, None))
+        between = f"  ({least} to {most} at {CONFIDENCE:.0%} confidence)" if ends else ""
+        console.print(f"  {label(name):<{width}}  {quantity(name, value)}{between}", highlight=False, markup=False)
 
 
 def show_inspection(content: Mapping[str, Any]) -> None:
@@ -138,19 +137,14 @@ def show_inspection(content: Mapping[str, Any]) -> None:
     console = stdout_console()
     for name, value in content.items():
         if isinstance(value, list) and not any(isinstance(row, Mapping) for row in value):
-            console.print(f"{name}: {', '.join(map(str, value)) or 'none'}", highlight=False, markup=False)
+            console.print(f"{label(name)}: {', '.join(map(str, value)) or 'none'}", highlight=False, markup=False)
         elif not isinstance(value, list):
-            shown = figure(value, "bytes") if name.endswith(("bytes", "bytes_per_token")) else str(value)
-            console.print(f"{name}: {shown}", highlight=False, markup=False)
+            console.print(f"{label(name)}: {quantity(name, value)}", highlight=False, markup=False)
     for name, rows in content.items():
         if isinstance(rows, list) and rows and isinstance(rows[0], Mapping):
-            table = Table(title=name)
-            for heading in rows[0]:
-                table.add_column(heading)
+            table = Table(title=label(name))
+            for key, value in rows[0].items():
+                table.add_column(label(key), justify="right" if isinstance(value, int | float) else "left")
             for row in rows:
-                table.add_row(*map(_cell, row.values()))
+                table.add_row(*(quantity(key, value) for key, value in row.items()))
             console.print(table)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,6 +1,6 @@
 // What the engines share: errors in words, and sizes that are expressions.
 
-/** What went wrong, in words; `code` is one of no-webgpu, no-wasm, missing, damaged, memory, lost, request. */
+/** What went wrong, in words; `code` is one of no-webgpu, no-wasm, missing, damaged, memory, lost, insecure, request. */
 export class BundleError extends Error {
   constructor(code, message, options) {
     super(message, options);
@@ -43,6 +43,10 @@ export const cachesOf = (program) => program.inputs.filter(({ name }) => /_cache
 
 /** In hexadecimal digits. */
 export async function sha256(content) {
+  if (!globalThis.crypto?.subtle) {
+    throw new BundleError("insecure", "a browser offers SHA-256, which files are checked by, over https and on localhost " +
+      "only: serve the bundle over https");
+  }
   const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
   return Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -1,6 +1,6 @@
 /** What went wrong, in words, with what to do about it. */
 export class BundleError extends Error {
-  code: "no-webgpu" | "no-wasm" | "missing" | "damaged" | "memory" | "lost" | "request";
+  code: "no-webgpu" | "no-wasm" | "missing" | "damaged" | "memory" | "lost" | "insecure" | "request";
 }
 
 export interface LoadOptions {

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_models import POSITIONS, VOCAB, save_model
 from torch.fx import GraphModule
 
 from compressor.cli.commands import main
@@ -29,41 +28,10 @@ from compressor.export.vectors import make_vectors
 from compressor.recipe.gates import METRICS
 from compressor.runtime import load
 
-VOCAB, POSITIONS = 320, 64
 COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
 QUALITY = {"perplexity", "dense_perplexity", "top1_agreement"}
 SIZES = {"weight_bytes", "dense_weight_bytes", "bundle_bytes"}
 SPEED = {"prefill_tokens_per_s", "decode_tokens_per_s", "bytes_per_token", "bandwidth_fraction", "peak_rss_bytes"}
-
-
-def save_model(folder: Path, text: str, vocab_size: int = VOCAB) -> Path:
-    """Save a random Llama with a tokenizer of its own, as Hugging Face folders are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-        transformers.LlamaForCausalLM(config).half().save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +218,7 @@ def test_generate_streams_text_and_repeats_with_a_seed(invoke: Callable[..., Res
     assert plain.exit_code == 0 and plain.stderr == ""
     as_json = json.loads(invoke("generate", bundle, "--prompt", "import ", "--max-tokens", "8", "--json").stdout)
     assert as_json["text"] + "\n" == plain.stdout and as_json["prompt"] == "import "
+    assert (as_json["new_tokens"], as_json["finish_reason"]) == (8, "length") and as_json["prompt_tokens"] > 0
 
     def sampled(seed: int) -> str:
         options = ("--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--seed", str(seed), "--threads", "1")
@@ -288,7 +257,32 @@ def test_list_and_show(what: str, some: set[str], invoke: Callable[..., Result])
         shown = json.loads(invoke("show", name, "--json").stdout)
         assert shown["name"] == name and shown["kind"] == what.removesuffix("es" if what == "passes" else "s")
         assert invoke("show", name).stdout == shown["text"] + "\n"
-    assert json.loads(invoke("show", "W5A8_ASYM_G96", "--json").stdout)["kind"] == "format"  # no preset
+    unlisted = json.loads(invoke("show", "W5A8_ASYM_G96", "--json").stdout)  # no preset
+    assert unlisted["kind"] == "format" and 5 < unlisted["bits_per_weight"] < 6
+
+
+def test_catalogues_have_whole_sentences_and_data(invoke: Callable[..., Result]) -> None:
+    recipes = json.loads(invoke("list", "recipes", "--json").stdout)
+    assert not [text for text in recipes.values() if not text.endswith((".", ")"))]
+    assert json.loads(invoke("show", "gptq", "--json").stdout)["options"]["dampening_frac"].startswith("0.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "nowhere", "--prompt", "a", "--json"),
+        ("show", "gptqq", "--json"),
+        ("plan", "nowhere.yaml", "--json"),
+        ("list", "nothing", "--json"),
+        ("cache", "prune", "--older-than", "nan", "--json"),
+        ("run", "--json"),
+    ],
+)
+def test_a_failure_is_one_json_object(arguments: tuple[str, ...], invoke: Callable[..., Result]) -> None:
+    result = invoke(*arguments)
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == error["exit_code"] == 2
+    assert error["message"] in " ".join(result.stderr.split()) or error["message"] in result.stderr
 
 
 def test_a_table_for_people_a_dump_and_the_time_of_passes(
@@ -483,7 +477,8 @@ def test_an_output_in_a_read_only_folder(invoke: Callable[..., Result], tmp_path
 
 def test_bad_input_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
     done = process("run", folder / "recipe.yaml", "--model", folder / "truncated", "-o", tmp_path / "out", "--json")
-    assert (done.returncode, done.stdout) == (1, "")
+    stated = json.loads(done.stdout)["error"]
+    assert done.returncode == stated["exit_code"] == 1 and "safetensors" in stated["message"]
     assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
     assert not list(tmp_path.iterdir())
 

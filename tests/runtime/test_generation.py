@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressor_runtime import choose
+from compressor_runtime import Generation, choose
 from tiny_bundle import POSITIONS, TEXT, VOCAB, TinyLanguageModel, edit_manifest, greedy
 from tokenizers import Tokenizer
 
@@ -52,6 +52,23 @@ def test_generation_ends_at_the_models_end_of_sequence(copy: Path, bundle: Bundl
     ids = list(bundle.generate_ids([0, 9], max_tokens=12))
     edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[ids[2]]))
     assert list(load(copy).generate_ids([0, 9], max_tokens=12)) == ids[: ids.index(ids[2])]
+
+
+def test_a_generation_tells_how_it_ended(copy: Path, bundle: Bundle) -> None:
+    def told(found: Generation) -> tuple[int, int, str | None]:
+        assert found.finish_reason is None
+        list(found)
+        return found.prompt_tokens, found.new_tokens, found.finish_reason
+
+    ids = list(bundle.generate_ids([0, 9], max_tokens=12))
+    text = "".join(bundle.generate([0, 9], max_tokens=12))
+    assert told(bundle.generate([0, 9], max_tokens=12)) == (2, 12, "length")
+    assert told(bundle.generate([], max_tokens=0)) == (1, 0, "length")
+    assert told(bundle.generate([0] * POSITIONS, max_tokens=3)) == (POSITIONS, 1, "length")
+    assert told(bundle.generate([0, 9], max_tokens=12, stop=ids[3])) == (2, ids.index(ids[3]), "stop_sequence")
+    assert told(bundle.generate([0, 9], max_tokens=12, stop=text[4:7]))[2] == "stop_sequence"
+    edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[ids[2]]))
+    assert told(load(copy).generate([0, 9], max_tokens=12)) == (2, ids.index(ids[2]), "eos_token")
 
 
 def test_what_generate_refuses_at_once(bundle: Bundle, copy: Path) -> None:

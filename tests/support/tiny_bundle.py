@@ -12,6 +12,8 @@ from typing import Any
 import compressor_runtime
 import numpy as np
 import torch
+from native_bundles import write_native_bundle
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 
 VOCAB, WIDTH, POSITIONS = 300, 16, 40
@@ -122,6 +124,44 @@ def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
     stored = {"ids": ids, "prompt": np.array([16]), "output_0": logits[:, columns].astype(np.float32), "rows_0": rows}
     stored |= {"columns_0": columns, "top_0": logits.argmax(1), "tolerance": np.array([1e-3])}
     return {name: torch.as_tensor(value) for name, value in stored.items()}
+
+
+def write_tiny_bundle(folder: Path, model: TinyLanguageModel) -> Path:
+    """Write the bundle of the tiny language model below a folder, as export writes it."""
+    build_library(folder / "kernels.so")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(4)  # as sentence encoders have it: must not cut the prompt
+    tokenizer.save(str(folder / "tokenizer.json"))
+    parts = dict(
+        graph=model,
+        parameters=["embed", "head", "bias", "scale"],
+        library=folder / "kernels.so",
+        vectors=vectors(model),
+        model={
+            "kind": "decoder",
+            "name": "tiny",
+            "vocab_size": VOCAB,
+            "layers": 1,
+            "kv_heads": 1,
+            "head_dim": WIDTH,
+            "max_positions": POSITIONS,
+            "eos_ids": [1],
+            "bos_id": 0,
+        },
+        recipe={},
+        sites=[],
+        kernels=[{"name": "main", "evidence": "executed"}],
+        cpu_features=["sse2"],
+        dense_weight_bytes=0,
+        tokenizer=folder,
+    )
+    return write_native_bundle(folder / "bundle", parts)
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.fx import GraphModule
 
@@ -16,6 +18,7 @@ from compressor.pipeline.context import Context
 
 transformers = pytest.importorskip("transformers")
 
+VOCAB, POSITIONS = 320, 64  # of saved models
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -62,3 +65,33 @@ def relative_error(got: np.ndarray, expected: Any) -> float:
     reference = np.asarray(expected, np.float64)
     assert got.shape == reference.shape
     return float(np.linalg.norm(got - reference) / np.linalg.norm(reference))
+
+
+def save_model(folder: Path, text: str, vocab_size: int = VOCAB) -> Path:
+    """Save a random Llama with a tokenizer of its own, as Hugging Face folders are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=POSITIONS,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        transformers.LlamaForCausalLM(config).half().save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from compressor_runtime.arguments import array, check_inputs, real, stops_of, to
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import TextStream, choose, text_pieces
+from compressor_runtime.generation import Generation, TextStream, choose
 from compressor_runtime.manifest import (
     LIBRARY,
     MEASUREMENTS,
@@ -187,8 +187,8 @@ class Bundle:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: int | str | Iterable[int | str] = (),
-    ) -> Iterator[str]:
-        """Continue a prompt; yield pieces of text as soon as they are certain.
+    ) -> Generation:
+        """Continue a prompt; the result yields pieces of text as soon as they are certain.
 
         Args:
             prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.
@@ -207,7 +207,7 @@ class Bundle:
         tokens = self.generate_ids(
             ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
         )
-        return text_pieces(TextStream(self.tokenizer, ids), tokens, texts)
+        return Generation(ids, tokens, TextStream(self.tokenizer, ids), texts)
 
     def generate_ids(
         self,
@@ -219,10 +219,10 @@ class Bundle:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Iterable[int] = (),
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, str]:
         """Continue a prompt; yield token ids, up to a stop id or one of the model's end-of-sequence ids.
 
-        Arguments and errors are those of :meth:`generate`.
+        Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
         max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
@@ -231,19 +231,20 @@ class Bundle:
         ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
         session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
         session.make_room(ids.shape[1])
-        ends = {*stops_of(stop)[0], *self.model["eos_ids"]}
+        ends = dict.fromkeys(stops_of(stop)[0], "stop_sequence") | dict.fromkeys(self.model["eos_ids"], "eos_token")
         generator = np.random.default_rng(seed)
 
-        def tokens() -> Iterator[int]:
+        def tokens() -> Generator[int, None, str]:
             step = ids
             for _ in range(max_tokens):
                 token = choose(session.step(step)[0, -1], generator, temperature, top_k, top_p)
                 if token in ends:
-                    return
+                    return ends[token]
                 yield token
                 if session.position == self.limit:
-                    return  # no position is left for this token, so nothing can follow it
+                    break  # no position is left for this token, so nothing can follow it
                 step = np.array([[token]])
+            return "length"
 
         return tokens()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -65,8 +65,45 @@ class TextStream:
         return text[len(known) :]
 
 
-def text_pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Iterator[str]:
-    """Yield the text of ``tokens`` up to the first of ``stops``; keep back any end that could be a stop's beginning."""
+class Generation(Iterator[str]):
+    """Iterate over pieces of a text, and tell how far it came.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, a beginning-of-sequence token that stands for an empty one included.
+        new_tokens: tokens that were computed so far; an end-of-sequence token, which has no text, is not counted.
+        finish_reason: why it ended: "eos_token", "stop_sequence", or "length" where it has as many tokens as it may
+            have or the model has no further position; None while it goes on.
+    """
+
+    def __init__(self, prompt: Sequence[int], tokens: Generator[int, None, str], stream: TextStream, stops: list[str]):
+        self.prompt_tokens, self.new_tokens = len(prompt), 0
+        self.finish_reason: str | None = None
+        self._pieces = self._text(tokens, stream, stops)
+
+    def _text(self, tokens: Generator[int, None, str], stream: TextStream, stops: list[str]) -> Iterator[str]:
+        if (yield from text_pieces(stream, self._counted(tokens), stops)):
+            self.finish_reason = "stop_sequence"
+
+    def _counted(self, tokens: Generator[int, None, str]) -> Iterator[int]:
+        while True:
+            try:
+                token = next(tokens)
+            except StopIteration as end:
+                self.finish_reason = end.value
+                return
+            self.new_tokens += 1
+            yield token
+
+    def __next__(self) -> str:
+        """Return the next piece of text that no later token can change."""
+        return next(self._pieces)
+
+
+def text_pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Generator[str, None, bool]:
+    """Yield the text of ``tokens`` up to the first of ``stops``; keep back any end that could be a stop's beginning.
+
+    The generator's own value tells whether one of ``stops`` came.
+    """
     text = ""
     for token in chain(tokens, (None,)):
         text += stream.rest() if token is None else stream.push(token)
@@ -76,5 +113,6 @@ def text_pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> 
         if sure:
             yield text[:sure]
         if cuts:
-            return
+            return True
         text = text[sure:]
+    return False

@@ -10,7 +10,7 @@ import { describe, test } from "node:test";
 
 import { BundleError, load } from "compressor-web";
 
-import { bytesOf, evaluate } from "../program.js";
+import { bytesOf, evaluate, sha256 } from "../program.js";
 import { generator, sample } from "../sampling.js";
 import { TextStream } from "../text.js";
 import { Engine } from "../wasm.js";
@@ -176,6 +176,11 @@ describe("bundles", () => {
     await assert.rejects(load(folder), { code: "no-webgpu", message: /no WebGPU here/ });
     await assert.rejects(load(folder, { device: "wasm" }), { code: "no-wasm", message: /has no WebAssembly in it/ });
     await rm(folder, { recursive: true });
+  });
+
+  test("are not read unchecked where a page came over http", async (t) => {
+    t.mock.getter(globalThis, "crypto", () => ({}));
+    await assert.rejects(sha256(new Uint8Array(3)), { code: "insecure", message: /serve the bundle over https/ });
   });
 
   test("continue prompts", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {

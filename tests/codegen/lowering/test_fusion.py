@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 import tvm
-from kernel_cases import OPS, build, random_packed, relative_error, tolerance
+from kernel_cases import (
+    OPS,
+    build,
+    check_special,
+    random_packed,
+    relative_error,
+    special_norm,
+    special_rows,
+    tolerance,
+)
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -81,12 +90,11 @@ def test_merged_weights_of_ragged_shapes() -> None:
 
 
 def reference(prologue: Prologue, inputs: list[Tensor], vectors: list[Tensor]) -> Tensor:
-    x, width = inputs[0], inputs[0].shape[-1]
+    x = inputs[0]
     match prologue.kind:
-        case "rms_norm":
-            x = OPS.rms_norm(x, vectors[0], prologue.eps)
-        case "layer_norm":
-            x = functional.layer_norm(x, (width,), vectors[0], vectors[1] if prologue.has_bias else None, prologue.eps)
+        case "rms_norm" | "layer_norm":
+            bias = vectors[1] if prologue.has_bias else None
+            x = special_norm(x, vectors[0], bias, prologue.kind == "layer_norm", prologue.eps).float()
         case "gelu" | "gelu_tanh":
             x = functional.gelu(x, approximate="tanh" if prologue.kind == "gelu_tanh" else "none")
         case kind:
@@ -120,6 +128,14 @@ def test_prologues_and_residuals(prologue: Prologue, name: str, isa: Isa) -> Non
         expected = residual + eager(reference(prologue, inputs, vectors), packed, bias, fmt)
         assert relative_error(got, expected) < (0.01 if fmt.activations else tolerance(fmt, isa))
         assert float((got - expected).abs().median()) < 1e-5 * float(expected.abs().max())
+    special = special_rows(columns, rng)
+    inputs[0] = special
+    inputs[1:] = [torch.rand(special.shape, generator=rng) + 0.5 for _ in inputs[1:]]
+    shape = (1, special.shape[1], rows)
+    zeros = torch.zeros(shape)
+    (got,) = run(kernel, [*inputs, *vectors, *packed.parts.values(), bias, zeros], [shape])
+    given = reference(prologue, inputs, vectors)
+    check_special(got, eager(given, packed, bias, fmt), 0.01, prologue, given)
 
 
 def test_a_schedule_serves_all_weights_of_a_kernel() -> None:

@@ -1,0 +1,53 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from compressor.cli.figures import figure, label, quantity, stdout_console
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("perplexity", "perplexity"),
+        ("decode_tokens_per_s", "decode tokens/s"),
+        ("first_token_ms", "first token, ms"),
+        ("load_s", "load, s"),
+        ("weight_bytes", "weight bytes"),
+    ],
+)
+def test_names_for_people(key: str, shown: str) -> None:
+    assert label(key) == shown
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("tokens", 12345, "12,345"),
+        ("operations", 3.90054e10, "39,005,400,000"),
+        ("perplexity", 17.54321987, "17.5432"),
+        ("kl_divergence", 1.25e-7, "1.25e-07"),
+        ("weight_bytes", 2_650_000, "2.65 MB"),
+        ("verified", True, "True"),
+        ("note", None, ""),
+        ("name", "W4A16", "W4A16"),
+    ],
+)
+def test_figures_for_people(key: str, value: Any, shown: str) -> None:
+    assert quantity(key, value) == shown
+
+
+def test_operations_have_a_unit() -> None:
+    assert [figure(n, "ops") for n in (12, 4096, 3.90054e10, 2e13)] == ["12", "4.10 k", "39.01 G", "20.00 T"]
+
+
+def test_a_narrow_terminal_gets_lines_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert stdout_console().width == 72
+    monkeypatch.setenv("COLUMNS", "120")
+    assert stdout_console().width == 120
