@@ -82,6 +82,8 @@ def capture(
         if transformers is None or not isinstance(model, transformers.PreTrainedModel):
             raise CaptureError(f"{type(model).__name__} is a plain module: give an example of its inputs, `example`")
         meta_model = memory_meta_model(model, weights)
+    elif not isinstance(model, str | Path):
+        raise CaptureError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: an example and dynamic_shapes are for modules, not for folders and ids")
     else:

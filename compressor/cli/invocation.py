@@ -18,7 +18,7 @@ from compressor.cli import signals
 from compressor.errors import CompressorError, exit_code
 
 F = TypeVar("F", bound=Callable[..., Any])
-_AS_JSON, _PRINTED = "compressor.json", "compressor.printed"  # keys of click's notes on one call
+_AS_JSON, _PRINTED = "json_asked", "json_printed"  # keys of what click keeps of one call
 
 
 def reported(command: F) -> F:
@@ -81,11 +81,19 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Call a command, and print the object of an error in its arguments."""
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except click.UsageError as error:
             if ctx.meta[_AS_JSON]:
                 click.echo(_error_object(error.format_message(), error.exit_code))
             raise
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a path that an argument names, such as one that is too long
+            raise click.UsageError(f"{str(error.filename):.80}: {error.strerror}; check the path") from error
 
 
 def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:

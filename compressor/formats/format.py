@@ -147,16 +147,16 @@ class Format:
         return write_name(Terms(self.weights, self.scales, self.activations, self.extras))
 
     @classmethod
-    def parse(cls, name: str) -> Format:
+    def parse(cls, name: object) -> Format:
         """Read a name such as ``W4A16_G128``; without a suffix 8 bits mean one scale a channel, fewer ``_G128``.
 
         Raises:
             UsageError: the name is none; the nearest preset is named.
         """
-        terms = read_name(name)
+        terms = read_name(name) if isinstance(name, str) else None
         if terms is not None:
             return cls(*terms)
-        near = difflib.get_close_matches(name[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
+        near = difflib.get_close_matches(str(name)[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
         raise UsageError(
             f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
             "BIP<bits>A<bits> or BAL<bits>A<bits>[_G<size>|_B<size>|_C|_T], FP<bits>_E<bits>M<bits>[_G<size>|_B<size>|"

@@ -90,7 +90,9 @@ def _owner(node: Node, weight_name: str) -> tuple[str, str]:
     leaf = module_class.endswith(("Linear", "Conv1D"))
     if path and (leaf or weight_name == f"{path}.weight"):
         return path, module_class
-    return weight_name.removesuffix(".weight"), module_class
+    # "_linear": packed parts are stored below the name, where no parameter may stand
+    named = weight_name.removesuffix(".weight") if weight_name.endswith(".weight") else f"{weight_name}_linear"
+    return named, module_class
 
 
 def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:

@@ -123,13 +123,16 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_message(result: Result) -> str:
-    """Return the command's message on stderr; it must have ended by itself, without a traceback or output."""
+    """Return the command's message on stderr; it must have ended by itself, without a traceback or other output."""
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert "Traceback" not in result.stderr
-    assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.lower().startswith("error: ")]
     assert len(lines) == 1, result.stderr
-    return lines[0].partition(": ")[2]
+    message = lines[0].partition(": ")[2]
+    if result.stdout:  # with --json
+        stated = json.loads(result.stdout)["error"]
+        assert stated["exit_code"] == result.exit_code and stated["message"].startswith(message)
+    return message
 
 
 # --- what it prints

@@ -128,7 +128,7 @@ class Repeated(nn.Module):
 
 def test_repeated_and_functional_linears() -> None:
     graph = capture(Repeated(), (torch.ones(2, 8),))
-    assert [(s.name, s.tied) for s in linear_sites(graph)] == [("layer", True), ("layer@2", True), ("free", False)]
+    assert [(s.name, s.tied) for s in linear_sites(graph)] == [("layer", True), ("layer@2", True), ("free_linear", False)]
     assert linear_sites(graph)[0].bias_name == "layer.bias"
     assert "unused" not in dict(graph.named_parameters())
     weight = graph.get_parameter("layer.weight")

@@ -51,7 +51,7 @@ def generated(folder: Path, **arguments: Any) -> list[str]:
 SINGLE = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 CALLS: Mapping[str, Callable[[Path, Path, Any, Any], Any]] = {
     "load": lambda folder, _, a, b: compressor.load(a),
-    "load, threads": lambda folder, _, a, b: compressor.load(folder, threads=a if a != 1 << 70 else b),
+    "load, threads": lambda folder, _, a, b: compressor.load(folder, threads=a),
     "load, isa": lambda folder, _, a, b: compressor.load(folder, isa=a),
     "run": lambda folder, _, a, b: compressor.load(folder, threads=1).run(a, b),
     "encode": lambda folder, _, a, b: compressor.load(folder, threads=1).encode(a, b),

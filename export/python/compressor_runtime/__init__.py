@@ -14,7 +14,7 @@ from compressor_runtime.check import PIECE_BYTES, check_files, sha256
 from compressor_runtime.command import main
 from compressor_runtime.cpu import allow_tiles, available_cores, check_cpu, choose_library, missing_features
 from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import TextStream, choose
+from compressor_runtime.generation import Generation, TextStream, choose
 from compressor_runtime.manifest import SCHEMA_VERSION, read_manifest
 from compressor_runtime.session import Session
 from compressor_runtime.tensors import read_safetensors
@@ -27,6 +27,7 @@ __all__ = [
     "Bundle",
     "BundleError",
     "DamagedBundleError",
+    "Generation",
     "RequestError",
     "Session",
     "TextStream",

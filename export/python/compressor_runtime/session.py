@@ -83,6 +83,7 @@ class Session:
         Raises:
             RequestError: the model has too few positions, or the machine too little memory.
         """
+        count = whole("count", count, 0)
         needed = self._position + count
         if needed > self._limit:
             raise RequestError(
