@@ -93,7 +93,7 @@ class Commands(click.Group):
         except BrokenPipeError:
             raise
         except OSError as error:  # a path that an argument names, such as one that is too long
-            raise click.UsageError(f"{str(error.filename):.80}: {error.strerror}; check the path") from error
+            raise click.UsageError(f"{error.filename!s:.80}: {error.strerror}; check the path") from error
 
 
 def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:

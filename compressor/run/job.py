@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,8 @@ def run_recipe(
 def _check_arguments(model: object, output: object, threads: int | None) -> None:
     if not isinstance(model, str | Path | nn.Module | None):
         raise UsageError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
+    if isinstance(model, Path) and not os.path.exists(model):  # False as well where no path can be what it is
+        raise UsageError(f"model: {str(model)!r:.80}: no such folder")
     if not isinstance(output, str | Path | None):
         raise UsageError(f"output: {output!r:.80}; give a folder")
     try:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from tiny_models import POSITIONS, VOCAB, save_model
+from tiny_models import VOCAB, save_model
 from torch.fx import GraphModule
 
 from compressor.cli.commands import main
