@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
-from compressor.data.text import Samples, load_evaluation, load_samples
+from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.recipe.gates import QUALITY
@@ -33,7 +33,8 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
             raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
         return samples, images
-    samples = None if given is None else load_samples(given, info.source, info.vocab_size)
+    spare = min(LEAST_TOKENS, wanted.tokens) if wanted.kind is None else 0
+    samples = None if given is None else load_samples(given, info.source, info.vocab_size, spare)
     if wanted.kind is None and samples is None:
         return None, None
     if info.kind == "encoder":

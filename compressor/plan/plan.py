@@ -48,13 +48,17 @@ def make_plan(
         output: the bundle's folder, whose disk counts; None takes the recipe's, else the current folder.
         measure: measure this machine anew.
     Raises:
-        CompressorError: what would stop the run as well: the model, the recipe's patterns, the target.
+        CompressorError: what would stop the run as well: the model, the recipe's patterns, its text, the target.
     """
     from compressor.capture.capture import capture
+    from compressor.data.load import load_data
 
     source = recipe.model_source() if model is None else model
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
+    info: ModelInfo = graph.meta["model"]
+    if info.kind != "module" and "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
+        load_data(recipe, info)  # too little text is said now; a data set on the hub is not fetched for a plan
     backend = make_backend(recipe.target.build())
     return plan_graph(graph, recipe, backend, plan_passes(graph, recipe, backend), output, measure=measure)
 
