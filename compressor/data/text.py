@@ -72,10 +72,10 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     tokens = _read_tokens(spec, tokenizer_folder, vocab_size, 4 * spec.samples * length + _SPARE_TOKENS)
     count, usable = len(tokens) // length, max(0, len(tokens) - spare)
     if usable < spec.samples * length:
-        left = f" beside {spare} tokens for the evaluation" if spare else ""
+        beside = f" beside {spare} tokens for the evaluation" if spare else ""
         raise UsageError(
             f"calibration: {source} has {len(tokens)} tokens, {count} windows of {length}, and {spec.samples} samples "
-            f"are wanted{left}; {_fewer_samples(spec, usable)}"
+            f"are wanted{beside}; {_fewer_samples(spec, usable)}"
         )
     windows = tokens[: count * length].view(count, length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(spec.seed))
