@@ -533,6 +533,8 @@ def test_folders_that_are_no_bundles(command: tuple[str, ...], invoke: Callable[
         result = invoke(command[0], path, *command[1:])
         assert result.exit_code == 2
         assert message in one_message(result)
+    near = "refernce: no such folder" + ("; nearest shipped model: reference" if command[0] != "generate" else "")
+    assert one_message(invoke(command[0], "refernce", *command[1:])).endswith(near)
     if command[0] == "generate":
         assert "no manifest.json" in one_message(invoke("generate", "model", "--prompt", "a"))
 
