@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
@@ -106,7 +107,7 @@ def run(
     from compressor.report.recorder import recording
 
     failed: GateError | None = None
-    with recording(recipe, junit, report, changes["output"]) as recorder:
+    with recording(recipe, junit, report, changes["output"]) as recorder, signals.restored():
         loaded = load_recipe(recipe, **changes)
         recorder.begin(loaded.output)
         from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
