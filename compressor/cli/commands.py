@@ -145,10 +145,12 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     from compressor.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, **changes)
+    from compressor.cli.progress import progress
     from compressor.cli.show_plan import show_plan
     from compressor.plan.plan import check_plan, make_plan
 
-    plan = make_plan(loaded, measure=probe)
+    with progress() as reporter:
+        plan = make_plan(loaded, measure=probe, reporter=reporter)
     emit(as_json, plan.to_json(), lambda: show_plan(plan))
     check_plan(plan, loaded.gates)
 
