@@ -100,6 +100,18 @@ def remedies(recipe: str, model: str) -> Iterator[dict[str, Any]]:
             }
 
 
+def described(row: dict[str, Any]) -> str:
+    """Write a bound and what was measured as one line."""
+    head = f"{row['model']:<14} {row['recipe']:<24}"
+    if "refused" in row:
+        return f"{head} refused by the plan: {row['refused']}"
+    share = row["measured"] / row["bound"]
+    return (
+        f"{head} {row['phase']:<8} {row['measured']:>10,.0f} of at most {row['bound']:>10,.0f} tokens/s: {share:.1%}"
+        f"{'' if share <= 1 else '  ABOVE ITS BOUND'}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
@@ -114,26 +126,16 @@ def main() -> None:
             make_model(Path(models[-1]), hidden, layers)
         for model in models:
             for recipe in RECIPES:
-                rows += speeds(recipe, model, Path(scratch) / "bundle")
-                print(".", end="", file=sys.stderr, flush=True)
+                for row in speeds(recipe, model, Path(scratch) / "bundle"):
+                    rows.append(row)
+                    print(described(row), file=sys.stderr, flush=True)
             for recipe in RECIPES[:2]:
                 tried += remedies(recipe, model)
     if options.json:
         print(json.dumps({"speeds": rows, "remedies": tried}, indent=2))
         return
-    for row in rows:
-        if "refused" in row:
-            print(f"{row['model']:<14} {row['recipe']:<24} refused by the plan: {row['refused']}")
-            continue
-        share = row["measured"] / row["bound"]
-        print(
-            f"{row['model']:<14} {row['recipe']:<24} {row['phase']:<8} {row['measured']:>10,.0f} of at most "
-            f"{row['bound']:>10,.0f} tokens/s: {share:.0%}{'' if share <= 1 else '  ABOVE ITS BOUND'}"
-        )
     wrong = [row for row in tried if row["code"]]
-    print(f"{len(tried)} remedies were named and planned; {len(wrong)} were refused")
-    for row in wrong:
-        print(row)
+    print(f"{len(tried)} remedies were named and planned; {len(wrong)} were refused", *wrong, sep="\n")
 
 
 if __name__ == "__main__":
