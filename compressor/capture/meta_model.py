@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture.checkpoints.methods import quantized_source
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source, module_source
@@ -115,13 +116,19 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise CaptureError(f"{folder}: no config.json; give a folder as Hugging Face's save_pretrained writes it")
-    source = folder_source(folder, weights)  # before anything slow
+    stated = read_object(config_file)
+    quantization = stated.get("quantization_config") or stated.get("compression_config")
+    # Before anything slow.
+    source = quantized_source(folder, quantization, weights) if quantization else folder_source(folder, weights)
     check_config(config_file, len(source.names))
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         hint = "" if trust_remote_code else "; if the model brings its own code, ask for it with trust_remote_code"
         raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
+    for key in ("quantization_config", "compression_config"):
+        if getattr(config, key, None):
+            delattr(config, key)  # the weights are dense: transformers must not look for the method's package
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
     built = _build(

@@ -34,6 +34,7 @@ class WeightSource:
     place: str  # for messages
     names: frozenset[str]
     read: Callable[[str], Tensor]
+    files: Mapping[str, Path] = field(default_factory=dict)  # the file of each tensor, where there are files
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
@@ -85,7 +86,7 @@ def folder_source(folder: Path, weights: bool = True) -> WeightSource:
     def read_header(name: str) -> Tensor:
         return _read_header(handles[owner[name]], owner[name], name)
 
-    return WeightSource(str(folder), frozenset(owner), read if weights else read_header)
+    return WeightSource(str(folder), frozenset(owner), read if weights else read_header, owner)
 
 
 def _open(file: Path) -> Any:
