@@ -118,6 +118,18 @@ def map_safetensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def map_bytes(file: Path) -> Tensor:
+    """Map a whole file into memory, privately (a write copies its pages), as uint8 [bytes].
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is empty.
+    """
+    with file.open("rb") as stream:
+        mapping = _map(stream.fileno(), os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | _NO_RESERVE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
 class Spill:
     """A place on disk for tensors that would take too much memory; it vanishes with the last of them."""
 

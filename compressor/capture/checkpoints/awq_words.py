@@ -46,7 +46,7 @@ def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, group_size: i
 
 def _unpack(words: Tensor) -> Tensor:
     outputs = words.shape[-1] * 8
-    nibbles = unpack_words(words, 4, outputs).unflatten(-1, (-1, 8))
+    nibbles = unpack_words(words, 4, outputs).reshape(len(words), -1, 8)
     return nibbles[..., _NIBBLES].flatten(-2)
 
 

@@ -28,8 +28,8 @@ def unpack_words(words: Tensor, bits: int, count: int, dense: bool = True) -> Te
     words = words.contiguous()
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = (words.view(torch.uint8)[..., None] >> shifts) & (2**bits - 1)
-        return codes.flatten(-2)[..., :count]
+        in_bytes: Tensor = (words.view(torch.uint8)[..., None] >> shifts) & (2**bits - 1)
+        return in_bytes.flatten(-2)[..., :count]
     place = torch.arange(count)
     if dense:
         start = place * bits
@@ -38,8 +38,8 @@ def unpack_words(words: Tensor, bits: int, count: int, dense: bool = True) -> Te
         word, shift = place // (32 // bits), place % (32 // bits) * bits
     raw = words.to(torch.int64) & 0xFFFFFFFF
     after = torch.nn.functional.pad(raw[..., 1:], (0, 1))
-    codes = (raw[..., word] >> shift) | (after[..., word] << (32 - shift))
-    return (codes & (2**bits - 1)).to(torch.uint8)
+    codes: Tensor = ((raw[..., word] >> shift) | (after[..., word] << (32 - shift))) & (2**bits - 1)
+    return codes.to(torch.uint8)
 
 
 def word_count(count: int, bits: int, dense: bool = True) -> int:
@@ -49,7 +49,7 @@ def word_count(count: int, bits: int, dense: bool = True) -> int:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """Unpack two FP4 (E2M1) values a byte, the low nibble first: uint8 [..., n / 2] -> float32 [..., n].  Exact."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
+    values: Tensor = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[nibbles.to(torch.int32)]
 

@@ -1,9 +1,9 @@
 """compressed-tensors checkpoints (llm-compressor): find the scheme of each module, and its layout.
 
 ``config_groups`` has groups, each with ``targets`` (names of modules, ``re:`` patterns or classes such as ``Linear``)
-and the arguments of its ``weights``; ``format`` stands there or at the top.  A module is quantised if it stores a scale.
+and the arguments of its ``weights``; ``format`` stands there or at the top.  A module that stores a scale is quantised.
 
-    pack-quantized                 weight_packed int32 [out, ceil(in * bits / 32)], weight_scale, weight_shape int64 [2],
+    pack-quantized                 weight_packed int32 [out, ceil(in * bits / 32)], weight_scale, weight_shape [2],
                                    weight_zero_point int32 [ceil(out * bits / 32), groups], weight_g_idx (old)
     int-, float-, naive-quantized  weight int8 or float8 [out, in], weight_scale, weight_zero_point
     mxfp8-quantized                weight float8 [out, in], weight_scale uint8 [out, in / 32], E8M0

@@ -57,7 +57,8 @@ class Scheme:
                  "mxfp8-quantized": (True, 8), "naive-quantized": (is_float, 8), "nvfp4-pack-quantized": (True, 4),
                  "mxfp4-pack-quantized": (True, 4)}[layout]  # fmt: skip
         if wants[0] != is_float or (wants[1] or bits) != bits:
-            options.refuse("num_bits", f"is {bits} of type {'float' if is_float else 'int'}, which {layout} cannot hold")
+            kind = "float" if is_float else "int"
+            options.refuse("num_bits", f"is {bits} of type {kind}, which {layout} cannot hold")
         symmetric = options.config.get("symmetric", True)
         if is_float and not symmetric:
             options.refuse("symmetric", "is false with codes that are floats")
