@@ -124,6 +124,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         "bos_id": meta_model.bos_id,
         "source": meta_model.folder,
         "config_sha256": meta_model.config_sha256,
+        "unpacked_bytes": meta_model.source.unpacked_bytes,
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)

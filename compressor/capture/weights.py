@@ -35,6 +35,7 @@ class WeightSource:
     names: frozenset[str]
     read: Callable[[str], Tensor]
     files: Mapping[str, Path] = field(default_factory=dict)  # the file of each tensor, where there are files
+    unpacked_bytes: int = 0  # of those that are dequantised when they are read
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:

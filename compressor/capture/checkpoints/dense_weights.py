@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NoReturn
 
 import torch
@@ -122,6 +123,7 @@ def dequantized_source(
         (stored.names - parts - dropped) | weights.keys(),
         read,
         {name: file for name, file in stored.headers.files.items() if name not in parts},
+        sum(prod(weight.shape) * weight.dtype.itemsize for weight in weights.values()),
     )
 
 

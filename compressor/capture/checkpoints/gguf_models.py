@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,22 @@ def gguf_model(path: Path, weights: bool) -> tuple[dict[str, Any], WeightSource]
     stored = _stored_names(file, architecture, config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
 
+    def head_count(key: str) -> int | None:
+        return heads.get(key.split(".")[-2]) if architecture.rotary_order else None
+
     def read(wanted: str) -> Tensor:
         key = stored[wanted]
-        tensor = file.tensors[key]
+        tensor, count = file.tensors[key], head_count(key)
         if not weights:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        count = heads.get(key.split(".")[-2]) if architecture.rotary_order else None
         return read_tensor(file, key, None if count is None else _rotary_rows(tensor.shape[0], count))
 
-    return config, WeightSource(str(path), frozenset(stored), read, dict.fromkeys(stored, path))
+    unpacked_bytes = sum(
+        prod(tensor.shape) * tensor.dtype.itemsize
+        for key, tensor in file.tensors.items()
+        if tensor.type in BLOCK_TYPES or head_count(key) is not None
+    )
+    return config, WeightSource(str(path), frozenset(stored), read, dict.fromkeys(stored, path), unpacked_bytes)
 
 
 def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor:
@@ -117,7 +125,7 @@ def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor
     if block is None and rows is None:
         return raw.view(tensor.dtype).view(tensor.shape)
     width = tensor.shape[-1]
-    by_row = raw.view(-1, raw.numel() * width // _count(tensor.shape))
+    by_row = raw.view(-1, raw.numel() * width // prod(tensor.shape))
     place = Spill(cache_folder() / "spilled").empty(tensor.shape, tensor.dtype)
     flat, step = place.view(-1, width), max(1, _CHUNK_ELEMENTS // width)
     for begin in range(0, len(flat), step):
@@ -130,10 +138,6 @@ def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor
     release([raw, place])
     trim()
     return place
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _rotary_rows(rows: int, heads: int) -> Tensor:
