@@ -15,7 +15,7 @@ from compressor.capture.checkpoints.gguf_blocks import BLOCK_TYPES
 
 
 def dequantized(kind: str, raw: np.ndarray) -> np.ndarray:
-    return BLOCK_TYPES[kind].dequantize(torch.from_numpy(raw)).numpy()
+    return BLOCK_TYPES[kind].dequantize(torch.from_numpy(raw.copy())).numpy()
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
