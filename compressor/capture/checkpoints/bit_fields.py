@@ -25,7 +25,7 @@ def unpack_words(words: Tensor, bits: int, count: int, dense: bool = True) -> Te
     Returns:
         uint8 [..., count].
     """
-    words = words.contiguous()
+    words = words.clone(memory_format=torch.contiguous_format)  # contiguous() leaves odd strides of dimensions of 1
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         in_bytes: Tensor = (words.view(torch.uint8)[..., None] >> shifts) & (2**bits - 1)

@@ -1,0 +1,134 @@
+"""Whole checkpoints in each layout: values, logits, plans, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quantized_checkpoints import LAYOUTS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored, dequantized_source
+from compressor.capture.weights import WeightSource
+from compressor.graph.caches import empty_caches
+from compressor.host import tensor_files
+
+transformers = pytest.importorskip("transformers")
+
+EXACT = {"gptq", "gptq-v2-3-bits", "awq", "ct-pack", "ct-pack-channel", "ct-int", "ct-naive", "ct-mxfp4", "ct-mxfp8"}
+"""Layouts whose values float32 (or bfloat16) holds; those of the others are rounded to it once."""
+Quantize = Callable[..., tuple[Path, dict[str, Tensor]]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).half().save_pretrained(folder)
+    return folder
+
+
+def save(folder: Path, dense: Path, tensors: dict[str, Tensor], **changes: object) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(json.loads((dense / "config.json").read_text()) | changes))
+    return folder
+
+
+@pytest.fixture
+def quantize(dense: Path, tmp_path: Path) -> Quantize:
+    """``quantize(layout)`` packs random weights for all linears but the head: the folder, and all values in float64."""
+
+    def make(layout: str) -> tuple[Path, dict[str, Tensor]]:
+        pack, quantization = LAYOUTS[layout]
+        rng, stored = np.random.default_rng(0), load_file(dense / "model.safetensors")
+        values = {name: tensor.double() for name, tensor in stored.items()}
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
+            packed, dense_values = pack(rng, *stored.pop(name).shape)
+            stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
+            values[name] = torch.from_numpy(dense_values)
+        return save(tmp_path / layout, dense, stored, quantization_config=quantization), values
+
+    return make
+
+
+def logits(graph: GraphModule) -> Tensor:
+    info = graph.meta["model"]
+    ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+    caches = empty_caches(info, 2, 9)
+    return graph(ids, torch.arange(7), torch.arange(7), caches[: info.layers], caches[info.layers :])[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_logits_and_plans(layout: str, quantize: Quantize, dense: Path, tmp_path: Path) -> None:
+    folder, values = quantize(layout)
+    graph = capture(folder)
+    parameters = dict(graph.named_parameters())
+    assert parameters.keys() == values.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.double(), values[name].float().double()), name
+        assert layout not in EXACT or torch.equal(parameter.double(), values[name]), name
+    unpacked = sum(p.numel() * p.element_size() for name, p in parameters.items() if "_proj" in name)
+    assert graph.meta["model"].unpacked_bytes == unpacked
+    same = {name: p.detach().clone() for name, p in parameters.items()}
+    assert torch.equal(logits(graph), logits(capture(save(tmp_path / "unpacked", dense, same))))
+    planned = capture(folder, weights=False)
+    assert all(parameter.is_meta for parameter in planned.parameters())
+    assert {n: (p.shape, p.dtype) for n, p in planned.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in parameters.items()
+    }
+
+
+def test_values_take_no_memory_of_their_own(quantize: Quantize) -> None:
+    """They lie in mapped files, whose pages the system may take away: a read brings them back."""
+    folder, values = quantize("gptq")
+    graph = capture(folder)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = graph.get_parameter(name)
+    tensor_files.release([weight])
+    assert torch.equal(weight.double(), values[name])
+    begin = weight.data_ptr()
+    spans = [(address, address + len(mapping)) for address, mapping in tensor_files._mappings.items()]
+    assert any(low <= begin < high for low, high in spans)
+
+
+def test_a_weight_is_computed_when_it_is_read_and_not_before() -> None:
+    calls: list[str] = []
+
+    def double(codes: Tensor) -> Tensor:
+        calls.append("double")
+        return codes.float() * 2
+
+    tensors = {"a.codes": torch.tensor([[1, 2]], dtype=torch.int8), "b": torch.ones(3), "a.note": torch.ones(1)}
+    names = frozenset(tensors)
+    values = WeightSource("here", names, tensors.__getitem__)
+    headers = WeightSource("here", names, lambda name: tensors[name].to("meta"))
+    weights = {"a": DenseWeight({"codes": "a.codes"}, (1, 2), torch.float32, double)}
+    for read_values in (True, False):
+        source = dequantized_source(Stored(values, headers), weights, frozenset({"a.note"}), read_values)
+        assert source.names == {"a", "b"} and source.unpacked_bytes == 8 and not calls
+        assert source.read("b").is_meta != read_values
+        assert source.read("a").shape == (1, 2) and source.read("a").is_meta != read_values
+        assert calls == (["double"] * 2 if read_values else [])
+        calls.clear()
+    assert dequantized_source(Stored(values, headers), weights, frozenset(), True).read("a").tolist() == [[2.0, 4.0]]
