@@ -200,7 +200,9 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
 
     quantization = getattr(config, "quantization_config", None)
     if quantization:
-        raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
+        raise CaptureError(
+            f"{place}: the model is already quantised; give the folder of its checkpoint, or the original model"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise CaptureError(
             f"{place}: {config.model_type} is an encoder-decoder; decoders and encoders are covered: capture one half "

@@ -65,8 +65,8 @@ def awq_weights(stored: Stored, config: Mapping[str, Any]) -> dict[str, DenseWei
     weights = {}
     for module in sorted({*stored.modules("qweight"), *stored.modules("qzeros")}):
         parts = {name: f"{module}.{name}" for name in ("qweight", "qzeros", "scales")}
-        inputs, words = stored.check(parts["qweight"], (torch.int32,)).shape
-        size = group_size if group_size > 0 else inputs
+        inputs, words = stored.check_matrix(parts["qweight"], (torch.int32,))
+        size = min(group_size, inputs) if group_size > 0 else inputs
         groups = -(-inputs // size)
         stored.check(parts["qzeros"], (torch.int32,), (groups, words))
         stored.check(parts["scales"], FLOATS, (groups, words * 8))

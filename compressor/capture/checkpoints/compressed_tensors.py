@@ -105,7 +105,7 @@ def _groups(options: Options) -> list[_Group]:
             options.refuse(f"config_groups.{name}.weights", f"is {weights!r:.40}; an object is meant")
         place = Options(f"compressed-tensors: config_groups.{name}", weights, options.place)
         layout = group.get("format") or options.config.get("format")
-        if layout not in _LAYOUTS:
+        if not isinstance(layout, str) or layout not in _LAYOUTS:
             place.refuse("format", f"is {layout!r:.40}; known are {', '.join(_LAYOUTS)}")
         groups.append(_Group(tuple(targets), Scheme.read(place, layout)))
     return groups

@@ -60,7 +60,7 @@ class Stored:
         """Return a stored tensor's header, a meta tensor.
 
         Raises:
-            UsageError: it is missing, or has another type or shape.
+            UsageError: it is missing, empty, or has another type or shape.
         """
         if name not in self.names:
             self.refuse(name, "is missing")
@@ -72,6 +72,17 @@ class Stored:
         if not header.numel():
             self.refuse(name, "is empty")
         return header
+
+    def check_matrix(self, name: str, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
+        """Return a stored tensor's two sizes.
+
+        Raises:
+            UsageError: it is missing, empty, has another type, or is not a matrix.
+        """
+        shape = self.check(name, dtypes).shape
+        if len(shape) != 2:
+            self.refuse(name, f"has shape {list(shape)}, and the weights of linears have 2 dimensions")
+        return shape[0], shape[1]
 
     def values(self, name: str) -> Tensor:
         """Return a small tensor's values: indices or a shape, never a weight."""

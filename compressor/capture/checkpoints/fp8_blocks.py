@@ -65,9 +65,7 @@ def fp8_weights(stored: Stored, config: Mapping[str, Any]) -> dict[str, DenseWei
     plain = {m for m in stored.modules("weight") if stored.headers.read(f"{m}.weight").dtype in FLOAT8}
     for module in sorted(scaled | plain):
         name = f"{module}.weight"
-        shape = tuple(stored.check(name, (float8,)).shape)
-        if len(shape) != 2:
-            stored.refuse(name, f"has {len(shape)} dimensions; linears have 2")
+        shape = stored.check_matrix(name, (float8,))
         found = [f"{module}.{scale}" for scale in _SCALE_NAMES if f"{module}.{scale}" in stored.names]
         scale = found[0] if found else f"{module}.{_SCALE_NAMES[0]}"
         block = _block(stored, scale, size, shape)

@@ -80,11 +80,11 @@ def gptq_weights(stored: Stored, config: Mapping[str, Any]) -> dict[str, DenseWe
 
 def _linear(stored: Stored, module: str, bits: int, group_size: int, offset: int, ordered: bool) -> DenseWeight:
     parts = {name: f"{module}.{name}" for name in ("qweight", "qzeros", "scales", "g_idx")}
-    words, outputs = stored.check(parts["qweight"], (torch.int32,)).shape
+    words, outputs = stored.check_matrix(parts["qweight"], (torch.int32,))
     inputs = words * 32 // bits
     if words * 32 % bits or outputs * bits % 32:
         stored.refuse(parts["qweight"], f"has shape [{words}, {outputs}], which no {bits}-bit codes fill")
-    size = group_size if group_size > 0 else inputs
+    size = min(group_size, inputs) if group_size > 0 else inputs
     groups = -(-inputs // size)
     stored.check(parts["scales"], FLOATS, (groups, outputs))
     stored.check(parts["qzeros"], (torch.int32,), (groups, outputs * bits // 32))

@@ -30,7 +30,7 @@ _OF_ACTIVATIONS = re.compile(
 )
 
 
-def quantized_source(folder: Path, config: Mapping[str, Any], weights: bool) -> WeightSource:
+def quantized_source(folder: Path, config: Any, weights: bool) -> WeightSource:
     """Return the dense weights that a folder's quantised tensors stand for, computed when they are read.
 
     Args:
@@ -40,8 +40,8 @@ def quantized_source(folder: Path, config: Mapping[str, Any], weights: bool) -> 
     Raises:
         UsageError: the method or one of its options is not covered, or contradicts the tensors.
     """
-    method = config.get("quant_method")
-    if method not in METHODS:
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(config, dict) or not isinstance(method, str) or method not in METHODS:
         raise UsageError(
             f"{folder}/config.json: the checkpoint is quantised by {method!r:.40}, which is not read; known are "
             f"{', '.join(METHODS)}: give one of these or the unquantised checkpoint"

@@ -70,10 +70,10 @@ def packed_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWeight:
     packed, scale, zero, g_idx, stated = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
     )
-    given = tuple(stored.check(packed, (torch.int32,)).shape)
+    given = stored.check_matrix(packed, (torch.int32,))
     stored.check(stated, (torch.int64, torch.int32), (2,))
     shape = (int(stored.values(stated)[0]), int(stored.values(stated)[1]))
-    if len(given) != 2 or given[0] != shape[0] or shape[1] < 1:
+    if given[0] != shape[0] or shape[1] < 1:
         stored.refuse(packed, f"has shape {list(given)}, and {stated} says {list(shape)}")
     dense = _is_dense(stored, packed, given[1], shape[1], scheme.bits)
     block = scheme.block(shape)

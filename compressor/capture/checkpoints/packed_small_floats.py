@@ -51,9 +51,9 @@ def packed_float_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWei
         UsageError: its tensors contradict the scheme.
     """
     packed, scale, global_scale = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
-    given = tuple(stored.check(packed, (torch.uint8,)).shape)
+    given = stored.check_matrix(packed, (torch.uint8,))
     size = _GROUP_SIZES[scheme.format]
-    if len(given) != 2 or given[1] * 2 % size or scheme.columns not in (0, size):
+    if given[1] * 2 % size or scheme.columns not in (0, size):
         stored.refuse(packed, f"has shape {list(given)} and groups of {scheme.columns}; {scheme.format} has groups of "
                               f"{size}")  # fmt: skip
     shape = (given[0], given[1] * 2)

@@ -39,9 +39,7 @@ def plain_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWeight:
         UsageError: its tensors contradict the scheme.
     """
     name = f"{module}.weight"
-    shape = tuple(stored.check(name, FLOAT8 if scheme.is_float else (torch.int8,)).shape)
-    if len(shape) != 2:
-        stored.refuse(name, f"has {len(shape)} dimensions; linears have 2")
+    shape = stored.check_matrix(name, FLOAT8 if scheme.is_float else (torch.int8,))
     block = scheme.block(shape)
     parts = {"weight": name, "scale": f"{module}.weight_scale"}
     check_scale(stored, parts["scale"], (torch.uint8,) if scheme.format == "mxfp8-quantized" else FLOATS, shape, block)
