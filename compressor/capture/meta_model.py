@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
-from compressor.capture.checkpoints.gguf_models import find_gguf
+from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
 from compressor.capture.weights import WeightSource, module_source

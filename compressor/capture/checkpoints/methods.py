@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.capture.checkpoints.awq_words import awq_weights
-from compressor.capture.checkpoints.compressed_tensors import compressed_tensors_weights
+from compressor.capture.checkpoints.compressed_tensors.config_groups import compressed_tensors_weights
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored, dequantized_source
 from compressor.capture.checkpoints.fp8_blocks import fp8_weights
 from compressor.capture.checkpoints.gptq_words import gptq_weights

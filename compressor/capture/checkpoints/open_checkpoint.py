@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.capture.checkpoints.gguf_models import find_gguf, gguf_model
+from compressor.capture.checkpoints.gguf.gguf_models import find_gguf, gguf_model
 from compressor.capture.checkpoints.methods import quantized_source
 from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
+from compressor.capture.checkpoints.compressed_tensors.packed_integers import packed_weight
+from compressor.capture.checkpoints.compressed_tensors.packed_small_floats import packed_float_weight
+from compressor.capture.checkpoints.compressed_tensors.plain_codes import plain_weight
+from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored
 from compressor.capture.checkpoints.fp8_blocks import FLOAT8
 from compressor.capture.checkpoints.options import Options
-from compressor.capture.checkpoints.packed_integers import packed_weight
-from compressor.capture.checkpoints.packed_small_floats import packed_float_weight
-from compressor.capture.checkpoints.plain_codes import plain_weight
-from compressor.capture.checkpoints.scheme import Scheme
 
 _LAYOUTS = {
     "pack-quantized": packed_weight,

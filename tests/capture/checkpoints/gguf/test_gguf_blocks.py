@@ -11,7 +11,7 @@ from gguf_files import TYPES, block_values, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.capture.checkpoints.gguf_blocks import BLOCK_TYPES
+from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 
 
 def dequantized(kind: str, raw: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from gguf_files import text, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compressor.capture.checkpoints.gguf_file import read_gguf
+from compressor.capture.checkpoints.gguf.gguf_file import read_gguf
 from compressor.errors import UsageError
 
 METADATA: dict[str, Any] = {"a": 7, "b": "text", "c": 0.5, "d": ["x", "", "é"]}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.gguf_blocks import BLOCK_TYPES
-from compressor.capture.checkpoints.gguf_file import GgufFile, read_gguf
+from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
+from compressor.capture.checkpoints.gguf.gguf_file import GgufFile, read_gguf
 from compressor.capture.files import check_counts
 from compressor.capture.weights import WeightSource
 from compressor.errors import UsageError

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from compressor.capture.checkpoints.bit_fields import e8m0_scales, spread, unpack_fp4
+from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored
-from compressor.capture.checkpoints.scheme import Scheme
 
 _GROUP_SIZES = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 

@@ -13,7 +13,7 @@ from quantized_checkpoints import bit_stream, compressed, float8, nvfp4, packed_
 from stored_tensors import dense_weight, stored
 from torch import Tensor
 
-from compressor.capture.checkpoints.compressed_tensors import compressed_tensors_weights
+from compressor.capture.checkpoints.compressed_tensors.config_groups import compressed_tensors_weights
 from compressor.errors import UsageError
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from compressor.capture.checkpoints.bit_fields import scale_shape, spread
+from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import FLOATS, DenseWeight, Stored
 from compressor.capture.checkpoints.fp8_blocks import FLOAT8, scaled_values
-from compressor.capture.checkpoints.scheme import Scheme
 
 
 def shifted_values(weight: Tensor, scale: Tensor, zero: Tensor, *, block: tuple[int, int]) -> Tensor:

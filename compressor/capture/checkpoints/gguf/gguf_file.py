@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.gguf_blocks import BLOCK_TYPES
+from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from compressor.errors import UsageError
 from compressor.host.tensor_files import map_bytes
 

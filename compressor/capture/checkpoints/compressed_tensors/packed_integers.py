@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from compressor.capture.checkpoints.bit_fields import scale_shape, spread, unpack_words, word_count
+from compressor.capture.checkpoints.compressed_tensors.plain_codes import check_no_zero, check_scale
+from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import FLOATS, DenseWeight, Stored
 from compressor.capture.checkpoints.gptq_words import check_groups
-from compressor.capture.checkpoints.plain_codes import check_no_zero, check_scale
-from compressor.capture.checkpoints.scheme import Scheme
 
 
 def packed_values(
