@@ -133,8 +133,9 @@ def map_bytes(file: Path) -> Tensor:
 class Spill:
     """A place on disk for tensors that would take too much memory; it vanishes with the last of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contents: str = "hidden states") -> None:
         self.folder = folder
+        self.contents = contents  # for messages
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros in a mapped temporary file.
@@ -152,7 +153,7 @@ class Spill:
         except OSError as error:
             raise failed_write(
                 error,
-                f"{self.folder}: no room for {size_bytes} bytes of hidden states ({error}); free some space, or set "
+                f"{self.folder}: no room for {size_bytes} bytes of {self.contents} ({error}); free some space, or set "
                 "COMPRESS_CACHE_DIR to a folder on a larger disk",
             ) from error
         return torch.frombuffer(mapping, dtype=dtype).view(shape)

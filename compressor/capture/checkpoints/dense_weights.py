@@ -103,6 +103,11 @@ class Stored:
         return beside[0] if beside else self.headers.place
 
 
+def weight_spill() -> Spill:
+    """Return the place for dense weights, in the cache folder."""
+    return Spill(cache_folder() / "spilled", "dense weights, which a quantised checkpoint is unpacked to")
+
+
 def dequantized_source(
     stored: Stored, weights: Mapping[str, DenseWeight], dropped: frozenset[str], read_values: bool
 ) -> WeightSource:
@@ -114,7 +119,7 @@ def dequantized_source(
         read_values: False gives meta tensors.
     """
     parts = {part for weight in weights.values() for part in weight.parts.values()}
-    spill = Spill(cache_folder() / "spilled")
+    spill = weight_spill()
 
     def read(name: str) -> Tensor:
         weight = weights.get(name)

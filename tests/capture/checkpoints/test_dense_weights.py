@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,13 @@ from compressor.capture.capture import capture
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored, dequantized_source
 from compressor.capture.checkpoints.methods import quantized_source
 from compressor.capture.weights import WeightSource
+from compressor.codegen.backend import make_backend
+from compressor.errors import ResourceError
 from compressor.graph.caches import empty_caches
 from compressor.host import tensor_files
+from compressor.plan.passes import plan_passes
+from compressor.plan.stages import run_costs
+from compressor.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -153,3 +160,29 @@ def test_a_weight_is_computed_when_it_is_read_and_not_before() -> None:
         assert calls == (["double"] * 2 if read_values else [])
         calls.clear()
     assert dequantized_source(Stored(values, headers), weights, frozenset(), True).read("a").tolist() == [[2.0, 4.0]]
+
+
+def test_a_full_disk_is_named(quantize: Quantize, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = quantize("gptq")
+
+    def full(_descriptor: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(ResourceError, match=r"no room for \d+ bytes of dense weights.*COMPRESS_CACHE_DIR"):
+        capture(folder)
+
+
+def test_the_plan_counts_the_disk_and_no_second_model(quantize: Quantize) -> None:
+    folder, values = quantize("gptq")
+    recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16_G32"}}], "tune": "off", "target": "null"})
+    backend = make_backend(recipe.target.build(), 1)
+    found = {}
+    for name in ("quantised", "dense"):
+        graph = capture(folder, weights=False)
+        if name == "dense":
+            graph.meta["model"] = replace(graph.meta["model"], unpacked_bytes=0)
+        found[name] = run_costs(graph, plan_passes(graph, recipe, backend), recipe, backend)
+    unpacked = 4 * sum(value.numel() for key, value in values.items() if "_proj" in key)
+    assert found["quantised"].cache_bytes - found["dense"].cache_bytes == unpacked
+    assert not found["quantised"].times_dense

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.capture.checkpoints.dense_weights import weight_spill
 from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from compressor.capture.checkpoints.gguf.gguf_file import GgufFile, read_gguf
 from compressor.capture.files import check_counts
 from compressor.capture.weights import WeightSource
 from compressor.errors import UsageError
-from compressor.host.cache import cache_folder
-from compressor.host.tensor_files import Spill, release, trim
+from compressor.host.tensor_files import release, trim
 
 _ADVICE = "give the model's Hugging Face folder"
 _CHUNK_ELEMENTS = 1 << 22  # values dequantised at a time
@@ -126,7 +126,7 @@ def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor
         return raw.view(tensor.dtype).view(tensor.shape)
     width = tensor.shape[-1]
     by_row = raw.view(-1, raw.numel() * width // prod(tensor.shape))
-    place = Spill(cache_folder() / "spilled").empty(tensor.shape, tensor.dtype)
+    place = weight_spill().empty(tensor.shape, tensor.dtype)
     flat, step = place.view(-1, width), max(1, _CHUNK_ELEMENTS // width)
     for begin in range(0, len(flat), step):
         end = min(begin + step, len(flat))
