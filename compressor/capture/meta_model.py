@@ -200,9 +200,7 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
 
     quantization = getattr(config, "quantization_config", None)
     if quantization:
-        raise CaptureError(
-            f"{place}: the model is already quantised; give the folder of its checkpoint, or the original model"
-        )
+        raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
     if getattr(config, "is_encoder_decoder", False):
         raise CaptureError(
             f"{place}: {config.model_type} is an encoder-decoder; decoders and encoders are covered: capture one half "

@@ -36,6 +36,7 @@ class WeightSource:
     read: Callable[[str], Tensor]
     files: Mapping[str, Path] = field(default_factory=dict)  # the file of each tensor, where there are files
     unpacked_bytes: int = 0  # of those that are dequantised when they are read
+    optional: frozenset[str] = frozenset()  # names that need no place in the model
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
@@ -182,7 +183,7 @@ def map_weights(
     repeated = {key: buffer for name, buffer in computed.items() for key in _spellings(name, prefix)}
     unexpected = sorted(
         key
-        for key in source.names - taken
+        for key in source.names - taken - source.optional
         if not (key in repeated and _equal(source.read(key), repeated[key]))
         and not (headed and not key.startswith(f"{prefix}."))
         and not _OBSOLETE.search(key)

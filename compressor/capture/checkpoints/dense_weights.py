@@ -119,6 +119,8 @@ def dequantized_source(
         read_values: False gives meta tensors.
     """
     parts = {part for weight in weights.values() for part in weight.parts.values()}
+    # AutoGPTQ once gave every linear a bias, of zeros where the model has none.
+    biases = stored.names & {f"{name.removesuffix('.weight')}.bias" for name in weights}
     spill = weight_spill()
 
     def read(name: str) -> Tensor:
@@ -140,6 +142,7 @@ def dequantized_source(
         read,
         {name: file for name, file in stored.headers.files.items() if name not in parts},
         sum(prod(weight.shape) * weight.dtype.itemsize for weight in weights.values()),
+        frozenset(name for name in biases if not bool(stored.values(name).any())),
     )
 
 

@@ -24,9 +24,9 @@ METHODS: dict[str, Callable[[Stored, Mapping[str, Any]], dict[str, DenseWeight]]
     "mxfp4": mxfp4_weights,
 }
 """``quant_method`` -> what tells dense weights from stored tensors."""
-# Scales of activations, keys and values: they decide no weight.
-_OF_ACTIVATIONS = re.compile(
-    r"\.((input|output|q|k|v)_(global_)?(scale|zero_point)|activation_scale|weight_shape|weight_zero_point)$"
+# Scales of activations, keys and values, and what a layout has read already: they decide no weight.
+_ASIDE = re.compile(
+    r"\.((input|output|q|k|v)_(global_)?(scale|zero_point)|activation_scale|weight_(shape|zero_point|g_idx))$"
 )
 
 
@@ -54,5 +54,5 @@ def quantized_source(folder: Path, config: Any, weights: bool) -> WeightSource:
             "layout; remove quantization_config if the weights are dense, or fetch the checkpoint again"
         )
     parts = {part for weight in found.values() for part in weight.parts.values()}
-    dropped = frozenset(name for name in stored.names - parts if _OF_ACTIVATIONS.search(name))
+    dropped = frozenset(name for name in stored.names - parts if _ASIDE.search(name))
     return dequantized_source(stored, found, dropped, weights)

@@ -21,7 +21,7 @@ from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored, de
 from compressor.capture.checkpoints.methods import quantized_source
 from compressor.capture.weights import WeightSource
 from compressor.codegen.backend import make_backend
-from compressor.errors import ResourceError
+from compressor.errors import CaptureError, ResourceError
 from compressor.graph.caches import empty_caches
 from compressor.host import tensor_files
 from compressor.plan.passes import plan_passes
@@ -160,6 +160,22 @@ def test_a_weight_is_computed_when_it_is_read_and_not_before() -> None:
         assert calls == (["double"] * 2 if read_values else [])
         calls.clear()
     assert dequantized_source(Stored(values, headers), weights, frozenset(), True).read("a").tolist() == [[2.0, 4.0]]
+
+
+def test_biases_of_zeros_need_no_place(quantize: Quantize) -> None:
+    """AutoGPTQ once stored a bias for every linear.  One that has a value must have a place."""
+    folder, values = quantize("gptq")
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    bias = {"model.layers.0.mlp.up_proj.bias": torch.zeros(96, dtype=torch.float16)}
+    save_file(stored | bias, file, {"format": "pt"})
+    assert dict(capture(folder, weights=False).named_parameters()).keys() == values.keys()
+    bias["model.layers.0.mlp.up_proj.bias"][7] = 1
+    save_file(stored | bias, file, {"format": "pt"})
+    with pytest.raises(
+        CaptureError, match=r"1 weights have no place in the model \(model.*up_proj\.bias"
+    ):
+        capture(folder, weights=False)
 
 
 def test_a_full_disk_is_named(quantize: Quantize, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def packed_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWeight:
             stored.check(zero, (torch.int32,), (word_count(rows, scheme.bits, dense), groups))
         else:
             check_scale(stored, zero, (torch.int8,), shape, block)
-    if g_idx in stored.names:
+    if g_idx in stored.names and not bool((stored.values(g_idx) == -1).all()):  # -1: not in use
         if scheme.strategy != "group":
             stored.refuse(g_idx, f"orders inputs by groups, and the strategy is {scheme.strategy}")
         check_groups(stored, g_idx, shape[1], groups, None)

@@ -92,6 +92,12 @@ def test_the_global_scale_divides() -> None:
     assert np.array_equal(read(many, config).astype(np.float32), values.astype(np.float32))
 
 
+def test_an_index_of_groups_that_is_not_in_use() -> None:
+    tensors, values = packed_integers(np.random.default_rng(0), 8, 64, size=16)
+    tensors["weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    assert np.array_equal(read(tensors, integers(4, 16)), values)
+
+
 def test_groups_by_name_pattern_and_class() -> None:
     rng = np.random.default_rng(0)
     made = {
