@@ -76,6 +76,12 @@ def test_plan_and_run(folder: Path, invoke: Callable[..., Result], own_cache: Pa
     assert not list((own_cache / "spilled").glob("*"))  # dense weights vanish with the process that wrote them
 
 
+def test_gates_on_what_is_not_measured_are_refused(invoke: Callable[..., Result]) -> None:
+    result = invoke("plan", "recipe.yaml", "--set", "gates={latency_ms: '<= 2x dense', weight_bytes: '<= 1x dense'}")
+    assert result.exit_code == 2
+    assert "latency_ms: the dense model's is not measured: PyTorch does not load" in " ".join(result.stderr.split())
+
+
 def test_a_contradiction_is_refused(folder: Path, invoke: Callable[..., Result], tmp_path: Path) -> None:
     config = folder / "model" / "config.json"
     before = config.read_text()

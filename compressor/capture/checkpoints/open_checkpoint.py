@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf, gguf_model
-from compressor.capture.checkpoints.methods import quantized_source
+from compressor.capture.checkpoints.methods import METHODS, quantized_source
 from compressor.capture.files import check_config
 from compressor.capture.weights import WeightSource, folder_source
-from compressor.errors import CaptureError, first_line
+from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Newer and older name of one key.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# Files that state the quantisation in its place -> method.
+_SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def open_checkpoint(folder: Path, trust_remote_code: bool, weights: bool) -> Che
     quantization = next((stated[key] for key in _QUANTIZATION_KEYS if stated.get(key)), None)
     # Before anything slow.
     source = folder_source(folder, weights) if quantization is None else quantized_source(folder, quantization, weights)
+    if quantization is None:
+        _refuse_unstated(folder, source)
     check_config(file, len(source.names))
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -63,6 +68,21 @@ def open_checkpoint(folder: Path, trust_remote_code: bool, weights: bool) -> Che
         if getattr(config, key, None) is not None:
             delattr(config, key)  # weights are dense now, and transformers would ask for the method's package
     return Checkpoint(config, file, hashlib.sha256(file.read_bytes()).hexdigest(), source)
+
+
+def _refuse_unstated(folder: Path, source: WeightSource) -> None:
+    """Refuse quantised tensors that config.json does not speak of, as tools wrote them before 2024."""
+    packed = sorted(name for name in source.names if name.endswith(_PACKED))
+    if not packed:
+        return
+    beside = next((name for name in _SIDE_FILES if (folder / name).is_file()), None)
+    advice = "give the unquantised checkpoint"
+    if beside is not None and _SIDE_FILES[beside] in METHODS:
+        advice = f'copy the keys of {beside} there, and add "quant_method": "{_SIDE_FILES[beside]}"'
+    raise UsageError(
+        f"{source.files.get(packed[0], folder)}: {packed[0]} is quantised, and config.json has no quantization_config; "
+        f"{advice}"
+    )
 
 
 def _open_gguf(file: Path, weights: bool) -> Checkpoint:

@@ -172,9 +172,7 @@ def test_biases_of_zeros_need_no_place(quantize: Quantize) -> None:
     assert dict(capture(folder, weights=False).named_parameters()).keys() == values.keys()
     bias["model.layers.0.mlp.up_proj.bias"][7] = 1
     save_file(stored | bias, file, {"format": "pt"})
-    with pytest.raises(
-        CaptureError, match=r"1 weights have no place in the model \(model.*up_proj\.bias"
-    ):
+    with pytest.raises(CaptureError, match=r"1 weights have no place in the model \(model.*up_proj\.bias"):
         capture(folder, weights=False)
 
 

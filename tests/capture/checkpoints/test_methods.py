@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_checkpoints import LAYOUTS, packed_integers
+from quantized_checkpoints import LAYOUTS
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -218,16 +218,6 @@ def test_scales_of_activations_and_caches_are_left_aside(tmp_path: Path) -> None
     assert quantized_source(tmp_path, config, False).names == {
         f"{LINEAR}.weight", "model.norm.weight", "model.layers.0.self_attn.odd_scale",
     }  # fmt: skip
-
-
-def test_the_older_name_of_the_key(tmp_path: Path) -> None:
-    tensors, _ = packed_integers(np.random.default_rng(0), 64, 96, zeros=True)
-    save_file({f"{LINEAR}.{name}": t for name, t in tensors.items() if name != "weight_scale"},
-              tmp_path / "model.safetensors")  # fmt: skip
-    config = {"model_type": "llama", "compression_config": LAYOUTS["ct-pack"][1]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="weight_scale is missing"):
-        folder_meta_model(tmp_path, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("value", ["gptq", 7, ["gptq"], {"quant_method": ["gptq"]}])
