@@ -93,7 +93,7 @@ class Commands(click.Group):
         except BrokenPipeError:
             raise
         except OSError as error:  # a path that an argument names, such as one that is too long
-            raise click.UsageError(f"{str(error.filename):.80}: {error.strerror}; check the path") from error
+            raise click.UsageError(f"{error.filename!s:.80}: {error.strerror}; check the path") from error
 
 
 def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
             path = Path(shipped_model(str(path)))
         if not path.is_dir():
             raise click.BadParameter(f"{path}: no such folder")
-        if not any((path / marker).is_file() for marker in markers):
+        if not any(file.is_file() for marker in markers for file in path.glob(marker)):
             kind = "a bundle" if markers == BUNDLE else "a bundle or a Hugging Face folder"
             raise click.BadParameter(f"{path}: not {kind}: it has no {' and no '.join(markers)}")
         return path
@@ -130,6 +130,6 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
 
 
 BUNDLE = ("manifest.json",)
-BUNDLE_OR_MODEL = ("manifest.json", "config.json")
+BUNDLE_OR_MODEL = ("manifest.json", "config.json", "*.gguf")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 threads_option = click.option("--threads", type=click.IntRange(1), help="Threads [default: the physical cores].")

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from tiny_gguf import HEADS, HIDDEN, KV_HEADS, VOCAB, tiny_gguf, to_rotary_order
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.cli.commands import main
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches
+from compressor.host.digests import model_fingerprint, read_sha256
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,6 +83,18 @@ def test_values_are_those_of_transformers_own_reader(llama: tuple[Path, dict[str
     assert read["tensors"].keys() == parameters.keys()
     for name, value in read["tensors"].items():
         assert torch.equal(parameters[name].float(), torch.as_tensor(value).float()), name
+
+
+def test_commands_know_a_folder_with_a_gguf_file(llama: tuple[Path, dict[str, Tensor]]) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, [*arguments, str(llama[0].parent), "--json"], prog_name="compress")
+
+    inspected = run("inspect")
+    assert inspected.exit_code == 0, inspected.output
+    assert "model.layers.0.mlp.up_proj" in inspected.stdout
+    timed = run("bench", "--repeats", "1")
+    assert timed.exit_code == 2 and "has no config.json, and PyTorch is timed on Hugging Face folders" in timed.stderr
+    assert model_fingerprint(llama[0].parent) == {"tiny.gguf": read_sha256(llama[0])}
 
 
 def test_a_plan_reads_no_weight(llama: tuple[Path, dict[str, Tensor]]) -> None:
