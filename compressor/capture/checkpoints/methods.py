@@ -23,8 +23,8 @@ METHODS: dict[str, Callable[[Stored, Mapping[str, Any]], dict[str, DenseWeight]]
     "gptq": gptq_weights,
     "mxfp4": mxfp4_weights,
 }
-"""``quant_method`` -> what tells dense weights from stored tensors."""
-# Scales of activations, keys and values, and what a layout has read already: they decide no weight.
+"""``quant_method`` -> function that describes the dense weights, by name, of a checkpoint's stored tensors."""
+# Scales of activations, keys and values decide no weight; shapes, unused indices and zero points of 0 have been read.
 _ASIDE = re.compile(
     r"\.((input|output|q|k|v)_(global_)?(scale|zero_point)|activation_scale|weight_(shape|zero_point|g_idx))$"
 )

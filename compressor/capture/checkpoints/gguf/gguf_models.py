@@ -164,7 +164,7 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str,
     _refuse_options(file, name)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise UsageError(f"{file.path}: token_embd.weight is missing or no matrix; fetch the file again")
+        raise UsageError(f"{file.path}: token_embd.weight is missing or not a matrix; fetch the file again")
     heads, hidden = number("attention.head_count"), number("embedding_length")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
