@@ -122,7 +122,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Map a GGUF file and read its header.
 
     Raises:
-        UsageError: it is truncated, is not a GGUF file of version 2 or 3, or has a tensor of a type that is not covered.
+        UsageError: it is truncated, not a GGUF file of version 2 or 3, or has a tensor of a type that is not covered.
     """
     try:
         data = map_bytes(path)
