@@ -61,7 +61,8 @@ def capture(
             (:mod:`compressor.capture.convolutions`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
-    memory-mapped (or shared with the module given: do not write to them); other parameters are float32.
+    memory-mapped (or shared with the module given: do not write to them); other parameters are float32.  Those of a
+    quantised checkpoint are dequantised, into mapped files of their own (:mod:`compressor.capture.checkpoints`).
     Parameters have their Hugging Face names, tied ones the first of theirs.
 
     Args:
@@ -69,8 +70,8 @@ def capture(
         example_inputs: inputs of a plain module.  A transformers model given with them is taken as a plain module.
         dynamic_shapes: as for torch.export.export, with example_inputs.
         trust_remote_code: run code that comes with the checkpoint.
-        weights: False reads no weight, only the headers of the files: parameters are on the meta device, with their
-            shapes and types.  For plans.
+        weights: False reads no weight, only the headers of the files (and indices of a quantised checkpoint):
+            parameters are on the meta device, with their shapes and types.  For plans.
     Raises:
         CaptureError: what stopped it, in which module and line, and what to do.
     """
@@ -124,6 +125,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         "bos_id": meta_model.bos_id,
         "source": meta_model.folder,
         "config_sha256": meta_model.config_sha256,
+        "unpacked_bytes": meta_model.source.unpacked_bytes,
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)

@@ -47,7 +47,16 @@ def check_config(file: Path, stored_tensors: int) -> None:
     Raises:
         CaptureError: it is no JSON object, or a count is absurd.
     """
-    for key, number in _numbers(read_object(file)):
+    check_counts(read_object(file), file, stored_tensors)
+
+
+def check_counts(config: dict[str, Any], file: Path, stored_tensors: int) -> None:
+    """Check the counts of a configuration that a file states, as :func:`check_config` does.
+
+    Raises:
+        CaptureError: a count is absurd.
+    """
+    for key, number in _numbers(config):
         limit = _MOST if key.startswith(("n_", "num_")) else 1 << 63
         if "position" in key:
             limit = _MOST_POSITIONS

@@ -22,9 +22,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
+from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
-from compressor.capture.files import check_config
-from compressor.capture.weights import WeightSource, folder_source, module_source
+from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object
 
@@ -109,19 +110,11 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     Raises:
         CaptureError: no such model, or its configuration or files cannot be used.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     folder, name = _locate(model)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise CaptureError(f"{folder}: no config.json; give a folder as Hugging Face's save_pretrained writes it")
-    source = folder_source(folder, weights)  # before anything slow
-    check_config(config_file, len(source.names))
-    try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:
-        hint = "" if trust_remote_code else "; if the model brings its own code, ask for it with trust_remote_code"
-        raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
+    checkpoint = open_checkpoint(folder, trust_remote_code, weights)
+    config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
     built = _build(
@@ -138,8 +131,8 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         several = key == "bos_token_id" and isinstance(value, list)
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
-    sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
-    return MetaModel(kind, built, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
+    eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
+    return MetaModel(kind, built, checkpoint.source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -226,8 +219,14 @@ def _locate(model: str | Path) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
+    if path.is_file() and path.suffix == ".gguf":
+        if find_gguf(path.parent) != path:
+            raise UsageError(f"{path}: other weights lie beside it; move it to a folder of its own, with its tokenizer")
+        return path.parent, path.stem
     if path.exists():
-        raise UsageError(f"{path}: a file; give the folder that holds config.json and the safetensors")
+        raise UsageError(
+            f"{path}: a file; give the folder that holds config.json and the safetensors, or a GGUF file (.gguf)"
+        )
     if isinstance(model, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
         raise UsageError(f"{model}: no such folder; give a model folder or a Hugging Face id such as gpt2 or org/name")
     from huggingface_hub import snapshot_download

@@ -34,6 +34,9 @@ class WeightSource:
     place: str  # for messages
     names: frozenset[str]
     read: Callable[[str], Tensor]
+    files: Mapping[str, Path] = field(default_factory=dict)  # the file of each tensor, where there are files
+    unpacked_bytes: int = 0  # of those that are dequantised when they are read
+    optional: frozenset[str] = frozenset()  # names that need no place in the model
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
@@ -85,7 +88,7 @@ def folder_source(folder: Path, weights: bool = True) -> WeightSource:
     def read_header(name: str) -> Tensor:
         return _read_header(handles[owner[name]], owner[name], name)
 
-    return WeightSource(str(folder), frozenset(owner), read if weights else read_header)
+    return WeightSource(str(folder), frozenset(owner), read if weights else read_header, owner)
 
 
 def _open(file: Path) -> Any:
@@ -180,7 +183,7 @@ def map_weights(
     repeated = {key: buffer for name, buffer in computed.items() for key in _spellings(name, prefix)}
     unexpected = sorted(
         key
-        for key in source.names - taken
+        for key in source.names - taken - source.optional
         if not (key in repeated and _equal(source.read(key), repeated[key]))
         and not (headed and not key.startswith(f"{prefix}."))
         and not _OBSOLETE.search(key)

@@ -121,7 +121,7 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
         if not path.is_dir():
             near = nearest_shipped_model(str(path)) if markers == BUNDLE_OR_MODEL else None
             raise click.BadParameter(f"{path}: no such folder{f'; nearest shipped model: {near}' if near else ''}")
-        if not any((path / marker).is_file() for marker in markers):
+        if not any(file.is_file() for marker in markers for file in path.glob(marker)):
             kind = "a bundle" if markers == BUNDLE else "a bundle or a Hugging Face folder"
             raise click.BadParameter(f"{path}: not {kind}: it has no {' and no '.join(markers)}")
         return path
@@ -130,6 +130,6 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
 
 
 BUNDLE = ("manifest.json",)
-BUNDLE_OR_MODEL = ("manifest.json", "config.json")
+BUNDLE_OR_MODEL = ("manifest.json", "config.json", "*.gguf")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 threads_option = click.option("--threads", type=click.IntRange(1), help="Threads [default: the physical cores].")

@@ -82,6 +82,11 @@ def measure_speed(
         before = launcher if path == bundle else ()
         return Worker(path, threads=threads, prompt_tokens=prompt, new_tokens=min(64, prompt), launcher=before)
 
+    if info.unpacked_bytes:
+        note = (
+            "the dense model's speed was not measured: PyTorch does not load its checkpoint, which is quantised, alone"
+        )
+        return replace(_measure(worker, bundle, None, gates), notes=[note])
     if info.source is None or not dense:
         return _measure(worker, bundle, None, gates)
     try:

@@ -111,6 +111,8 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
 
     from compressor.capture.meta_model import cache_argument, model_kind
 
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: has no config.json, and PyTorch is timed on Hugging Face folders; give one")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     threads = threads or available_cores()
     torch.set_num_threads(threads)  # this process exists for the measurement only

@@ -29,7 +29,7 @@ def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str
         manifest = {
             **written.fields,
             "kind": model["kind"],
-            "model": {key: value for key, value in model.items() if key not in ("kind", "source")},
+            "model": {key: value for key, value in model.items() if key not in ("kind", "source", "unpacked_bytes")},
             "recipe": facts.recipe,
             "calibration": facts.calibration,
             "formats": sorted({site["format"] for site in facts.sites if site.get("format")}),

@@ -29,6 +29,7 @@ class ModelInfo:
     bos_id: int | None = None
     source: Path | None = None  # the folder, which also holds the tokenizer
     config_sha256: str = ""
+    unpacked_bytes: int = 0  # of dense weights that the capture of a quantised checkpoint writes to the cache folder
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
 
 

@@ -36,6 +36,7 @@ _MODEL_FILES = (
     "generation_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
+    "*.gguf",
     "*token*",  # tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json
     "*vocab*",
     "merges.txt",

@@ -34,6 +34,7 @@ _NAMES = {
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
@@ -117,11 +118,24 @@ def map_safetensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def map_bytes(file: Path) -> Tensor:
+    """Map a whole file into memory, privately (a write copies its pages), as uint8 [bytes].
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is empty.
+    """
+    with file.open("rb") as stream:
+        mapping = _map(stream.fileno(), os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | _NO_RESERVE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
 class Spill:
     """A place on disk for tensors that would take too much memory; it vanishes with the last of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contents: str = "hidden states") -> None:
         self.folder = folder
+        self.contents = contents  # for messages
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros in a mapped temporary file.
@@ -139,7 +153,7 @@ class Spill:
         except OSError as error:
             raise failed_write(
                 error,
-                f"{self.folder}: no room for {size_bytes} bytes of hidden states ({error}); free some space, or set "
+                f"{self.folder}: no room for {size_bytes} bytes of {self.contents} ({error}); free some space, or set "
                 "COMPRESS_CACHE_DIR to a folder on a larger disk",
             ) from error
         return torch.frombuffer(mapping, dtype=dtype).view(shape)

@@ -86,6 +86,10 @@ def check_recipe(recipe: Recipe, info: ModelInfo) -> None:
         if info.kind not in METRICS[gate.metric].kinds:
             measured = ", ".join(name for name, metric in METRICS.items() if info.kind in metric.kinds)
             raise recipe.problem(("gates", gate.metric), f"is not measured on {_KINDS[info.kind]}; what is: {measured}")
+        needs_dense = METRICS[gate.metric].timing or gate.metric == "peak_rss_bytes"
+        if gate.relative and needs_dense and info.unpacked_bytes:
+            why = "the dense model's is not measured: PyTorch does not load its checkpoint, which is quantised, alone"
+            raise recipe.problem(("gates", gate.metric), f"{why}; give a limit in {gate.metric}'s own unit")
 
 
 def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, recipe: Recipe) -> PassPlan:

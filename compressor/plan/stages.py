@@ -68,7 +68,8 @@ class Costs:
         evaluation: None where nothing is evaluated.
         runs_here: whether this machine executes the kernels, and what that costs is known.
         times_dense: whether the dense model would be timed.
-        bundle_bytes, cache_bytes, spilled_bytes: on disk: the bundle, packed weights in the cache, hidden states.
+        bundle_bytes, cache_bytes, spilled_bytes: on disk: the bundle, weights in the cache (packed ones, and dense ones
+            of a quantised checkpoint), hidden states.
     """
 
     amounts: Amounts
@@ -171,9 +172,9 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
         isa=isa,
         evaluation=evaluation,
         runs_here=runs_here,
-        times_dense=runs_here and info.source is not None and info.kind != "module",
+        times_dense=runs_here and info.source is not None and info.kind != "module" and not info.unpacked_bytes,
         bundle_bytes=bundle_bytes,
-        cache_bytes=sum(site.bytes_after for site in sites if site.format),
+        cache_bytes=sum(site.bytes_after for site in sites if site.format) + info.unpacked_bytes,
         spilled_bytes=max(hidden, default=0),
     )
 

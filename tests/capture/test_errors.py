@@ -150,7 +150,6 @@ def test_tied_weights_that_differ(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "already quantised"),
         ({"model_type": "nonesuch"}, r"config\.json: cannot be used .*trust_remote_code"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
          r"model\.rotary_emb \(LlamaRotaryEmbedding\) at .*rope_utils\.py:\d+: .*branches on a tensor's value"),

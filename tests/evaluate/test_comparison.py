@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,22 @@ def test_a_dense_model_that_does_not_load_costs_its_figures_only(made: Path, tmp
     assert set(speed.timings) == {"latency_ms"} and not any(name.startswith("dense") for name in speed.metrics)
     (note,) = speed.notes
     assert note.startswith("the dense model's speed was not measured: bench: ") and str(broken) in note
+
+
+def test_the_dense_model_of_a_quantised_checkpoint_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path | None] = []
+
+    def measure(_worker: Any, _bundle: Path, dense: Path | None, _gates: Any) -> Speed:
+        asked.append(dense)
+        return Speed({"latency_ms": 1.0}, {})
+
+    monkeypatch.setattr("compressor.evaluate.comparison._measure", measure)
+    speed = measure_speed(tmp_path, replace(info("decoder", tmp_path), unpacked_bytes=1))
+    assert asked == [None] and speed.metrics == {"latency_ms": 1.0}
+    assert speed.notes == ["the dense model's speed was not measured: PyTorch does not load its checkpoint, which is "
+                           "quantised, alone"]  # fmt: skip
 
 
 def test_a_bundle_that_does_not_load_is_an_error(made: Path, tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""Turn a GGUF file into a configuration of transformers and weights under the names of its model class.
+
+Rows of a Llama's query and key projections are stored in another order: the two halves that rotary embedding pairs
+alternate (llama.cpp, ``convert_hf_to_gguf.py: LlamaModel.permute``).  They are put back.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.capture.checkpoints.dense_weights import weight_spill
+from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
+from compressor.capture.checkpoints.gguf.gguf_file import GgufFile, read_gguf
+from compressor.capture.files import check_counts
+from compressor.capture.weights import WeightSource
+from compressor.errors import UsageError
+from compressor.host.tensor_files import release, trim
+
+_ADVICE = "give the model's Hugging Face folder"
+_CHUNK_ELEMENTS = 1 << 22  # values dequantised at a time
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """A family of models: its class, names that only it has, and whether its projections are stored in rotary order."""
+
+    model_class: str
+    model_type: str
+    extra_names: dict[str, str]
+    rotary_order: bool = False
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", "llama", {}, rotary_order=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", {}),
+    "qwen3": _Architecture(
+        "Qwen3ForCausalLM", "qwen3", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    ),
+}
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder without safetensors, if there is one.
+
+    Raises:
+        UsageError: there are several, of which none could be told from another by the folder's digest.
+    """
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        raise UsageError(
+            f"{folder}: {len(files)} GGUF files, such as {files[0].name} and {files[1].name}; give a folder with "
+            "one; parts of one model are joined by llama.cpp's `llama-gguf-split --merge`"
+        )
+    return files[0]
+
+
+def gguf_model(path: Path, weights: bool) -> tuple[dict[str, Any], WeightSource]:
+    """Return the config.json that a GGUF file stands for, and its weights, dequantised when they are read.
+
+    Args:
+        weights: False gives meta tensors.
+    Raises:
+        UsageError: the file is truncated, or its types, architecture or options are not covered.
+    """
+    file = read_gguf(path)
+    name = file.metadata.get("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise UsageError(
+            f"{path}: the architecture {name!r:.40} is not read from GGUF; read are "
+            f"{', '.join(_ARCHITECTURES)}: {_ADVICE}"
+        )
+    architecture = _ARCHITECTURES[name]
+    config = _config(file, name, architecture)
+    check_counts(config, path, len(file.tensors))
+    stored = _stored_names(file, architecture, config["num_hidden_layers"])
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+
+    def head_count(key: str) -> int | None:
+        return heads.get(key.split(".")[-2]) if architecture.rotary_order else None
+
+    def read(wanted: str) -> Tensor:
+        key = stored[wanted]
+        tensor, count = file.tensors[key], head_count(key)
+        if not weights:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return read_tensor(file, key, None if count is None else _rotary_rows(tensor.shape[0], count))
+
+    unpacked_bytes = sum(
+        prod(tensor.shape) * tensor.dtype.itemsize
+        for key, tensor in file.tensors.items()
+        if tensor.type in BLOCK_TYPES or head_count(key) is not None
+    )
+    return config, WeightSource(str(path), frozenset(stored), read, dict.fromkeys(stored, path), unpacked_bytes)
+
+
+def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor:
+    """Return a tensor's values: a view of the mapped file, or dequantised into a mapped temporary file.
+
+    Args:
+        rows: int64, the stored row of each row of the result; None keeps their order.
+    """
+    tensor, raw = file.tensors[name], file.bytes_of(name)
+    block = BLOCK_TYPES.get(tensor.type)
+    if block is None and rows is None:
+        return raw.view(tensor.dtype).view(tensor.shape)
+    width = tensor.shape[-1]
+    by_row = raw.view(-1, raw.numel() * width // prod(tensor.shape))
+    place = weight_spill().empty(tensor.shape, tensor.dtype)
+    flat, step = place.view(-1, width), max(1, _CHUNK_ELEMENTS // width)
+    for begin in range(0, len(flat), step):
+        end = min(begin + step, len(flat))
+        chunk = by_row[begin:end] if rows is None else by_row[rows[begin:end]]
+        if block is None:
+            flat[begin:end] = chunk.contiguous().view(tensor.dtype).view(-1, width)
+        else:
+            flat[begin:end] = block.dequantize(chunk.reshape(-1, block.block_bytes)).view(-1, width)
+    release([raw, place])
+    trim()
+    return place
+
+
+def _rotary_rows(rows: int, heads: int) -> Tensor:
+    """Return the stored row of each row: 2 j + half of a head for half * width / 2 + j."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
+    """Return the configuration that the metadata state."""
+
+    def number(key: str, default: int | None = None) -> int:
+        value = file.metadata.get(f"{name}.{key}", default)
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{file.path}: {name}.{key} is {value!r:.40}; one whole number is meant: layers that "
+                             "differ are not covered")  # fmt: skip
+        return value
+
+    def real(key: str, default: float | None = None) -> float:
+        value = file.metadata.get(f"{name}.{key}", default)
+        if not isinstance(value, float) or not value > 0:
+            raise UsageError(f"{file.path}: {name}.{key} is {value!r:.40}; a number above 0 is meant")
+        return value
+
+    _refuse_options(file, name)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UsageError(f"{file.path}: token_embd.weight is missing or not a matrix; fetch the file again")
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, head_dim) != head_dim:
+            raise UsageError(f"{file.path}: {name}.{key} is {number(key)}, and heads are {head_dim} wide: not covered")
+    kv_heads = number("attention.head_count_kv", heads)
+    special = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
+    return {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": real("rope.freq_base", 10000.0)},
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": architecture.rotary_order and "blk.0.attn_q.bias" in file.tensors,
+        **{key: value for key, value in special.items() if type(value) is int},
+    }
+
+
+def _refuse_options(file: GgufFile, name: str) -> None:
+    """Refuse metadata that ask for arithmetic other than that of the model's class with default options."""
+    given = file.metadata
+    scaling = given.get(f"{name}.rope.scaling.type", "none")
+    experts, window = given.get(f"{name}.expert_count", 0), given.get(f"{name}.attention.sliding_window", 0)
+    split = given.get("split.count", 1)
+    problems = [
+        (scaling != "none" or f"{name}.rope.scale_linear" in given, f"rotary embeddings are scaled ({scaling!r:.40})"),
+        ("rope_freqs.weight" in file.tensors, "rotary embeddings have factors of their own (rope_freqs.weight)"),
+        (bool(experts), f"it has {experts!r:.40} experts"),
+        (bool(window), f"attention has a window of {window!r:.40}"),
+        (split not in (0, 1), f"it is one of {split!r:.40} parts: join them by `llama-gguf-split --merge`"),
+    ]
+    for wrong, problem in problems:
+        if wrong:
+            raise UsageError(f"{file.path}: {problem}, which is not read from GGUF; {_ADVICE}")
+
+
+def _stored_names(file: GgufFile, architecture: _Architecture, layers: int) -> dict[str, str]:
+    """Return each parameter's stored name; every stored tensor must have a place, every layer its tensors."""
+    names = {**_LAYER_NAMES, **architecture.extra_names}
+    stored: dict[str, str] = {}
+    for key in file.tensors:
+        layer = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", key)
+        whole = re.fullmatch(r"(\w+)\.(weight)", key)
+        if layer and layer[2] in names and int(layer[1]) < layers:
+            stored[f"model.layers.{int(layer[1])}.{names[layer[2]]}.{layer[3]}"] = key
+        elif whole and whole[1] in _NAMES:
+            stored[f"{_NAMES[whole[1]]}.weight"] = key
+        else:
+            where = f"a {architecture.model_class} of {layers} layers"
+            raise UsageError(f"{file.path}: {key!r:.80} has no place in {where}; {_ADVICE}")
+    wanted = [f"blk.{i}.{name}.weight" for i in range(layers) for name in names]
+    missing = [key for key in ("output_norm.weight", *wanted) if key not in file.tensors]
+    if missing:
+        others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
+        raise UsageError(f"{file.path}: {missing[0]}{others} missing; fetch the file again")
+    return stored
