@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.image_models import image_program
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.meta_model import (
     DecoderProgram,
@@ -127,11 +128,16 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)
-    probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
-    program, found = probe(meta_model, mode, facts["max_positions"])
-    info = ModelInfo(**facts, **found)
-    with mode:
-        args, shapes = example_call(info)
+    if meta_model.kind == "module":
+        facts |= {"vocab_size": 0, "max_positions": 0, "eos_ids": (), "bos_id": None}
+        info = ModelInfo(**facts)
+        program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
+    else:
+        probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
+        program, found = probe(meta_model, mode, facts["max_positions"])
+        info = ModelInfo(**facts, **found)
+        with mode:
+            args, shapes = example_call(info)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
 
     groups = _tied_groups(model)
@@ -152,7 +158,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     def read(name: str) -> Tensor:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
-    return _bind(graph, layout, read, set(buffers) | set(constants), info)
+    captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
+    return captured if info.kind != "module" else _as_module(captured, args, shapes, None)
 
 
 def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -288,6 +295,18 @@ def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weight
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
-    captured.meta["rules"] += rewrite_convolutions(captured)
-    captured.meta["inputs"], captured.meta["outputs"] = (args, dynamic_shapes), outputs
-    return captured
+    return _as_module(captured, args, dynamic_shapes, outputs)
+
+
+def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: list[str] | None) -> GraphModule:
+    """Rewrite the convolutions of a bound graph, and note how it is called and, of a classifier, what it reads."""
+    graph.meta["rules"] += rewrite_convolutions(graph)
+    graph.meta["inputs"], graph.meta["outputs"] = (args, shapes), outputs
+    read = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    given = [leaf.meta["val"] for leaf in graph.graph.output_node().all_input_nodes]
+    if (len(read), len(given)) == (1, 1) and (read[0].dim(), given[0].dim()) == (4, 2):
+        sizes = (*read[0].shape[1:], given[0].shape[1])
+        if all(type(size) is int for size in sizes) and read[0].is_floating_point():
+            facts = {**vars(graph.meta["model"]), "image_shape": sizes[:3], "classes": sizes[3]}
+            graph.meta["model"] = ModelInfo(**facts)
+    return graph

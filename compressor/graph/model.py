@@ -29,6 +29,8 @@ class ModelInfo:
     bos_id: int | None = None
     source: Path | None = None  # the folder, which also holds the tokenizer
     config_sha256: str = ""
+    image_shape: tuple[int, ...] = ()  # channels, height, width, of a module whose one input is images
+    classes: int = 0  # of such a module, whose one output is a row of logits for each image
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
 
 

@@ -1,0 +1,148 @@
+"""Build the program of an image classifier: pixels in, logits out, for any number of images of one size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.errors import CaptureError
+from compressor.host.json_files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PREPROCESSOR = "preprocessor_config.json"
+IMAGE_ATTENTION = "compressor_images"
+_LARGEST_SIDE = 4096
+_NEUTRAL = frozenset({"position_ids", "use_cache", "return_dict", "output_attentions", "output_hidden_states"})
+
+
+class ImageProgram(nn.Module):
+    """The classifier's contract: images float32 [B, channels, height, width] -> logits float32 [B, classes]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hf = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Call the model."""
+        return cast(Tensor, self.hf(pixel_values=pixel_values).logits)
+
+
+def is_image_classifier(config: PreTrainedConfig, architecture: str, place: str) -> bool:
+    """Return whether a configuration names an image classifier.
+
+    Raises:
+        CaptureError: it names another model of images, such as a body without a classifier.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
+
+    named = CLASSIFIERS.get(config.model_type, ())
+    classes = (named,) if isinstance(named, str) else tuple(named)
+    if architecture in classes or architecture.endswith("ForImageClassification"):
+        return True
+    # A body (ViTModel) or another head: all that these configurations have in common is that they have no words.
+    if classes and not getattr(config, "vocab_size", None):
+        raise CaptureError(
+            f"{place}: {architecture or config.model_type} is a model of images without a classifier; image "
+            f"classifiers are covered ({classes[0]}): save it as one, or capture it as a module with example inputs"
+        )
+    return False
+
+
+def use_image_attention(model: PreTrainedModel) -> None:
+    """Let attention layers that go through transformers' interface call our operator; others stay as written."""
+    from transformers import AttentionInterface
+
+    if model._supports_attention_backend:
+        AttentionInterface.register(IMAGE_ATTENTION, _attend)
+        model.set_attn_implementation(IMAGE_ATTENTION)
+
+
+def image_program(
+    model: PreTrainedModel, folder: Path | None, place: str
+) -> tuple[nn.Module, tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
+    """Return a classifier's program, two example images by chance, and its ``dynamic_shapes``: any number of images.
+
+    Raises:
+        CaptureError: the model reads no pixels, or nothing says of which size.
+    """
+    if "pixel_values" not in inspect.signature(model.forward).parameters:
+        raise CaptureError(f"{place}: {type(model).__name__}.forward takes no pixel_values")
+    channels = getattr(model.config, "num_channels", None)
+    height, width = image_size(model.config, folder, place)
+    shape = (2, channels if type(channels) is int else 3, height, width)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return ImageProgram(model), (images,), ({0: Dim("batch", min=1)},)
+
+
+def image_size(config: PreTrainedConfig, folder: Path | None, place: str) -> tuple[int, int]:
+    """Return height and width of a model's images: its preprocessor's, else its configuration's.
+
+    Raises:
+        CaptureError: neither states them, or they are no sizes.
+    """
+    file = None if folder is None else folder / PREPROCESSOR
+    stated: Any = None
+    if file is not None and file.is_file():
+        stated, place = _preprocessed_size(read_object(file)), str(file)
+    if stated is None:
+        stated = getattr(config, "image_size", None)
+    sides = [stated, stated] if isinstance(stated, int) else list(stated) if isinstance(stated, list | tuple) else []
+    if len(sides) != 2 or any(type(side) is not int or not 0 < side <= _LARGEST_SIDE for side in sides):
+        found = "nothing" if stated is None else f"{stated!r:.80}"
+        raise CaptureError(
+            f"{place}: {found} says which size images have: give `crop_size`, or `size` with height and width, in "
+            f"{PREPROCESSOR}, or `image_size` in config.json, as numbers up to {_LARGEST_SIDE}"
+        )
+    return sides[0], sides[1]
+
+
+def _preprocessed_size(content: Mapping[str, Any]) -> Any:
+    """Return what a preprocessor's configuration says of the images that it makes; None where it says nothing.
+
+    Resizing to a shortest edge alone gives the image's own proportions, except for a square image: models that do
+    so (ConvNeXt, ResNet) crop to a square of that size afterwards.  Loading data checks what really comes out.
+    """
+    crops = content.get("crop_size") if content.get("do_center_crop", True) else None
+    stated = crops if crops is not None else content.get("size")
+    if isinstance(stated, dict):
+        edge = stated.get("shortest_edge")
+        return [stated.get("height", edge), stated.get("width", edge)]
+    return stated
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks: query [B, H, S, D], key and value [B, Hkv, T, D] -> [B, S, H, D]."""
+    name = type(module).__name__
+    unknown = [k for k, v in others.items() if k not in _NEUTRAL and v is not None and v is not False]
+    if unknown or dropout or is_causal:
+        wanted = ", ".join([*unknown, *(["dropout"] if dropout else []), *(["causality"] if is_causal else [])])
+        raise CaptureError(f"{name} asks its attention for {wanted}, which no operator here implements")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if attention_mask is None and query.shape == key.shape == value.shape:
+        mask = query.new_ones(query.shape[0], query.shape[2])  # every patch sees every other
+        return torch.ops.compressor.masked_attention(query, key, value, mask, scale), None
+    scores = query @ key.transpose(-1, -2) * scale  # a bias for each pair of patches: plain operators
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
