@@ -7,6 +7,7 @@ tensors, memory-mapped, are bound to the finished graph.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
-from compressor.capture.image_models import image_program
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
+from compressor.capture.image_models import class_names, image_program
 from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
@@ -129,7 +130,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)
     if meta_model.kind == "module":
-        facts |= {"vocab_size": 0, "max_positions": 0, "eos_ids": (), "bos_id": None}
+        facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         info = ModelInfo(**facts)
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
     else:
@@ -307,6 +308,6 @@ def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: 
     if (len(read), len(given)) == (1, 1) and (read[0].dim(), given[0].dim()) == (4, 2):
         sizes = (*read[0].shape[1:], given[0].shape[1])
         if all(type(size) is int for size in sizes) and read[0].is_floating_point():
-            facts = {**vars(graph.meta["model"]), "image_shape": sizes[:3], "classes": sizes[3]}
-            graph.meta["model"] = ModelInfo(**facts)
+            info = graph.meta["model"]
+            graph.meta["model"] = dataclasses.replace(info, image_shape=sizes[:3], classes=sizes[3])
     return graph

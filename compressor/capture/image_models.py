@@ -13,12 +13,12 @@ from torch.export import Dim
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.errors import CaptureError
+from compressor.graph.model import PREPROCESSOR
 from compressor.host.json_files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-PREPROCESSOR = "preprocessor_config.json"
 IMAGE_ATTENTION = "compressor_images"
 _LARGEST_SIDE = 4096
 _NEUTRAL = frozenset({"position_ids", "use_cache", "return_dict", "output_attentions", "output_hidden_states"})
@@ -83,6 +83,13 @@ def image_program(
     shape = (2, channels if type(channels) is int else 3, height, width)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return ImageProgram(model), (images,), ({0: Dim("batch", min=1)},)
+
+
+def class_names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return the names of the classes in their order; empty where the configuration has only ``LABEL_0``, ..."""
+    named: dict[int, str] = getattr(config, "id2label", None) or {}
+    names = tuple(str(named.get(number, f"LABEL_{number}")) for number in range(len(named)))
+    return () if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
 
 
 def image_size(config: PreTrainedConfig, folder: Path | None, place: str) -> tuple[int, int]:

@@ -158,9 +158,7 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
     attention = "eager" if kind == "module" else ATTENTION_NAME
-    built = _build(
-        lambda: cls._from_config(config, attn_implementation=attention, dtype=torch.float32), cls.__name__
-    )
+    built = _build(lambda: cls._from_config(config, attn_implementation=attention, dtype=torch.float32), cls.__name__)
     if kind == "module":
         use_image_attention(built)
     special = getattr(model, "generation_config", None) or model.config

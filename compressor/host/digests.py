@@ -34,6 +34,7 @@ _SETTLED_NS = 2_000_000_000  # two changes within a tick of the file system's cl
 _MODEL_FILES = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
     "*token*",  # tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json

@@ -194,7 +194,7 @@ def load_text_spec(text: str, *, evaluation: Literal[False] = False) -> TextSpec
 
 
 def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:
-    """Read a data specification from the command line: a set's name, a .yaml file, YAML, or a text file.
+    """Read a data specification from the command line: a set's name, a .yaml file, YAML, a text file, or images.
 
     Raises:
         RecipeError: the text is none of these.
@@ -202,15 +202,16 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     key = "evaluation" if evaluation else "calibration"
     origin = Origin("--data")
     source = Source({}, {(): origin})
-    if is_file(Path(text)) and not text.endswith((".yaml", ".yml")):
-        source.graft((key,), {"text": text}, Source({}, {(): origin}))
+    images = text.endswith(".npz") or is_dir(Path(text))
+    if images or (is_file(Path(text)) and not text.endswith((".yaml", ".yml"))):
+        source.graft((key,), {"images" if images else "text": text}, Source({}, {(): origin}))
     else:
         set_value(source, [key], text, origin)
     expand_data(source)
     spec = _build(Source({**source.data, "passes": []}, source.origins))
     found = spec.evaluation if evaluation else spec.calibration
     if found is None or found.kind is None:
-        raise RecipeError(f"{origin}: {text!r} names no text")
+        raise RecipeError(f"{origin}: {text!r} names no text and no images")
     return found
 
 

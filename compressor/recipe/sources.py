@@ -16,7 +16,10 @@ DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
 _PACKAGE = "package:"
 _LONGEST_CHAIN = 16
-_UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
+_UNUSED_KEYS = {
+    "calibration": ("tokens", "window", "stride", "limit"),
+    "evaluation": ("samples", "sequence_length", "seed"),
+}
 
 
 def is_file(path: Path) -> bool:
