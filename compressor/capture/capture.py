@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from compressor.capture.archive.program import archive_module
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
@@ -40,6 +41,7 @@ from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
+from compressor.recipe.sources import ARCHIVE_SUFFIX
 
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
@@ -67,7 +69,8 @@ def capture(
     Parameters have their Hugging Face names, tied ones the first of theirs.
 
     Args:
-        model: Hugging Face folder or hub id, a transformers model in memory, or any module.
+        model: Hugging Face folder or hub id, an archive of torch.export (``.pt2``), a transformers model in memory, or
+            any module.
         example_inputs: inputs of a plain module.  A transformers model given with them is taken as a plain module.
         dynamic_shapes: as for torch.export.export, with example_inputs.
         trust_remote_code: run code that comes with the checkpoint.
@@ -86,6 +89,9 @@ def capture(
         meta_model = memory_meta_model(model, weights)
     elif not isinstance(model, str | Path):
         raise CaptureError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
+    elif str(model).endswith(ARCHIVE_SUFFIX) and Path(model).is_file():
+        module, example, shapes = archive_module(Path(model), weights)
+        return _capture_module(module, example, shapes, weights, Path(model).stem)
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: an example and dynamic_shapes are for modules, not for folders and ids")
     else:
@@ -272,8 +278,10 @@ def _example(given: Any) -> tuple[Any, ...]:
     raise CaptureError(f"the example {found}; give a tensor, or a tuple of the tensors that the module takes")
 
 
-def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
-    name, args = type(module).__name__, _example(example)
+def _capture_module(
+    module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool, given_name: str = ""
+) -> GraphModule:
+    name, args = given_name or type(module).__name__, _example(example)
     tensors = _tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
     if wrong:
@@ -295,7 +303,7 @@ def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weight
     layout = normalize(graph)
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
-    captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
+    captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo("module", name, type(module).__name__))
     return _as_module(captured, args, dynamic_shapes, outputs)
 
 

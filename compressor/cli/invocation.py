@@ -114,11 +114,15 @@ def shipped_model(name: str) -> str:
 
 
 def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path], Path]:
-    """Make the check of an argument: a folder that holds one of these files."""
+    """Make the check of an argument: a folder that holds one of these files; an archive where models are meant."""
 
     def check(_ctx: click.Context, _parameter: click.Parameter, path: Path) -> Path:
         if markers == BUNDLE_OR_MODEL:
             path = Path(shipped_model(str(path)))
+            from compressor.recipe.sources import ARCHIVE_SUFFIX
+
+            if path.suffix == ARCHIVE_SUFFIX and path.is_file():
+                return path
         if not path.is_dir():
             raise click.BadParameter(f"{path}: no such folder")
         if not any((path / marker).is_file() for marker in markers):

@@ -84,7 +84,7 @@ def _rows(spec: DataSource, field: str, info: ModelInfo) -> Iterator[Mapping[str
             features = rows.features or {}
             if isinstance(features.get(field), Image):
                 rows = rows.cast_column(field, Image(decode=False))
-            classes = features.get(spec.label)
+            classes: Any = features.get(spec.label)
             named = isinstance(classes, ClassLabel) and knows_some(classes.names, info)
             for row in rows:
                 label = row.get(spec.label)

@@ -18,6 +18,7 @@ from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nea
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
 from compressor.recipe.sources import (
+    ARCHIVE_SUFFIX,
     expand_data,
     find_shipped,
     is_dir,
@@ -36,8 +37,8 @@ class Recipe(Section):
     """A model, and everything that is to be done with it.
 
     Attributes:
-        model: folder (beside the recipe, or in the current folder), name of a shipped model, hub id, or
-            ``package:<package>/<folder>`` for a model in an installed Python package.
+        model: folder or ``.pt2`` archive (beside the recipe, or in the current folder), name of a shipped model, hub
+            id, or ``package:<package>/<folder>`` for a model in an installed Python package.
         trust_remote_code: run code that comes with the model.
         calibration: data that calibrated passes use.
         evaluation: data that quality is measured on.
@@ -93,7 +94,7 @@ class Recipe(Section):
         return self._source.error(path, what)
 
     def model_source(self) -> Path | str:
-        """Return the model's folder, or its id on the Hugging Face hub.
+        """Return the model's folder or archive, or its id on the Hugging Face hub.
 
         Raises:
             RecipeError: the recipe names no model, or neither a folder nor an id.
@@ -105,9 +106,12 @@ class Recipe(Section):
         folder = self._source.origin(("model",)).folder
         shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
         places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
-        found = next((place for place in places if is_dir(place)), None)
+        archive = self.model.endswith(ARCHIVE_SUFFIX)
+        found = next((place for place in places if is_dir(place) or (archive and is_file(place))), None)
         if found is not None:
             return found
+        if archive:
+            raise self.problem(("model",), f"{self.model!r}: no such file; looked at {' and '.join(map(str, places))}")
         meant = get_close_matches(self.model, _shipped_models(), n=1, cutoff=0.75)
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model
