@@ -60,7 +60,10 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     kinds = ("images", "parquet", "hub") if reads_images else ("text", "json", "parquet", "hub")
     reads = "images, as a plain module" if reads_images else "text"
     if spec.kind is not None and spec.kind not in kinds:
-        raise UsageError(f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}")
+        raise UsageError(
+            f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "
+            f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        )
     if spec.kind in ("parquet", "hub", None):
         unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
         if unfit:
