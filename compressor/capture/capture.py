@@ -90,7 +90,7 @@ def capture(
     elif not isinstance(model, str | Path):
         raise CaptureError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
     elif str(model).endswith(ARCHIVE_SUFFIX) and Path(model).is_file():
-        module, example, shapes = archive_module(Path(model), weights)
+        module, example, shapes = archive_module(Path(model))
         return _capture_module(module, example, shapes, weights, Path(model).stem)
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: an example and dynamic_shapes are for modules, not for folders and ids")
@@ -155,7 +155,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    unstored = {name: b for name, b in buffers.items() if name not in model.state_dict()}
+    states = model.state_dict().keys()
+    unstored = {name: b for name, b in buffers.items() if name not in states}
     computed = unstored | constants
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]

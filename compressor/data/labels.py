@@ -47,8 +47,9 @@ def _numbered(distinct: list[str], info: ModelInfo, label: str) -> dict[str, int
     if all(name.isdecimal() and name.isascii() and len(name) < 10 for name in distinct):
         return {name: int(name) for name in distinct}
     if info.classes and len(distinct) != info.classes:
+        shown = ", ".join(distinct[:_SHOWN]) + (", ..." if len(distinct) > _SHOWN else "")
         raise UsageError(
-            f"{label}: has {len(distinct)} classes ({', '.join(distinct[:_SHOWN])}, ...), and {info.name} has "
+            f"{label}: has {len(distinct)} classes ({shown}), and {info.name} has "
             f"{info.classes} with other names; name classes as in config.json's id2label, or by their numbers"
         )
     return {name: number for number, name in enumerate(distinct)}

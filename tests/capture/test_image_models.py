@@ -25,7 +25,9 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str, int, int]] = {
     "resnet": (resnet, "", 7, 0),
     "mobilenetv2": (lambda: transformers.MobileNetV2Config(depth_multiplier=0.25, image_size=SIDE, **NAMED), "", 36, 0),
     "regnet": (
-        lambda: transformers.RegNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4, **NAMED),
+        lambda: transformers.RegNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4, **NAMED
+        ),
         "", 12, 0,
     ),
     "convnext": (
@@ -73,7 +75,8 @@ def test_a_plan_reads_headers_only_and_a_model_in_memory_is_captured_too(tmp_pat
     ({"size": 24}, (24, 24)),
     ({"size": {"height": 24, "width": 40}}, (24, 40)),
     ({"size": {"shortest_edge": 40}, "crop_size": 24}, (24, 24)),
-    ({"size": {"height": 40, "width": 40}, "crop_size": {"height": 24, "width": 32}, "do_center_crop": False}, (40, 40)),
+    ({"size": {"height": 40, "width": 24}, "crop_size": {"height": 24, "width": 32}}, (24, 32)),
+    ({"size": {"height": 40, "width": 40}, "crop_size": 24, "do_center_crop": False}, (40, 40)),
     ({"size": None}, (SIDE, SIDE)),  # the configuration's
 ])  # fmt: skip
 def test_the_size_is_the_preprocessor_s_and_else_the_configuration_s(

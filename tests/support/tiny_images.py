@@ -49,9 +49,7 @@ def classifier(config: Any, architecture: str = "") -> nn.Module:
 
 def resnet() -> Any:
     """Return the configuration of a ResNet of two stages."""
-    return transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **NAMED
-    )
+    return transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **NAMED)
 
 
 def save(model: nn.Module, folder: Path, **changes: Any) -> Path:

@@ -32,17 +32,16 @@ _DOTTED = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _LARGEST_EXAMPLE = 1 << 28  # elements
 
 
-def archive_module(path: Path, weights: bool = True) -> tuple[GraphModule, tuple[Tensor, ...], Any]:
+def archive_module(path: Path) -> tuple[GraphModule, tuple[Tensor, ...], Any]:
     """Return the module of a ``.pt2`` archive, an example of its inputs by chance, and its ``dynamic_shapes``.
 
     Args:
         path: as for :func:`compressor.capture.archive.reader.read_archive`.
-        weights: False gives parameters on the meta device.
     Raises:
         CaptureError: it cannot be read without running code from it, or holds what a graph cannot: other operators than
             ATen's, nested inputs, state that it writes.
     """
-    archive = read_archive(path, weights)
+    archive = read_archive(path)
     try:
         return _Program(archive).module()
     except CaptureError as error:

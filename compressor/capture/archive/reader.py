@@ -43,22 +43,19 @@ class Archive:
     tensors: Mapping[str, Tensor]
 
 
-def read_archive(path: Path, weights: bool = True) -> Archive:
+def read_archive(path: Path) -> Archive:
     """Read an archive of one program.
 
     Args:
         path: the file, as ``torch.export.save`` of torch 2.8 or later writes it.
-        weights: False gives parameters on the meta device.
     Raises:
         CaptureError: it is something else, damaged, or holds what only unpickling could read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return _read(archive, path, weights)
+            return _read(archive, path)
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CaptureError(
-            f"{path}: not an archive of torch.export, or damaged ({error!s:.120}); {_ADVICE}"
-        ) from error
+        raise CaptureError(f"{path}: not an archive of torch.export, or damaged ({error!s:.120}); {_ADVICE}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CaptureError(f"{path}: not as torch.export writes it ({error!r:.120}); {_ADVICE}") from error
 
@@ -74,7 +71,7 @@ def scalar_type(number: object) -> torch.dtype:
     return _TYPES[number]
 
 
-def _read(archive: zipfile.ZipFile, path: Path, weights: bool) -> Archive:
+def _read(archive: zipfile.ZipFile, path: Path) -> Archive:
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if len(entries) != len(archive.infolist()) or len(entries) > _MOST_FILES:
         raise ValueError("files of one name, or too many")
@@ -97,7 +94,7 @@ def _read(archive: zipfile.ZipFile, path: Path, weights: bool) -> Archive:
             raise CaptureError(
                 f"{path}: its {kind} are pickled, which can run code when loaded; {_ADVICE} of torch 2.9"
             )
-        tensors |= _tensors(archive, path, folder, _json(archive, config)["config"], entries, weights)
+        tensors |= _tensors(archive, path, folder, _json(archive, config)["config"], entries)
     return Archive(program, tensors)
 
 
@@ -113,7 +110,6 @@ def _tensors(
     folder: str,
     config: Mapping[str, Any],
     entries: Mapping[str, zipfile.ZipInfo],
-    weights: bool,
 ) -> dict[str, Tensor]:
     """Map the tensors that one of the archive's lists names."""
     found: dict[str, Tensor] = {}
@@ -130,7 +126,7 @@ def _tensors(
         if key not in made:
             tensor = _view(mapping, entries[folder + entry["path_name"]], dtype, sizes, strides, offset)
             parameter = entry["is_param"] and tensor.is_floating_point()
-            made[key] = nn.Parameter(tensor if weights else tensor.to("meta"), False) if parameter else tensor
+            made[key] = nn.Parameter(tensor, False) if parameter else tensor
         found[name] = made[key]
     return found
 
