@@ -46,7 +46,7 @@ def relabelled(model: Any, folder: Path, source: Path) -> Path:
 
 def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
     require_tool("g++")
-    model = classifier(resnet())
+    model = classifier(resnet(stages=1))
     folder = save(model, tmp_path / "resnet")
     data = relabelled(model, folder, pictures(tmp_path / "pictures"))
     file = tmp_path / "recipe.yaml"
@@ -74,8 +74,6 @@ def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str],
     for key in ("accuracy", "dense_accuracy", "top1_agreement"):
         assert measured[key] == result[key]
     assert answer("eval", folder, "--data", data)["accuracy"] == 1
-    failing = command("run", file, "-o", tmp_path / "worse", "--set", "gates.accuracy=< 50%")
-    assert failing.exit_code == 3 and "accuracy: expected < 50%, measured" in failing.output
     for path in (bundle, folder):
         done = command("bench", path)
         assert done.exit_code == 2 and "time your own call of it" in done.output

@@ -47,9 +47,11 @@ def classifier(config: Any, architecture: str = "") -> nn.Module:
     return model.requires_grad_(False)
 
 
-def resnet() -> Any:
-    """Return the configuration of a ResNet of two stages."""
-    return transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **NAMED)
+def resnet(stages: int = 2) -> Any:
+    """Return the configuration of a ResNet of one block a stage."""
+    return transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16][:stages], depths=[1, 1][:stages], layer_type="basic", **NAMED
+    )
 
 
 def save(model: nn.Module, folder: Path, **changes: Any) -> Path:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from compressor.errors import CaptureError
 
 _LARGEST_JSON_BYTES, _MOST_FILES = 256 << 20, 1 << 20
-_SCHEMA = 8  # of torch 2.8 to 2.13
+_SCHEMA = 8  # of torch 2.13
 _LOCAL_HEADER_BYTES = 30  # before the name and the extra field in front of each file
 _ADVICE = "export the module again with torch.export.save, on the CPU"
 _TYPES = {
@@ -47,7 +47,7 @@ def read_archive(path: Path) -> Archive:
     """Read an archive of one program.
 
     Args:
-        path: the file, as ``torch.export.save`` of torch 2.8 or later writes it.
+        path: the file, as ``torch.export.save`` of torch 2.13 writes it.
     Raises:
         CaptureError: it is something else, damaged, or holds what only unpickling could read.
     """
@@ -92,7 +92,7 @@ def _read(archive: zipfile.ZipFile, path: Path) -> Archive:
         config = entries.get(f"{folder}{model}_{kind}_config.json")
         if config is None:
             raise CaptureError(
-                f"{path}: its {kind} are pickled, which can run code when loaded; {_ADVICE} of torch 2.9"
+                f"{path}: its {kind} are pickled, which can run code when loaded; {_ADVICE}"
             )
         tensors |= _tensors(archive, path, folder, _json(archive, config)["config"], entries)
     return Archive(program, tensors)
