@@ -25,7 +25,7 @@ from compressor.capture.archive.program import archive_module
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
-from compressor.capture.image_models import class_names, image_program
+from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,

@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
-from compressor.capture.image_models import is_image_classifier, use_image_attention
+from compressor.capture.images.classifier import is_image_classifier
+from compressor.capture.images.image_attention import use_image_attention
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError, first_line

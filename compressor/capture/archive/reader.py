@@ -91,9 +91,7 @@ def _read(archive: zipfile.ZipFile, path: Path) -> Archive:
     for folder, kind in (("data/weights/", "weights"), ("data/constants/", "constants")):
         config = entries.get(f"{folder}{model}_{kind}_config.json")
         if config is None:
-            raise CaptureError(
-                f"{path}: its {kind} are pickled, which can run code when loaded; {_ADVICE}"
-            )
+            raise CaptureError(f"{path}: its {kind} are pickled, which can run code when loaded; {_ADVICE}")
         tensors |= _tensors(archive, path, folder, _json(archive, config)["config"], entries)
     return Archive(program, tensors)
 
