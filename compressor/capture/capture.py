@@ -283,6 +283,8 @@ def _capture_module(
     module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool, given_name: str = ""
 ) -> GraphModule:
     name, args = given_name or type(module).__name__, _example(example)
+    if isinstance(dynamic_shapes, list | tuple | dict) and not dynamic_shapes:  # torch.export takes it for None
+        dynamic_shapes = None
     tensors = _tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
     if wrong:

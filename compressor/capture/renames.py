@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
     known, prefix = set(model.state_dict()), f"{model.base_model_prefix}."
     fits = lambda name: name in known or name.removeprefix(prefix) in known or prefix + name in known  # noqa: E731
-    rename: Any = rename_source_key
+    rename = cast("Callable[..., Any]", rename_source_key)
     readers: dict[str, Callable[[], Tensor]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(source.names, key=_natural):

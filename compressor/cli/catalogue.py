@@ -82,10 +82,10 @@ def cached() -> dict[str, Any]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Return name, kind and full text of a pass, format, target, recipe or calibration set, and what is data of it.
+    """Return name, kind and full text of a pass, format, target, recipe or calibration set, and its data.
 
-    Passes and targets have ``options``: their defaults as Python writes them, "required" where there is none.  Formats of
-    weights have ``bits_per_weight``.
+    Passes and targets have ``options``: their defaults as Python writes them, "required" where there is none.  Formats
+    of weights have ``bits_per_weight``.
 
     Raises:
         UsageError: nothing has that name; the nearest is named.
@@ -102,9 +102,9 @@ def describe(name: str) -> dict[str, Any]:
             text = path.read_text(encoding="utf-8").rstrip()
             return {"name": name, "kind": kind.removesuffix("s"), "text": text}
     texts = []
-    for text in (_format_text, _cache_format_text):
+    for write in (_format_text, _cache_format_text):
         with contextlib.suppress(UsageError):
-            texts.append(text(name))
+            texts.append(write(name))
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
     known = [known for kind in _KINDS for known in catalogue(kind)]

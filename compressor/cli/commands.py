@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
@@ -106,7 +107,7 @@ def run(
     from compressor.report.recorder import recording
 
     failed: GateError | None = None
-    with recording(recipe, junit, report, changes["output"]) as recorder:
+    with recording(recipe, junit, report, changes["output"]) as recorder, signals.restored():
         loaded = load_recipe(recipe, **changes)
         recorder.begin(loaded.output)
         from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
@@ -144,10 +145,12 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     from compressor.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, **changes)
+    from compressor.cli.progress import progress
     from compressor.cli.show_plan import show_plan
     from compressor.plan.plan import check_plan, make_plan
 
-    plan = make_plan(loaded, measure=probe)
+    with progress() as reporter:
+        plan = make_plan(loaded, measure=probe, reporter=reporter)
     emit(as_json, plan.to_json(), lambda: show_plan(plan))
     check_plan(plan, loaded.gates)
 

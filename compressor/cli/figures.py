@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 _NARROWEST = 72
-"""Columns; in a narrower terminal lines go on in the next row, which is easier to read than columns of three letters."""
+"""Columns; in a narrower terminal lines are wrapped, which is easier to read than columns of three letters."""
 _UNITS = {"_per_s": "/s", "_ms": ", ms", "_s": ", s"}
 
 

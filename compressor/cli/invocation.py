@@ -16,6 +16,7 @@ import click
 
 from compressor.cli import signals
 from compressor.errors import CompressorError, exit_code
+from compressor.host.resources import nearest_shipped_model, resource
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AS_JSON, _PRINTED = "json_asked", "json_printed"  # keys of what click keeps of one call
@@ -93,7 +94,7 @@ class Commands(click.Group):
         except BrokenPipeError:
             raise
         except OSError as error:  # a path that an argument names, such as one that is too long
-            raise click.UsageError(f"{str(error.filename):.80}: {error.strerror}; check the path") from error
+            raise click.UsageError(f"{error.filename!s:.80}: {error.strerror}; check the path") from error
 
 
 def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:
@@ -107,8 +108,6 @@ def emit(as_json: bool, content: Any, show: Callable[[], None]) -> None:
 
 def shipped_model(name: str) -> str:
     """Return the folder of a shipped model by its name, as recipes do; anything else as it is."""
-    from compressor.host.resources import resource
-
     shipped = resource("models") / name
     return str(shipped) if re.fullmatch(r"\w+", name) and shipped.is_dir() and not Path(name).is_dir() else name
 
@@ -124,7 +123,8 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
             if path.suffix == ARCHIVE_SUFFIX and path.is_file():
                 return path
         if not path.is_dir():
-            raise click.BadParameter(f"{path}: no such folder")
+            near = nearest_shipped_model(str(path)) if markers == BUNDLE_OR_MODEL else None
+            raise click.BadParameter(f"{path}: no such folder{f'; nearest shipped model: {near}' if near else ''}")
         if not any((path / marker).is_file() for marker in markers):
             kind = "a bundle" if markers == BUNDLE else "a bundle or a Hugging Face folder"
             raise click.BadParameter(f"{path}: not {kind}: it has no {' and no '.join(markers)}")

@@ -36,14 +36,14 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     table = Table(title=str(outcome.bundle))
     for heading in ("", "dense", "compressed", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for label, key, form in _ROWS:
+    for name, key, form in _ROWS:
         dense, ours = metrics.get(f"dense_{key}"), metrics.get(key)
         if ours is None:
             continue
         ratio = f"{ours / dense:.2f}x" if dense else ""
-        table.add_row(label, "" if dense is None else figure(dense, form), figure(ours, form), ratio)
+        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), ratio)
     console.print(table)
-    for label, key, form in (
+    for name, key, form in (
         ("perplexity increase", "perplexity_increase", "{:+.2%}"),
         ("accuracy lost, points", "accuracy_drop", "{:.2%}"),
         ("top-1 agreement", "top1_agreement", "{:.2%}"),
@@ -57,7 +57,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         if key in metrics:
             ends = metrics.get(f"{key}_interval")
             between = f" ({figure(ends[0], form)} to {figure(ends[1], form)} at 95% confidence)" if ends else ""
-            console.print(f"{label}: {figure(metrics[key], form)}{between}", highlight=False)
+            console.print(f"{name}: {figure(metrics[key], form)}{between}", highlight=False)
     if outcome.kernel_error is not None:
         console.print(f"kernels against PyTorch: relative error {outcome.kernel_error:.1e}", highlight=False)
     if metrics.get("dense_latency_ms"):

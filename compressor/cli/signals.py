@@ -53,6 +53,18 @@ def received() -> Interrupted | None:
     return Interrupted(_received[0]) if _received else None
 
 
+@contextmanager
+def restored() -> Iterator[None]:
+    """Raise what a signal raised in place of whatever came of it, such as the error of a terminal that was closed."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = received()
+        if interrupted is None or isinstance(error, Interrupted):
+            raise
+        raise interrupted from error
+
+
 def check() -> None:
     """Raise again what was raised at a signal, if it came back as something else or not at all."""
     if _received:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
-from compressor.data.text import Samples, load_evaluation, load_samples
+from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.recipe.data_spec import DataSource
@@ -36,7 +36,8 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
             raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
         return samples, images
-    samples = None if given is None else load_samples(given, info.source, info.vocab_size)
+    spare = min(LEAST_TOKENS, wanted.tokens) if wanted.kind is None else 0
+    samples = None if given is None else load_samples(given, info.source, info.vocab_size, spare)
     if wanted.kind is None and samples is None:
         return None, None
     if info.kind == "encoder":
@@ -64,9 +65,8 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
             f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "
             f"{', '.join(kinds[:-1])} or {kinds[-1]}"
         )
-    if spec.kind in ("parquet", "hub", None):
-        unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
-        if unfit:
-            raise UsageError(
-                f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"
-            )
+    unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
+    if unfit:
+        raise UsageError(
+            f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"
+        )

@@ -51,7 +51,7 @@ class Samples:
         return {"source": self.source, "samples": len(self.ids), **length, "sha256": self.sha256}
 
 
-def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0) -> Samples:
+def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0, spare: int = 0) -> Samples:
     """Read text, tokenise it, cut it in windows, and draw ``spec.samples`` of them.
 
     Documents end at ``<|endoftext|>`` (the rows of a data set are joined by blank lines).  Each gets the special
@@ -62,6 +62,7 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
         spec: what to read and how much to draw.
         tokenizer_folder: holds ``tokenizer.json``, or a slow tokenizer that transformers can read.
         vocab_size: rows of the model's embedding; 0 skips the check.
+        spare: tokens that the samples must leave, for an evaluation without a text of its own.
     Raises:
         UsageError: the set is held out, missing, empty or too short, or the tokenizer is not the model's.
     """
@@ -69,11 +70,12 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     if spec.held_out:
         raise UsageError(f"calibration: {source} is held out, for evaluation only; calibrate on other text")
     tokens = _read_tokens(spec, tokenizer_folder, vocab_size, 4 * spec.samples * length + _SPARE_TOKENS)
-    count = len(tokens) // length
-    if count < spec.samples:
+    count, usable = len(tokens) // length, max(0, len(tokens) - spare)
+    if usable < spec.samples * length:
+        beside = f" beside {spare} tokens for the evaluation" if spare else ""
         raise UsageError(
             f"calibration: {source} has {len(tokens)} tokens, {count} windows of {length}, and {spec.samples} samples "
-            f"are wanted; set samples to {max(1, count)} or less, a shorter sequence_length, or give more text"
+            f"are wanted{beside}; {_fewer_samples(spec, usable)}"
         )
     windows = tokens[: count * length].view(count, length)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(spec.seed))
@@ -82,6 +84,15 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     rest = torch.cat([windows[left].flatten(), tokens[count * length :]])
     ids = windows[drawn].contiguous()
     return Samples(ids, rest, tokens_sha256(ids), source)
+
+
+def _fewer_samples(spec: TextSpec, tokens: int) -> str:
+    """Name the settings with which so many tokens suffice."""
+    count, length = tokens // spec.sequence_length, tokens // spec.samples
+    settings = [f"samples to {count} or less"] if count else []
+    if length >= 2:
+        settings.append(f"sequence_length to {length} or less")
+    return f"set {' or '.join(settings)}, or give more text" if settings else "give more text"
 
 
 def load_evaluation(

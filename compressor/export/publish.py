@@ -54,6 +54,8 @@ def check_destination(destination: Path) -> None:
 
     A folder that is there must be empty, or hold a bundle and nothing else: its place is taken as a whole.
     """
+    if "\0" in str(destination):
+        raise UsageError(f"{str(destination)!r:.80}: no path may hold a NUL; choose another name for the bundle")
     if destination.name in ("", ".."):
         raise UsageError(f"{destination}: the bundle takes the place of a folder; name one of its own")
     if destination.is_symlink():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,12 @@ def resource(kind: Kind) -> Path:
     if (PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir():
         return checkout
     raise CompressorError(f"{installed}: missing; the installation is incomplete; install compressor again")
+
+
+def nearest_shipped_model(name: str) -> str | None:
+    """Return the shipped model that somebody who wrote ``name`` may have meant; None if none is near."""
+    shipped = sorted(path.name for path in resource("models").iterdir() if path.is_dir())
+    return next(iter(get_close_matches(name[:80], shipped, n=1, cutoff=0.75)), None)
 
 
 def runtime_files() -> dict[str, Path]:

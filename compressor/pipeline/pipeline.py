@@ -89,9 +89,10 @@ class Pipeline:
             UsageError: something among them is not a pass, or does not return a graph.
             CompressorError: whatever a pass raises; other errors of a pass that is not ours as one that names its line.
         """
-        if not isinstance(self.passes, Sequence) or isinstance(self.passes, str | bytes):
-            raise UsageError(f"passes: {self.passes!r:.80}; give a list of passes")
-        for given in cast("Sequence[object]", self.passes):
+        passes = cast("object", self.passes)
+        if not isinstance(passes, Sequence):
+            raise UsageError(f"passes: {passes!r:.80}; give a list of passes")
+        for given in passes:
             if not isinstance(given, Pass):
                 advice = f"give one: {given.__name__}(...)" if isinstance(given, type) else "extend compressor.Pass"
                 raise UsageError(f"{given!r:.80} among the passes is not a pass; {advice}")

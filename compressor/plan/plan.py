@@ -27,6 +27,7 @@ from compressor.plan.passes import PlannedPasses, plan_passes
 from compressor.plan.prices import Prices, machine_prices
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
+from compressor.progress import Reporter
 from compressor.recipe.gates import Gate
 from compressor.recipe.recipe import Recipe
 
@@ -40,6 +41,7 @@ def make_plan(
     output: str | Path | None = None,
     *,
     measure: bool = False,
+    reporter: Reporter | None = None,
 ) -> Plan:
     """Plan a run from the headers of the model's files.
 
@@ -47,16 +49,22 @@ def make_plan(
         model: in place of the recipe's.
         output: the bundle's folder, whose disk counts; None takes the recipe's, else the current folder.
         measure: measure this machine anew.
+        reporter: told where the machine is measured, which takes seconds.
     Raises:
-        CompressorError: what would stop the run as well: the model, the recipe's patterns, the target.
+        CompressorError: what would stop the run as well: the model, the recipe's patterns, its data, the target.
     """
     from compressor.capture.capture import capture
+    from compressor.data.load import load_data
 
     source = recipe.model_source() if model is None else model
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
+    info: ModelInfo = graph.meta["model"]
+    if "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
+        load_data(recipe, info)  # what does not do as data is said now; a data set on the hub is not fetched for a plan
     backend = make_backend(recipe.target.build())
-    return plan_graph(graph, recipe, backend, plan_passes(graph, recipe, backend), output, measure=measure)
+    planned = plan_passes(graph, recipe, backend)
+    return plan_graph(graph, recipe, backend, planned, output, measure=measure, reporter=reporter)
 
 
 def plan_graph(
@@ -67,14 +75,15 @@ def plan_graph(
     output: str | Path | None = None,
     *,
     measure: bool = False,
+    reporter: Reporter | None = None,
 ) -> Plan:
     """Plan a run on a captured graph, which stays as it is; its weights are not read.
 
     Args:
         planned: what :func:`compressor.plan.passes.plan_passes` gave for these.
-        output, measure: as for :func:`make_plan`.
+        output, measure, reporter: as for :func:`make_plan`.
     """
-    here, passes, final = machine_prices(measure), planned.passes, planned.final
+    here, passes, final = machine_prices(measure, reporter), planned.passes, planned.final
     place = Path(output or recipe.output or ".")
     available = available_memory()
     costs = run_costs(graph, planned, recipe, backend)

@@ -24,6 +24,7 @@ from typing import Any
 from compressor.errors import CompressorError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
 from compressor.host.machine import cpu_name
+from compressor.progress import Reporter
 from compressor.version import __version__
 
 UNITS: Mapping[str, str] = {
@@ -105,7 +106,7 @@ class Prices:
         return sum(self.seconds[unit] * amount for unit, amount in work.items())
 
 
-def machine_prices(measure: bool = False) -> Prices:
+def machine_prices(measure: bool = False, reporter: Reporter | None = None) -> Prices:
     """Return this machine's prices from the cache folder's ``machine.json``, or measure them, in about ten seconds.
 
     Kept by processor, threads, and the versions of PyTorch, TVM and Compressor.  A cache folder that cannot be written
@@ -113,6 +114,7 @@ def machine_prices(measure: bool = False) -> Prices:
 
     Args:
         measure: whatever is kept, measure now.
+        reporter: told that measuring begins.
     Raises:
         CompressorError: the process that tries the imports failed.
     """
@@ -128,6 +130,8 @@ def machine_prices(measure: bool = False) -> Prices:
                 return kept
         except (KeyError, TypeError):
             pass  # not measured yet, or by another version of this file
+    if reporter is not None:
+        reporter.note("this machine is measured for what plans need, which takes about ten seconds and is kept")
     found = probe()
     with contextlib.suppress(OSError):
         merge_entries(file, {key: dataclasses.asdict(found)})

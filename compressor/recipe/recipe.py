@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from compressor.errors import RecipeError
-from compressor.host.resources import resource
+from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
 from compressor.recipe.gates import QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
@@ -112,11 +111,11 @@ class Recipe(Section):
             return found
         if archive:
             raise self.problem(("model",), f"{self.model!r}: no such file; looked at {' and '.join(map(str, places))}")
-        meant = get_close_matches(self.model, _shipped_models(), n=1, cutoff=0.75)
+        meant = nearest_shipped_model(self.model)
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model
         looked = " and ".join(dict.fromkeys(map(str, places)))
-        hint = f"; nearest shipped model: {meant[0]}" if meant else ""
+        hint = f"; nearest shipped model: {meant}" if meant else ""
         raise self.problem(("model",), f"{self.model!r} is neither a folder (looked at {looked}) nor a hub id{hint}")
 
     def check_files(self) -> None:
@@ -217,10 +216,6 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     if found is None or found.kind is None:
         raise RecipeError(f"{origin}: {text!r} names no text and no images")
     return found
-
-
-def _shipped_models() -> list[str]:
-    return sorted(path.name for path in resource("models").iterdir() if path.is_dir())
 
 
 def _copied(source: Source, path: KeyPath, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check
 from compressor.codegen.tuning import summary
-from compressor.errors import GateError, UsageError
+from compressor.errors import CompressorError, GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
@@ -38,7 +39,7 @@ from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
-from compressor.runtime import Bundle, RequestError, load, thread_count
+from compressor.runtime import Bundle, BundleError, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def compress(
             exactly these shapes.
         reporter: receiver of progress and notes, such as ``compressor.LogReporter()``; None reports nothing.
     Raises:
-        CompressorError: see ``compressor.errors``; nothing is left behind.
+        CompressorError: see ``compressor.errors``; nothing is left behind.  The bundle is complete, and the message
+            says so, where it is for another kind of machine and only cannot be opened on this one.
     """
     if not waits_passively():
         warnings.warn(
@@ -76,7 +78,13 @@ def compress(
     outcome = run_recipe(
         _recipe(recipe), output, model=model, example=example, dynamic_shapes=dynamic_shapes, reporter=reporter
     )
-    return load(outcome.bundle)
+    try:
+        return load(outcome.bundle)
+    except BundleError as error:
+        raise CompressorError(
+            f"{outcome.bundle} is written, and cannot be opened here ({error}); compressor.run.job.run_recipe does the "
+            "same without opening it, and returns what was measured"
+        ) from error
 
 
 def _recipe(given: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
@@ -150,6 +158,8 @@ def run_recipe(
 def _check_arguments(model: object, output: object, threads: int | None) -> None:
     if not isinstance(model, str | Path | nn.Module | None):
         raise UsageError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
+    if isinstance(model, Path) and not os.path.exists(model):  # False as well where no path can be what it is
+        raise UsageError(f"model: {str(model)!r:.80}: no such folder")
     if not isinstance(output, str | Path | None):
         raise UsageError(f"output: {output!r:.80}; give a folder")
     try:

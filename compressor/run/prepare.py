@@ -117,7 +117,7 @@ def prepare(
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
-    here = machine_prices()  # measured once and remembered: not part of what the plan predicts
+    here = machine_prices(reporter=clock.reporter)  # measured once and remembered: not part of what the plan predicts
     with clock.stage("plan", shown=False):
         plan = plan_graph(graph, recipe, backend, planned, destination)
     check_plan(plan, recipe.gates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_text_that_cannot_be_used_is_refused(tokenizer: Path, file: Path, tmp_pa
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00\x81" * 99)
     with pytest.raises(UsageError, match="cannot be read as text"):
         load_samples(spec(text=str(tmp_path / "bad.txt")), tokenizer)
+
+
+@pytest.mark.parametrize(("samples", "spare"), [(1, 0), (7, 64), (400, 64), (9999, 0)])
+def test_settings_that_a_refusal_names_work(samples: int, spare: int, tokenizer: Path, file: Path) -> None:
+    with pytest.raises(UsageError, match="samples are wanted") as refused:
+        load_samples(spec(text=str(file), samples=samples, sequence_length=100_000), tokenizer, 0, spare)
+    named = dict(re.findall(r"(samples|sequence_length) to (\d+) or less", str(refused.value)))
+    assert bool(named) == (samples < 9999)
+    for key, value in named.items():
+        asked = {"samples": samples, "sequence_length": 100_000, key: int(value)}
+        drawn = load_samples(spec(text=str(file), **asked), tokenizer, 0, spare)
+        assert drawn.ids.shape == (asked["samples"], asked["sequence_length"]) and len(drawn.rest) >= spare
+        with pytest.raises(UsageError, match="samples are wanted"):
+            load_samples(spec(text=str(file), **{**asked, key: int(value) + 1}), tokenizer, 0, spare)
 
 
 def test_a_foreign_tokenizer_is_refused(tokenizer: Path, file: Path, tmp_path: Path) -> None:

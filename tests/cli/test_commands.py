@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from tiny_models import POSITIONS, VOCAB, save_model
+from tiny_models import VOCAB, save_model
 from torch.fx import GraphModule
 
 from compressor.cli.commands import main
@@ -533,6 +533,8 @@ def test_folders_that_are_no_bundles(command: tuple[str, ...], invoke: Callable[
         result = invoke(command[0], path, *command[1:])
         assert result.exit_code == 2
         assert message in one_message(result)
+    near = "refernce: no such folder" + ("; nearest shipped model: reference" if command[0] != "generate" else "")
+    assert one_message(invoke(command[0], "refernce", *command[1:])).endswith(near)
     if command[0] == "generate":
         assert "no manifest.json" in one_message(invoke("generate", "model", "--prompt", "a"))
 

@@ -96,6 +96,7 @@ def test_vit_is_planned_and_lowered_and_mistakes_end_before_any_work(tmp_path: P
     (data / "cat" / "0.png").write_bytes(b"\x89PNG torn")
     for words, message in (
         (["run", file, "-o", tmp_path / "none"], "cat/0.png: a damaged picture"),
+        (["plan", file], "cat/0.png: a damaged picture"),
         (["run", file, "-o", tmp_path / "none", "--set", "calibration={images: empty}"], "'empty' is missing"),
         (["eval", tmp_path / "vit"], "`text` does not fit: vit is calibrated and evaluated on images"),
         (["eval", tmp_path / "vit", "--data", tmp_path / "none.pt2"], "none.pt2"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -153,6 +156,15 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def own_terminal() -> None:
+    """Make standard input the terminal of a session of its own, and send all output there."""
+    heed_signals()
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    os.dup2(0, 1)
+    os.dup2(0, 2)
+
+
 @pytest.mark.parametrize(("stage", "number"), list(zip(STAGES, [*SIGNALS, *SIGNALS], strict=True)))
 def test_a_signal_in_any_stage_ends_a_run_with_one_line(
     stage: str, number: int, folder: Path, tmp_path: Path, require_tool: Callable[[str], Path]
@@ -176,3 +188,19 @@ def test_a_signal_in_any_stage_ends_a_run_with_one_line(
     assert said == ["interrupted; finished blocks are kept: the same command goes on from there"]
     assert not output.exists() and not debris(tmp_path)
     assert json.loads(report.read_bytes())["exit_code"] == child.returncode
+
+
+def test_a_closed_terminal_ends_a_run_and_its_report_says_so(folder: Path, tmp_path: Path) -> None:
+    report, output = tmp_path / "report.json", tmp_path / "out"
+    terminal, end = pty.openpty()
+    more = ["--report", str(report)]
+    child = start(folder, output, with_prices(tmp_path / "cache"), "null", more, preexec_fn=own_terminal, stdin=end)
+    os.close(end)
+    said = b""
+    while b"gptq" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    assert child.wait(timeout=60) == SIGNALS[signal.SIGHUP]
+    stated = json.loads(report.read_bytes())
+    assert (stated["exit_code"], stated["error_type"]) == (child.returncode, "Interrupted")
+    assert not output.exists() and not debris(tmp_path)

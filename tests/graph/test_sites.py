@@ -128,8 +128,9 @@ class Repeated(nn.Module):
 
 def test_repeated_and_functional_linears() -> None:
     graph = capture(Repeated(), (torch.ones(2, 8),))
-    assert [(s.name, s.tied) for s in linear_sites(graph)] == [("layer", True), ("layer@2", True), ("free_linear", False)]
-    assert linear_sites(graph)[0].bias_name == "layer.bias"
+    sites = linear_sites(graph)
+    assert [(s.name, s.tied) for s in sites] == [("layer", True), ("layer@2", True), ("free_linear", False)]
+    assert sites[0].bias_name == "layer.bias"
     assert "unused" not in dict(graph.named_parameters())
     weight = graph.get_parameter("layer.weight")
     packed, x = quantize(weight), torch.linspace(-1, 1, 16).view(2, 8)

@@ -65,8 +65,8 @@ MACHINE = Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 <<
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every machine the same prices, and memory enough."""
-    monkeypatch.setattr(plan_module, "machine_prices", lambda _measure=False: MACHINE)
-    monkeypatch.setattr(passes_module, "machine_prices", lambda _measure=False: MACHINE)
+    monkeypatch.setattr(plan_module, "machine_prices", lambda *_args, **_options: MACHINE)
+    monkeypatch.setattr(passes_module, "machine_prices", lambda *_args, **_options: MACHINE)
     monkeypatch.setattr(plan_module, "available_memory", lambda: Memory(64 * GB, "the test"))
     monkeypatch.setattr(plan_roofline, "cache_bytes", lambda: 0)
 

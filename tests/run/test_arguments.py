@@ -160,3 +160,15 @@ def test_outputs_keep_their_names_and_their_order(tmp_path: Path) -> None:
 def test_a_single_tensor_may_stand_for_the_example(tmp_path: Path) -> None:
     bundle = compressed(tmp_path, example=X, more={"target": "x86"})
     assert bundle.run(X.numpy()).shape == (2, 32)
+
+
+def test_a_bundle_that_cannot_be_opened_here_is_complete_and_named(tmp_path: Path) -> None:
+    with pytest.raises(CompressorError, match=r"bundle is written, and cannot be opened here .*run_recipe does"):
+        compressed(tmp_path)
+    assert (tmp_path / "bundle" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("shapes", [[], (), {}])
+def test_empty_dynamic_shapes_are_none(shapes: Any, tmp_path: Path) -> None:
+    with pytest.raises(CompressorError, match="is written"):
+        compressed(tmp_path, dynamic_shapes=shapes)

@@ -20,7 +20,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     """
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # whatever the object's own conversion raises
         number = None
     if number is None or isinstance(value, bool) or number < least or (most is not None and number > most):
         allowed = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -36,7 +36,7 @@ def real(name: str, value: Any, *, above: float | None = None, most: float | Non
     """
     try:
         number = float("nan") if isinstance(value, str | bytes | bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever the object's own conversion raises
         number = float("nan")
     low = number > above if above is not None else number >= 0
     if not (low and number < float("inf") and (most is None or number <= most)):

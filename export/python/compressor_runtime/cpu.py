@@ -26,10 +26,11 @@ def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None)
         RequestError: the bundle has no kernels for ``isa``.
     """
     check_cpu(items(manifest, "cpu_features", str), root)  # what all of them need
-    entries = [entry for entry in libraries(manifest) if isa in (None, field(entry, "isa", str))]
+    wanted = isinstance(isa, str)
+    entries = [entry for entry in libraries(manifest) if isa is None or (wanted and field(entry, "isa", str) == isa)]
     if not entries:
         names = ", ".join(str(entry["isa"]) for entry in libraries(manifest))
-        raise RequestError(f"{root}: isa={isa!r}: the bundle has kernels for {names or 'no instruction set'}")
+        raise RequestError(f"{root}: isa={isa!r:.80}: the bundle has kernels for {names or 'no instruction set'}")
     runs = (entry for entry in entries if not missing_features(items(entry, "cpu_features", str)))
     chosen = next(runs, None)
     if chosen is None:
