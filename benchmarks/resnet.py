@@ -5,7 +5,8 @@
 WEIGHTS is a safetensors file of a CIFAR ResNet (He et al. 2015, section 4.2, shortcuts of option A: every second
 pixel, zeros for the new channels); its depth is read from the names.  IMAGES is an .npz with `images` and `labels`.
 All images are evaluated on.  GPTQ calibrates on some of them, without their labels: the accuracy on the others is given
-as well.  Mean and deviation are those that the model was trained with; the defaults are ImageNet's.
+as well.  With `--export FILE.pt2` the network is written as an archive of torch.export, which recipes read, and that is
+all.  Mean and deviation are those that the model was trained with; the defaults are ImageNet's.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main() -> None:
     """Measure and print one line per scheme and method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("weights", type=Path)
-    parser.add_argument("images")
+    parser.add_argument("images", nargs="?", default="")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the network as a .pt2 archive and end")
     parser.add_argument("--schemes", default="W8A8,W4A16_C,W4A16_G32,W4A8_C")
     parser.add_argument("--methods", default="rtn,gptq")
     parser.add_argument("--samples", type=int, default=256)
@@ -67,6 +69,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of the bundle's kernels [default: the physical cores]")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.export is not None:
+        shapes = ({0: torch.export.Dim("batch", min=1)},)
+        example = (torch.zeros(2, 3, 32, 32),)
+        torch.export.save(
+            torch.export.export(load_resnet(options.weights), example, dynamic_shapes=shapes), options.export
+        )
+        return
+    if not options.images:
+        parser.error("the following arguments are required: images")
     mean, std = ([float(number) for number in text.split(",")] for text in (options.mean, options.std))
     data = data_recipe(options.images, options.samples, mean, std)
     assert data.calibration is not None

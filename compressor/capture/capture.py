@@ -7,6 +7,7 @@ tensors, memory-mapped, are bound to the finished graph.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from compressor.capture.archive.program import archive_module
 from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
+from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import (
     DecoderProgram,
     EncoderProgram,
@@ -38,6 +41,7 @@ from compressor.errors import CaptureError
 from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
+from compressor.recipe.sources import ARCHIVE_SUFFIX
 
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
@@ -66,7 +70,8 @@ def capture(
     Parameters have their Hugging Face names, tied ones the first of theirs.
 
     Args:
-        model: Hugging Face folder or hub id, a transformers model in memory, or any module.
+        model: Hugging Face folder or hub id, an archive of torch.export (``.pt2``), a transformers model in memory, or
+            any module.
         example_inputs: inputs of a plain module.  A transformers model given with them is taken as a plain module.
         dynamic_shapes: as for torch.export.export, with example_inputs.
         trust_remote_code: run code that comes with the checkpoint.
@@ -85,6 +90,9 @@ def capture(
         meta_model = memory_meta_model(model, weights)
     elif not isinstance(model, str | Path):
         raise CaptureError(f"model: {model!r:.80}; give a folder, an id of the hub, or a module")
+    elif str(model).endswith(ARCHIVE_SUFFIX) and Path(model).is_file():
+        module, example, shapes = archive_module(Path(model))
+        return _capture_module(module, example, shapes, weights, Path(model).stem)
     elif example_inputs is not None or dynamic_shapes is not None:
         raise CaptureError(f"{model}: an example and dynamic_shapes are for modules, not for folders and ids")
     else:
@@ -129,11 +137,16 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)
-    probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
-    program, found = probe(meta_model, mode, facts["max_positions"])
-    info = ModelInfo(**facts, **found)
-    with mode:
-        args, shapes = example_call(info)
+    if meta_model.kind == "module":
+        facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
+        info = ModelInfo(**facts)
+        program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
+    else:
+        probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
+        program, found = probe(meta_model, mode, facts["max_positions"])
+        info = ModelInfo(**facts, **found)
+        with mode:
+            args, shapes = example_call(info)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
 
     groups = _tied_groups(model)
@@ -144,7 +157,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    unstored = {name: b for name, b in buffers.items() if name not in model.state_dict()}
+    states = model.state_dict().keys()
+    unstored = {name: b for name, b in buffers.items() if name not in states}
     computed = unstored | constants
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
@@ -154,7 +168,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     def read(name: str) -> Tensor:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
-    return _bind(graph, layout, read, set(buffers) | set(constants), info)
+    captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
+    return captured if info.kind != "module" else _as_module(captured, args, shapes, None)
 
 
 def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -266,8 +281,10 @@ def _example(given: Any) -> tuple[Any, ...]:
     raise CaptureError(f"the example {found}; give a tensor, or a tuple of the tensors that the module takes")
 
 
-def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
-    name, args = type(module).__name__, _example(example)
+def _capture_module(
+    module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool, given_name: str = ""
+) -> GraphModule:
+    name, args = given_name or type(module).__name__, _example(example)
     if isinstance(dynamic_shapes, list | tuple | dict) and not dynamic_shapes:  # torch.export takes it for None
         dynamic_shapes = None
     tensors = _tensors(module)
@@ -291,7 +308,19 @@ def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weight
     layout = normalize(graph)
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
     held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
-    captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
-    captured.meta["rules"] += rewrite_convolutions(captured)
-    captured.meta["inputs"], captured.meta["outputs"] = (args, dynamic_shapes), outputs
-    return captured
+    captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo("module", name, type(module).__name__))
+    return _as_module(captured, args, dynamic_shapes, outputs)
+
+
+def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: list[str] | None) -> GraphModule:
+    """Rewrite the convolutions of a bound graph, and note how it is called and, of a classifier, what it reads."""
+    graph.meta["rules"] += rewrite_convolutions(graph)
+    graph.meta["inputs"], graph.meta["outputs"] = (args, shapes), outputs
+    read = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    given = [leaf.meta["val"] for leaf in graph.graph.output_node().all_input_nodes]
+    if (len(read), len(given)) == (1, 1) and (read[0].dim(), given[0].dim()) == (4, 2):
+        sizes = (*read[0].shape[1:], given[0].shape[1])
+        if all(type(size) is int for size in sizes) and read[0].is_floating_point():
+            info = graph.meta["model"]
+            graph.meta["model"] = dataclasses.replace(info, image_shape=sizes[:3], classes=sizes[3])
+    return graph

@@ -30,6 +30,7 @@ _CONVOLUTIONS = (
 _CONV2D = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
 _NORM = _ATEN.batch_norm.default
 _NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export makes of it where others write in place
+_VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
 _TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
 
@@ -45,6 +46,9 @@ def rewrite_convolutions(graph: GraphModule) -> list[Outcome]:
     outcomes = apply([BatchNorm(graph)], graph.graph)
     outcomes += apply([Conv2d(graph)], graph.graph)
     outcomes += apply([DropPermutes(), ChannelsLast(graph)], graph.graph)
+    for node in graph.graph.nodes:
+        if node.target in _VIEWS:  # permuted images have other strides than the model's, which no view takes
+            node.target = _ATEN.reshape.default
     drop_dead_parameters(graph)
     graph.graph.lint()
     return outcomes

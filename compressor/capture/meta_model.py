@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,18 @@ from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, re
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
+from compressor.capture.images.classifier import is_image_classifier
+from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+Kind: TypeAlias = Literal["decoder", "encoder", "module"]
+"""A module is an image classifier here."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -39,7 +45,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 class MetaModel:
     """A meta model and where its weights are."""
 
-    kind: Literal["decoder", "encoder"]
+    kind: Kind
     model: PreTrainedModel
     source: WeightSource
     name: str
@@ -110,19 +116,22 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     Raises:
         CaptureError: no such model, or its configuration or files cannot be used.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 
     folder, name = _locate(model)
     checkpoint = open_checkpoint(folder, trust_remote_code, weights)
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
-    auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
+    autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
+    auto, attention = autos.get(kind, AutoModel), "eager" if kind == "module" else ATTENTION_NAME
     built = _build(
         lambda: auto.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            config, trust_remote_code=trust_remote_code, attn_implementation=attention, dtype=torch.float32
         ),
         name,
     )
+    if kind == "module":
+        use_image_attention(built)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -132,18 +141,20 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    return MetaModel(kind, built, checkpoint.source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
+    source = renamed_source(checkpoint.source, built)
+    return MetaModel(kind, built, source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
     """Build the meta model of a transformers model in memory and share its tensors; heads of encoders are left out."""
     kind = model_kind(model.config, type(model).__name__, type(model).__name__)
-    whole = model if kind == "decoder" else cast("PreTrainedModel", model.base_model)
+    whole = model if kind != "encoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
-    built = _build(
-        lambda: cls._from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32), cls.__name__
-    )
+    attention = "eager" if kind == "module" else ATTENTION_NAME
+    built = _build(lambda: cls._from_config(config, attn_implementation=attention, dtype=torch.float32), cls.__name__)
+    if kind == "module":
+        use_image_attention(built)
     special = getattr(model, "generation_config", None) or model.config
     sha256 = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()
     eos_ids = _ids(getattr(special, "eos_token_id", None))
@@ -185,11 +196,11 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
         hook.remove()
 
 
-def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Literal["decoder", "encoder"]:
-    """Tell decoders from encoders by the architecture that the configuration names.
+def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> Kind:
+    """Tell decoders, encoders and image classifiers by the architecture that the configuration names.
 
     Raises:
-        CaptureError: it is neither, or is quantised already; the message begins with ``place``.
+        CaptureError: it is none of them, or is quantised already; the message begins with ``place``.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
@@ -207,6 +218,8 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
             "as a module with example inputs"
         )
     architecture = architecture or (config.architectures or [""])[0]
+    if is_image_classifier(config, architecture, place):
+        return "module"
     if architecture:
         causal = architecture in CAUSAL.values() or architecture.endswith(("ForCausalLM", "LMHeadModel"))
     else:

@@ -10,7 +10,9 @@ does not recognise, and says why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,6 +27,8 @@ _aten = torch.ops.aten
 _ours = torch.ops.compressor
 
 _VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
+
+_POOLS: Mapping[Any, list[int]] = {_aten.adaptive_avg_pool2d.default: [-1, -2], _aten.adaptive_avg_pool1d.default: [-1]}
 
 
 @dataclass
@@ -166,14 +170,14 @@ class PoolToMean:
     name = "average pooling"
 
     def pattern(self, node: fx.Node) -> fx.Node | None:
-        """Match adaptive average pooling."""
-        return node if node.target is _aten.adaptive_avg_pool2d.default else None
+        """Match adaptive average pooling over two dimensions or one."""
+        return node if node.target in _POOLS else None
 
     def check(self, match: fx.Node) -> str:
         """Ask for one value a channel."""
         size = list(match.args[1])  # type: ignore[arg-type]
-        return why_not((size != [1, 1], f"it leaves {size} values a channel, not one"))
+        return why_not((size != [1] * len(_POOLS[match.target]), f"it leaves {size} values a channel, not one"))
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
-        """Call ``mean`` over height and width."""
-        return replace_by(graph, match, _aten.mean.dim, (match.args[0], [-1, -2], True))
+        """Call ``mean`` over height and width, or over the length."""
+        return replace_by(graph, match, _aten.mean.dim, (match.args[0], _POOLS[match.target], True))

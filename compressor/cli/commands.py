@@ -158,7 +158,10 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 @main.command("eval")
 @click.argument("path", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
 @click.option(
-    "--data", default="python_docs_heldout", show_default=True, help="A set's name, a .yaml spec or a text file."
+    "--data",
+    default="python_docs_heldout",
+    show_default=True,
+    help="A set's name, a .yaml spec, a text file, images.",
 )
 @click.option("--tokens", type=click.IntRange(2), help="Tokens to evaluate on [default: the set's].")
 @click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement, embeddings.")
@@ -168,7 +171,8 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threads: int | None, as_json: bool) -> None:
     """Measure the quality of PATH: a bundle (its own kernels) or a Hugging Face folder.
 
-    Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense.
+    Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense; of
+    an image classifier the accuracy.
     """
     from compressor.cli.progress import progress
     from compressor.cli.show_run import show_metrics

@@ -1,4 +1,4 @@
-"""What a recipe's model is calibrated and evaluated on: text for models of text, images for plain modules."""
+"""What a recipe's model is calibrated and evaluated on: text for models of text, images for modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from compressor.data.images import Images, load_evaluation_images, load_image_sa
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
+from compressor.recipe.data_spec import DataSource
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
+
+_FOR_TEXT = ("sequence_length", "tokens", "window", "stride")
+_FOR_IMAGES = ("mean", "std", "resize", "crop", "label", "limit")
 
 
 def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:
@@ -22,14 +26,13 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
     Raises:
         UsageError: data of the wrong kind, or too little; a gate on quality and nothing to measure it on.
     """
-    for key, spec in (("calibration", recipe.calibration), ("evaluation", recipe.evaluation)):
-        if spec is not None and spec.kind is not None and (spec.kind == "images") != (info.kind == "module"):
-            reads = "images, as a plain module" if info.kind == "module" else "text"
-            raise UsageError(f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}")
     given, wanted = recipe.calibration, recipe.evaluation
+    for key, spec in (("calibration", given), ("evaluation", wanted)):
+        if spec is not None:
+            check_kind(key, spec, info)
     if info.kind == "module":
-        samples = None if given is None else load_image_samples(given)
-        images = load_evaluation_images(wanted, given)
+        samples = None if given is None else load_image_samples(given, info)
+        images = load_evaluation_images(wanted, given, info)
         if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
             raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
         return samples, images
@@ -42,3 +45,28 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         return samples, texts
     text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
     return samples, text
+
+
+def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
+    """Check that a source, and the keys given with it, fit what a model reads.
+
+    Parquet files and data sets of the hub hold text or images; the others say by their key which.
+
+    Args:
+        key: ``calibration`` or ``evaluation``, for messages.
+    Raises:
+        UsageError: they do not.
+    """
+    reads_images = info.kind == "module"
+    kinds = ("images", "parquet", "hub") if reads_images else ("text", "json", "parquet", "hub")
+    reads = "images, as a plain module" if reads_images else "text"
+    if spec.kind is not None and spec.kind not in kinds:
+        raise UsageError(
+            f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "
+            f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        )
+    unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
+    if unfit:
+        raise UsageError(
+            f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"
+        )

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
-from compressor.data.images import Images
+from compressor.data.images import Images, load_evaluation_images
+from compressor.data.load import check_kind
 from compressor.data.text import load_evaluation, source_label
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.quality import (
+    Classes,
     EvalResult,
     GraphLogits,
     Hidden,
@@ -28,7 +30,7 @@ from compressor.evaluate.quality import (
     measure_accuracy,
     measure_quality,
 )
-from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.model import PREPROCESSOR, ModelInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
@@ -122,14 +124,24 @@ def evaluate_path(
     if not (path / "manifest.json").is_file():
         graph = capture(path)
         info: ModelInfo = graph.meta["model"]
-        facts = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), facts, spec, dense, reporter)
+        if info.kind == "module":
+            batch = image_batch(graph, _IMAGES)
+            found = _evaluate_images(graph_classes(graph), batch, info, spec, dense, reporter)
+            return found | {"weight_bytes": weight_bytes(graph)}
+        text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
+        measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), text, spec, dense, reporter)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
     with BundleProcess(path, threads) as process:
-        facts = {**manifest["model"], "kind": manifest["kind"]}
-        measured = _evaluate(path, process.logits, process.hidden, facts, spec, dense, reporter)
+        facts: dict[str, Any] = {**manifest["model"], "kind": manifest["kind"]}
+        if facts["kind"] == "module":
+            known = _image_facts(path, facts)
+            fixed = facts["inputs"][0]["shape"][0]
+            batch = fixed if isinstance(fixed, int) else _IMAGES
+            measured = _evaluate_images(process.classes, batch, known, spec, dense, reporter)
+        else:
+            measured = _evaluate(path, process.logits, process.hidden, facts, spec, dense, reporter)
         return measured | {key: manifest[key] for key in SIZES}
 
 
@@ -143,8 +155,7 @@ def _evaluate(
     reporter: Reporter,
 ) -> dict[str, Any]:
     kind, vocab_size, positions = facts["kind"], facts["vocab_size"], facts["max_positions"]
-    if kind == "module":
-        raise UsageError(f"{path}: is a plain module; decoders and encoders can be evaluated on text")
+    check_kind("evaluation", spec, ModelInfo(kind, str(path), ""))
     graph = None if dense is None else capture(dense)
     if graph is not None:
         known: ModelInfo = graph.meta["model"]
@@ -169,6 +180,52 @@ def _evaluate(
     reference = None if graph is None else GraphLogits(graph)
     found = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
     return {"text": source, **found}
+
+
+def _image_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:
+    """Return what a bundle's manifest says of the images that it reads.
+
+    Raises:
+        UsageError: it is a module of another kind, or was made before bundles said so.
+    """
+    shape, classes = facts.get("image_shape"), facts.get("classes")
+    if not shape or not classes:
+        raise UsageError(
+            f"{path}: its manifest names no classes of images; what can be evaluated are decoders, encoders, and "
+            "modules of images float32 [n, channels, height, width] that give [n, classes]"
+        )
+    return ModelInfo(
+        kind="module",
+        name=facts["name"],
+        architecture=facts["architecture"],
+        source=path if (path / PREPROCESSOR).is_file() else None,
+        image_shape=tuple(shape),
+        classes=classes,
+        class_names=tuple(facts.get("class_names", ())),
+    )
+
+
+def _evaluate_images(
+    classify: Classes, batch: int, info: ModelInfo, spec: EvaluationSpec, dense: str | None, reporter: Reporter
+) -> dict[str, Any]:
+    """Measure a classifier on labelled images, and against another of the same images and classes."""
+    check_kind("evaluation", spec, info)
+    if spec.kind is None:
+        raise UsageError(f"{info.name}: name labelled images to evaluate on, with --data")
+    reference = None
+    if dense is not None:
+        graph = capture(dense)
+        known: ModelInfo = graph.meta["model"]
+        if (known.image_shape, known.classes) != (info.image_shape, info.classes):
+            raise UsageError(
+                f"{dense}: reads {list(known.image_shape)} and has {known.classes} classes; {info.name}: "
+                f"{list(info.image_shape)} and {info.classes}; not its model"
+            )
+        reference = graph_classes(graph)
+    images = load_evaluation_images(spec, None, info)
+    assert images is not None
+    found = measure_accuracy(classify, images, batch=batch, dense=reference, reporter=reporter).metrics()
+    return {"data": images.source, **found}
 
 
 def evaluation_window(spec: EvaluationSpec, positions: int, reporter: Reporter) -> tuple[int, int]:

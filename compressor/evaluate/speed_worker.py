@@ -117,7 +117,12 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
     threads = threads or available_cores()
     torch.set_num_threads(threads)  # this process exists for the measurement only
     torch.set_grad_enabled(False)
+    untimed = UsageError(f"{path}: decoders and encoders are timed, this is another model; time your own call of it")
+    if path.is_file():
+        raise untimed
     kind = model_kind(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False), str(path))
+    if kind == "module":
+        raise untimed
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
     begin = _clock()
     model = auto.from_pretrained(

@@ -1,8 +1,9 @@
-"""Finish a bundle: beside a backend's own files the tokenizer, the lock, and the manifest that lists them all."""
+"""Finish a bundle: beside a backend's own files the tokenizer or preprocessor, the lock, and the manifest."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str
     with explaining_failed_writes(folder):
         if facts.tokenizer is not None:
             write_tokenizer(facts.tokenizer, folder / "tokenizer.json", facts.model.get("vocab_size", 0))
+        if facts.preprocessor is not None:
+            shutil.copyfile(facts.preprocessor, folder / facts.preprocessor.name)
         if facts.lock is not None:
             (folder / "compress.lock").write_text(facts.lock, encoding="utf-8")
         model = {**facts.model, **written.model}

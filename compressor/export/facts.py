@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import PREPROCESSOR, ModelInfo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +33,7 @@ class BundleFacts:
         dense_weight_bytes: of the model before any pass.
         calibration: source, samples, tokens and SHA-256 of the calibration data.
         tokenizer: folder of the model; None for a model without text.
+        preprocessor: file that says how pictures become the model's input; None where there is none.
         lock: text of compress.lock.
     """
 
@@ -42,6 +43,7 @@ class BundleFacts:
     dense_weight_bytes: int
     calibration: Mapping[str, Any] | None = None
     tokenizer: Path | None = None
+    preprocessor: Path | None = None
     lock: str | None = None
 
 
@@ -57,8 +59,14 @@ def run_facts(
         dense_weight_bytes=dense_weight_bytes,
         calibration=None if context.samples is None else context.samples.facts(),
         tokenizer=info.source if info.kind != "module" else None,
+        preprocessor=_preprocessor(info),
         lock=lock,
     )
+
+
+def _preprocessor(info: ModelInfo) -> Path | None:
+    file = None if info.source is None or info.kind != "module" else info.source / PREPROCESSOR
+    return file if file is not None and file.is_file() else None
 
 
 def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:

@@ -11,6 +11,9 @@ from torch.fx import GraphModule
 
 from compressor.formats.cache import DENSE_CACHE
 
+PREPROCESSOR = "preprocessor_config.json"
+"""File of a model folder that says how pictures become what the model reads."""
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -30,6 +33,9 @@ class ModelInfo:
     source: Path | None = None  # the folder, which also holds the tokenizer
     config_sha256: str = ""
     unpacked_bytes: int = 0  # of dense weights that the capture of a quantised checkpoint writes to the cache folder
+    image_shape: tuple[int, ...] = ()  # channels, height, width, of a module whose one input is images
+    classes: int = 0  # of such a module, whose one output is a row of logits for each image
+    class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
 
 

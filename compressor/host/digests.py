@@ -34,6 +34,7 @@ _SETTLED_NS = 2_000_000_000  # two changes within a tick of the file system's cl
 _MODEL_FILES = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
     "*.gguf",
@@ -91,11 +92,13 @@ def model_fingerprint(folder: Path, trust_remote_code: bool = False) -> dict[str
     """Name in the folder -> SHA-256 of every file that decides what is captured: configuration, weights, tokenizer.
 
     Args:
-        folder: a Hugging Face folder.
+        folder: a Hugging Face folder, or one file that holds the model.
         trust_remote_code: the model's code counts too.
     Raises:
         OSError: a file cannot be read.
     """
+    if folder.is_file():
+        return {folder.name: file_sha256(folder)}
     files = {file for pattern in _MODEL_FILES for file in folder.glob(pattern)}
     if trust_remote_code:
         files.update(folder.rglob("*.py"))

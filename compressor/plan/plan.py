@@ -51,7 +51,7 @@ def make_plan(
         measure: measure this machine anew.
         reporter: told where the machine is measured, which takes seconds.
     Raises:
-        CompressorError: what would stop the run as well: the model, the recipe's patterns, its text, the target.
+        CompressorError: what would stop the run as well: the model, the recipe's patterns, its data, the target.
     """
     from compressor.capture.capture import capture
     from compressor.data.load import load_data
@@ -60,8 +60,8 @@ def make_plan(
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
     info: ModelInfo = graph.meta["model"]
-    if info.kind != "module" and "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
-        load_data(recipe, info)  # too little text is said now; a data set on the hub is not fetched for a plan
+    if "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
+        load_data(recipe, info)  # what does not do as data is said now; a data set on the hub is not fetched for a plan
     backend = make_backend(recipe.target.build())
     planned = plan_passes(graph, recipe, backend)
     return plan_graph(graph, recipe, backend, planned, output, measure=measure, reporter=reporter)

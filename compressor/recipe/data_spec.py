@@ -36,8 +36,9 @@ _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "split": ("hub",),
     "field": ("json", "parquet", "hub"),
     "sha256": ("text", "json", "parquet", "images"),
-    "mean": ("images",),
-    "std": ("images",),
+    **dict.fromkeys(("mean", "std", "resize", "crop"), ("images", "parquet", "hub")),
+    "label": ("parquet", "hub"),
+    "limit": ("images", "parquet", "hub", None),
     **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
 }
 """Keys that apply to some sources only; None stands for an evaluation without its own source."""
@@ -73,10 +74,14 @@ class DataSource(Section):
         description: for readers.
         text, json_files (key ``json``), parquet: one file or several, as written; :meth:`find_files` locates them.
         hub: id of a data set.
-        images: numpy ``.npz`` files with labelled images, for plain modules (:mod:`compressor.data.images`).
-        mean, std: of the images' channels, one number or one per channel: the model reads (pixels / 255 - mean) / std.
+        images: numpy ``.npz`` files with labelled images, or a folder of pictures (:mod:`compressor.data.images`).
+        mean, std: of the images' channels, one number or one per channel, 0 and 1 unless given: the model reads
+            (pixels / 255 - mean) / std.
+        resize, crop: pictures are resized to this shortest edge, then cropped to this square around their middle.
+            These four replace the preprocessor of a model folder.
         config, split: of the hub's data set; the split is ``train`` unless given.
-        field: the field or column that holds the text (JSON, parquet, hub).
+        field: the field or column that holds the text (JSON, parquet, hub) or the pictures (then ``image`` by default).
+        label: the column that holds the pictures' classes (parquet, hub).
         held_out: reserved for evaluation; calibration refuses it.
         sha256: of the files' bytes, one file after another; checked by :meth:`find_files`.
     """
@@ -89,11 +94,14 @@ class DataSource(Section):
     # Only an id, never a path: `datasets` would read a folder of that name.
     hub: Annotated[StrictStr, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$", max_length=200)] | None = None
     images: Names | None = None
-    mean: Numbers = (0.0,)
-    std: Positive = (1.0,)
+    mean: Numbers | None = None
+    std: Positive | None = None
+    resize: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
+    crop: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
     config: StrictStr | None = None
     split: StrictStr = "train"
     field: StrictStr = "text"
+    label: StrictStr = "label"
     held_out: StrictBool = False
     sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
@@ -108,9 +116,13 @@ class DataSource(Section):
             raise ValueError(f"give exactly one of {', '.join(SOURCE_KEYS)}; {found}")
         chosen = given[0] if given else None
         for key, kinds in _FITTING.items():
-            if key in self.model_fields_set and chosen not in kinds and getattr(self, key) != self._default(key):
+            if chosen not in kinds and self.changes(key):
                 raise ValueError(f"`{key}` has no meaning without {' or '.join(filter(None, kinds))}; remove it")
         return self
+
+    def changes(self, key: str) -> bool:
+        """Return whether a key is given, and differs from its default; False for keys of other sections."""
+        return key in self.model_fields_set and getattr(self, key) != self._default(key)
 
     @classmethod
     def _needs_source(cls) -> bool:
@@ -133,7 +145,7 @@ class DataSource(Section):
 
     def find_files(self) -> tuple[Path, ...]:
         """Return the files' absolute paths, searched beside the recipe, in the current folder and among the shipped
-        files.
+        files.  ``images`` may be a folder.
 
         Raises:
             RecipeError: a file is missing (all searched places are named), or the content does not match ``sha256``.
@@ -146,8 +158,12 @@ class DataSource(Section):
             path = next((place for place in places if is_file(place)), None)
             if path is None:
                 folder = next((place for place in places if place.is_dir()), None)
+                if folder is not None and self.kind == "images" and self.sha256 is None:
+                    found.append(folder)
+                    continue
                 if folder is not None:
-                    raise RecipeError(f"{where}: {folder} is a folder; name files in it")
+                    why = "`sha256` is for files" if self.kind == "images" else "name files in it"
+                    raise RecipeError(f"{where}: {folder} is a folder; {why}")
                 raise RecipeError(f"{where}: {name!r} is missing; looked at {' and '.join(map(str, places))}")
             found.append(path)
         if self.sha256 is not None:
@@ -185,12 +201,13 @@ class TextSpec(DataSource):
 
 
 class EvaluationSpec(DataSource):
-    """Evaluation data: images, or the first ``tokens`` tokens, scored in windows of ``window``, ``stride`` apart.
+    """Evaluation data: ``limit`` images, or ``tokens`` tokens, scored in windows of ``window``, ``stride`` apart.
 
     Without a source, the part of the calibration data that was not sampled is used.  The first ``window - stride``
     tokens of every window but the first are context only.  The default stride is half a window.
     """
 
+    limit: StrictInt | None = Field(default=None, ge=1)
     tokens: StrictInt = Field(default=16384, ge=2, le=1_000_000_000)
     window: StrictInt = Field(default=512, ge=2, le=1_048_576)
     stride: StrictInt = Field(default=256, ge=1, le=1_048_576)

@@ -17,6 +17,7 @@ from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nea
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
 from compressor.recipe.sources import (
+    ARCHIVE_SUFFIX,
     expand_data,
     find_shipped,
     is_dir,
@@ -35,8 +36,8 @@ class Recipe(Section):
     """A model, and everything that is to be done with it.
 
     Attributes:
-        model: folder (beside the recipe, or in the current folder), name of a shipped model, hub id, or
-            ``package:<package>/<folder>`` for a model in an installed Python package.
+        model: folder or ``.pt2`` archive (beside the recipe, or in the current folder), name of a shipped model, hub
+            id, or ``package:<package>/<folder>`` for a model in an installed Python package.
         trust_remote_code: run code that comes with the model.
         calibration: data that calibrated passes use.
         evaluation: data that quality is measured on.
@@ -92,7 +93,7 @@ class Recipe(Section):
         return self._source.error(path, what)
 
     def model_source(self) -> Path | str:
-        """Return the model's folder, or its id on the Hugging Face hub.
+        """Return the model's folder or archive, or its id on the Hugging Face hub.
 
         Raises:
             RecipeError: the recipe names no model, or neither a folder nor an id.
@@ -104,9 +105,12 @@ class Recipe(Section):
         folder = self._source.origin(("model",)).folder
         shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
         places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
-        found = next((place for place in places if is_dir(place)), None)
+        archive = self.model.endswith(ARCHIVE_SUFFIX)
+        found = next((place for place in places if is_dir(place) or (archive and is_file(place))), None)
         if found is not None:
             return found
+        if archive:
+            raise self.problem(("model",), f"{self.model!r}: no such file; looked at {' and '.join(map(str, places))}")
         meant = nearest_shipped_model(self.model)
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model
@@ -193,7 +197,7 @@ def load_text_spec(text: str, *, evaluation: Literal[False] = False) -> TextSpec
 
 
 def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:
-    """Read a data specification from the command line: a set's name, a .yaml file, YAML, or a text file.
+    """Read a data specification from the command line: a set's name, a .yaml file, YAML, a text file, or images.
 
     Raises:
         RecipeError: the text is none of these.
@@ -201,15 +205,16 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     key = "evaluation" if evaluation else "calibration"
     origin = Origin("--data")
     source = Source({}, {(): origin})
-    if is_file(Path(text)) and not text.endswith((".yaml", ".yml")):
-        source.graft((key,), {"text": text}, Source({}, {(): origin}))
+    images = text.endswith(".npz") or is_dir(Path(text))
+    if images or (is_file(Path(text)) and not text.endswith((".yaml", ".yml"))):
+        source.graft((key,), {"images" if images else "text": text}, Source({}, {(): origin}))
     else:
         set_value(source, [key], text, origin)
     expand_data(source)
     spec = _build(Source({**source.data, "passes": []}, source.origins))
     found = spec.evaluation if evaluation else spec.calibration
     if found is None or found.kind is None:
-        raise RecipeError(f"{origin}: {text!r} names no text")
+        raise RecipeError(f"{origin}: {text!r} names no text and no images")
     return found
 
 

@@ -14,9 +14,14 @@ from compressor.recipe.located_yaml import LARGEST_BYTES, KeyPath, Origin, Sourc
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
+ARCHIVE_SUFFIX = ".pt2"
+"""File names of programs that torch.export.save wrote."""
 _PACKAGE = "package:"
 _LONGEST_CHAIN = 16
-_UNUSED_KEYS = {"calibration": ("tokens", "window", "stride"), "evaluation": ("samples", "sequence_length", "seed")}
+_UNUSED_KEYS = {
+    "calibration": ("tokens", "window", "stride", "limit"),
+    "evaluation": ("samples", "sequence_length", "seed"),
+}
 
 
 def is_file(path: Path) -> bool:

@@ -98,7 +98,7 @@ class Lock:
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):
-            self.facts["evaluation"] = {"images": len(data.pixels), "sha256": data.sha256}
+            self.facts["evaluation"] = {"images": len(data), "sha256": data.sha256}
         elif isinstance(data, Texts):
             self.facts["evaluation"] = data.facts()
         else:

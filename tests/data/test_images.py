@@ -20,6 +20,8 @@ from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.images import Images, load_evaluation_images, load_image_samples, load_images
 from compressor.data.load import load_data
+from compressor.data.pictures import StoredArrays
+from compressor.data.preprocessing import Scaled
 from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, RecipeError, UsageError
 from compressor.evaluate.quality import measure_accuracy
@@ -123,9 +125,8 @@ def test_a_file_that_is_no_archive_and_data_of_the_wrong_kind(tmp_path: Path) ->
 
 
 def test_accuracy_is_the_plain_definition_over_ragged_batches() -> None:
-    images = Images(
-        torch.from_numpy(PIXELS), torch.from_numpy(LABELS.astype(np.int64)), *torch.tensor([[0.5], [2.0]]), ""
-    )
+    labels, scaled = torch.from_numpy(LABELS.astype(np.int64)), Scaled(*torch.tensor([[0.5], [2.0]]))
+    images = Images(StoredArrays(PIXELS, ""), torch.arange(COUNT), labels, scaled, "")
     rng = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(3 * 8 * 6, CLASSES, generator=rng) for _ in range(2))
     act: list[int] = []

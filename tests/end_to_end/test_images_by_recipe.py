@@ -1,0 +1,126 @@
+"""Image classifiers through the command line alone: folder or archive, pictures, gates, bundle, evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_images import CLASSES, NAMED, SIDE, SIZES, classifier, pictures, resnet, save
+
+from compressor.cli.commands import main
+from compressor.data.images import load_images
+from compressor.graph.model import ModelInfo
+from compressor.recipe.recipe import Recipe
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+TARGETS = ["Conv2d", "Linear"]
+
+
+def command(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def answer(*words: str | Path) -> Any:
+    done = command(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def relabelled(model: Any, folder: Path, source: Path) -> Path:
+    """Put each picture into the folder of the class that the model finds in it."""
+    recipe = {"passes": [{"rtn": {"scheme": "W8A8"}}], "evaluation": {"images": str(source)}}
+    images = load_images(Recipe.from_dict(recipe).evaluation, ModelInfo("module", "", "", source=folder))
+    with torch.no_grad():
+        found = model(pixel_values=images.inputs()).logits.argmax(1).tolist()
+    for number, (label, path) in enumerate(zip(found, sorted(source.rglob("*.*g")), strict=True)):
+        (source.parent / "sorted" / CLASSES[label]).mkdir(parents=True, exist_ok=True)
+        path.rename(source.parent / "sorted" / CLASSES[label] / f"{number}{path.suffix}")
+    return source.parent / "sorted"
+
+
+def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    model = classifier(resnet(stages=1))
+    folder = save(model, tmp_path / "resnet")
+    data = relabelled(model, folder, pictures(tmp_path / "pictures"))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        json.dumps(
+            {
+                "model": "resnet",
+                "calibration": {"images": "sorted", "samples": 8},
+                "evaluation": {"images": "sorted"},
+                "passes": [{"gptq": {"scheme": "W8A8", "targets": TARGETS}}],
+                "tune": "off",
+                "gates": {"accuracy": ">= 90%", "top1_agreement": ">= 90%", "batch_independent": True},
+            }
+        )
+    )
+    bundle = tmp_path / "bundle"
+    result = answer("run", file, "-o", bundle)
+    assert set(result["gates"]) == {"accuracy", "top1_agreement", "batch_independent"} and result["dense_accuracy"] == 1
+    assert result["images"] == 12
+    assert (bundle / "preprocessor_config.json").read_bytes() == (folder / "preprocessor_config.json").read_bytes()
+    lock = json.loads((bundle / "compress.lock").read_text())
+    assert "preprocessor_config.json" in lock["model"]["files"]
+    assert command("verify", bundle).exit_code == 0
+    measured = answer("eval", bundle, "--data", data, "--dense", folder)
+    for key in ("accuracy", "dense_accuracy", "top1_agreement"):
+        assert measured[key] == result[key]
+    assert answer("eval", folder, "--data", data)["accuracy"] == 1
+    for path in (bundle, folder):
+        done = command("bench", path)
+        assert done.exit_code == 2 and "time your own call of it" in done.output
+
+
+def test_vit_is_planned_and_lowered_and_mistakes_end_before_any_work(tmp_path: Path) -> None:
+    save(classifier(transformers.ViTConfig(**SIZES, **NAMED)), tmp_path / "vit")
+    data = pictures(tmp_path / "pictures")
+    file = tmp_path / "recipe.yaml"
+    content = {
+        "model": "vit",
+        "calibration": {"images": "pictures", "samples": 4},
+        "passes": [{"gptq": {"scheme": "W4A16_G32"}}],
+        "target": "null",
+    }
+    file.write_text(json.dumps(content))
+    planned = answer("plan", file)
+    run = answer("run", file, "-o", tmp_path / "bundle")
+    assert run["weight_bytes"] == planned["weight_bytes"] < planned["dense_weight_bytes"] / 2
+    (data / "cat" / "0.png").write_bytes(b"\x89PNG torn")
+    for words, message in (
+        (["run", file, "-o", tmp_path / "none"], "cat/0.png: a damaged picture"),
+        (["plan", file], "cat/0.png: a damaged picture"),
+        (["run", file, "-o", tmp_path / "none", "--set", "calibration={images: empty}"], "'empty' is missing"),
+        (["eval", tmp_path / "vit"], "`text` does not fit: vit is calibrated and evaluated on images"),
+        (["eval", tmp_path / "vit", "--data", tmp_path / "none.pt2"], "none.pt2"),
+        (["plan", file, "--model", "none.pt2"], "'none.pt2': no such file"),
+    ):
+        done = command(*words)
+        assert done.exit_code == 2 and message in done.output, done.output
+        assert not (tmp_path / "none").exists()
+
+
+def test_an_archive_is_a_model_of_a_recipe(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 900, 3)
+    )
+    shapes = ({0: torch.export.Dim("batch", min=1)},)
+    example = (torch.zeros(2, 3, SIDE, SIDE),)
+    torch.export.save(torch.export.export(net.eval(), example, dynamic_shapes=shapes), tmp_path / "net.pt2")
+    pictures(tmp_path / "pictures")
+    file = tmp_path / "recipe.yaml"
+    data = {"images": "pictures", "mean": 0.5, "std": 0.5, "resize": SIDE, "crop": SIDE}
+    content = {"model": "net.pt2", "calibration": {**data, "samples": 4}, "target": "null"}
+    file.write_text(json.dumps({**content, "passes": [{"rtn": {"scheme": "W8A8", "targets": TARGETS}}]}))
+    run = answer("run", file, "-o", tmp_path / "bundle")
+    assert [site["site"] for site in run["sites"]] == ["0", "3"]
+    lock = json.loads((tmp_path / "bundle" / "compress.lock").read_text())
+    assert set(lock["model"]["files"]) == {"net.pt2"}
+    assert [site["site"] for site in answer("inspect", tmp_path / "net.pt2")["linears"]] == ["0", "3"]
