@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from compressor.capture.meta_model import (
     memory_meta_model,
 )
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.weights import map_weights
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
@@ -74,6 +76,8 @@ def capture(
     Raises:
         CaptureError: what stopped it, in which module and line, and what to do.
     """
+    if is_onnx(model):
+        return _capture_onnx(Path(model), example_inputs, dynamic_shapes, weights)  # type: ignore[arg-type]
     if isinstance(model, nn.Module):
         if example_inputs is not None:
             return _capture_module(model, example_inputs, dynamic_shapes, weights)
@@ -89,6 +93,26 @@ def capture(
     else:
         meta_model = folder_meta_model(model, trust_remote_code, weights)
     return _capture_meta_model(meta_model)
+
+
+def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
+    """Capture an ONNX file as the module that it is, under the file's name."""
+    from compressor.capture.onnx_in.inputs import choose_inputs
+    from compressor.capture.onnx_in.model import read_model
+    from compressor.capture.onnx_in.program import OnnxProgram
+
+    try:
+        model = read_model(file)
+        module = OnnxProgram(model)
+        if example is None and dynamic_shapes is None:
+            example, dynamic_shapes = choose_inputs(model, module)
+        graph = _capture_module(module, example, dynamic_shapes, weights)
+    except ModelFileError:
+        raise
+    except CaptureError as error:
+        raise ModelFileError(f"{file}: {error}") from error
+    graph.meta["model"] = replace(graph.meta["model"], name=file.name, architecture="onnx")
+    return graph
 
 
 def reexport(graph: GraphModule) -> ExportedProgram:
