@@ -22,6 +22,7 @@ from compressor.recipe.sources import (
     find_shipped,
     is_dir,
     is_file,
+    is_file,
     package_folder,
     read_recipe,
     shipped_names,
@@ -36,7 +37,7 @@ class Recipe(Section):
     """A model, and everything that is to be done with it.
 
     Attributes:
-        model: folder (beside the recipe, or in the current folder), name of a shipped model, hub id, or
+        model: folder or ONNX file (beside the recipe, or in the current folder), name of a shipped model, hub id, or
             ``package:<package>/<folder>`` for a model in an installed Python package.
         trust_remote_code: run code that comes with the model.
         calibration: data that calibrated passes use.
@@ -93,7 +94,7 @@ class Recipe(Section):
         return self._source.error(path, what)
 
     def model_source(self) -> Path | str:
-        """Return the model's folder, or its id on the Hugging Face hub.
+        """Return the model's folder or ONNX file, or its id on the Hugging Face hub.
 
         Raises:
             RecipeError: the recipe names no model, or neither a folder nor an id.
@@ -105,9 +106,13 @@ class Recipe(Section):
         folder = self._source.origin(("model",)).folder
         shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
         places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
-        found = next((place for place in places if is_dir(place)), None)
+        is_model = is_file if self.model.lower().endswith(".onnx") else is_dir
+        found = next((place for place in places if is_model(place)), None)
         if found is not None:
             return found
+        if is_model is is_file:
+            looked = " and ".join(dict.fromkeys(map(str, places)))
+            raise self.problem(("model",), f"{self.model!r}: no such ONNX file (looked at {looked})")
         meant = get_close_matches(self.model, _shipped_models(), n=1, cutoff=0.75)
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model

@@ -1,6 +1,6 @@
 """Choose example inputs of an ONNX model, and say which of their sizes vary.
 
-    float[batch, 3, height, width]  ->  example of [2, 3, 64, 72], and {0: Dim("batch"), 2: Dim("height"), 3: ...}
+float[batch, 3, height, width]  ->  example of [2, 3, 64, 72], and {0: Dim("batch"), 2: Dim("height"), 3: ...}
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _filled(call: Call, shape: _Array) -> Numbers | None:
     sizes = list(shape.reshape(-1))
     if dtype not in _WHOLE or not all(isinstance(size, int) for size in sizes) or np.prod(sizes, dtype=object) > _MOST:
         return None
-    return Numbers(np.full(sizes, value.value.item(), dtype=object), dtype)
+    return Numbers(np.full(sizes, value.number, dtype=object), dtype)
 
 
 def _expand(call: Call, x: _Array, shape: _Array) -> _Array | None:

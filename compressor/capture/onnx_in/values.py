@@ -1,7 +1,7 @@
 """Values while a model's nodes are gone through: tensors, and numbers that are known before the model runs.
 
-    Shape -> Gather -> Concat -> Reshape       the sizes are numbers or symbols, never tensors
-    Constant, initializer -> ...               folded once, before the export
+Shape -> Gather -> Concat -> Reshape       the sizes are numbers or symbols, never tensors
+Constant, initializer -> ...               folded once, before the export
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import SymInt, Tensor
+from torch import Tensor
 
 from compressor.errors import ModelFileError
 
-Size: TypeAlias = "int | SymInt"
+_MOST = 4096  # elements of floats that are kept as numbers too
 
 
 @dataclass
@@ -33,6 +33,17 @@ class Constant:
     value: Tensor
     name: str
     narrow: bool = False
+    listed: NDArray[Any] | None = field(init=False, default=None, repr=False)  # here: fake tensors would keep it away
+
+    def __post_init__(self) -> None:
+        if self.value.numel() <= _MOST or not self.value.dtype.is_floating_point:
+            self.listed = np.array(self.value.tolist(), dtype=object).reshape(tuple(self.value.shape))
+
+    @property
+    def number(self) -> Any:
+        """The only element."""
+        assert self.listed is not None
+        return self.listed.item()
 
 
 @dataclass
@@ -100,8 +111,8 @@ class Call:
     def known(self, index: int) -> NDArray[Any] | None:
         """Return an input's numbers, if they are known before the model runs."""
         value = self.inputs[index] if self.has(index) else None
-        if isinstance(value, Constant) and value.value.dtype not in (torch.bfloat16,):
-            return np.array(value.value.tolist(), dtype=object)
+        if isinstance(value, Constant):
+            return value.listed
         return value.values if isinstance(value, Numbers) else None
 
     def numbers(self, index: int, what: str) -> list[Any]:
@@ -126,7 +137,7 @@ class Call:
         """Return an input as a number of Python if it is a constant of one element, else as a tensor."""
         value = self.inputs[index]
         if isinstance(value, Constant) and value.value.numel() == 1 and value.value.dtype.is_floating_point:
-            return value.value.item()
+            return value.number
         return self.tensor(index)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -18,7 +18,7 @@ def _wrapped(index: Tensor, size: int | torch.SymInt) -> Tensor:
 def _index(call: Call, position: int, size: int | torch.SymInt) -> Tensor:
     """Return an index; constants are wrapped without an operator in the graph."""
     value, index = call.inputs[position], call.tensor(position).to(torch.int64)
-    if isinstance(value, Constant) and bool((value.value >= 0).all()):
+    if isinstance(value, Constant) and value.listed is not None and bool((value.listed >= 0).all()):
         return index
     return _wrapped(index, size)
 

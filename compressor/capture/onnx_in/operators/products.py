@@ -120,7 +120,7 @@ def conv_transpose(call: Call) -> Tensor:
             less = total // 2
             pairs.append((total - less, less) if auto != "SAME_UPPER" else (less, total - less))
     apply: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-    if all(a == b and isinstance(a, int) and 0 <= a for a, b in pairs) and all(
+    if all(a == b and isinstance(a, int) and a >= 0 for a, b in pairs) and all(
         e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)
     ):
         done: Tensor = apply(x, weight, bias, strides, [a for a, _ in pairs], extra, group, dilations)

@@ -208,8 +208,8 @@ def center_crop_pad(call: Call) -> Tensor:
 def constant_of_shape(call: Call) -> Tensor:
     """Fill a tensor with one value."""
     value = call.get("value")
-    held = torch.zeros(1) if value is None else value.value
-    return torch.full(call.numbers(0, "the sizes"), held.reshape(()).item(), dtype=held.dtype)
+    fill, dtype = (0.0, torch.float32) if value is None else (value.number, value.value.dtype)
+    return torch.full(call.numbers(0, "the sizes"), fill, dtype=dtype)
 
 
 @operator("Range")

@@ -1,0 +1,87 @@
+"""Give steps and constants their places in a module: paths that sites and parameters are known by."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.capture.onnx_in.steps import LINEAR, Step
+from compressor.capture.onnx_in.values import Call, Constant, Value
+
+WITH_WEIGHTS = (LINEAR, "Conv", "ConvTranspose")
+
+
+class Operation(nn.Module):
+    """A node: the export notes path and class of the module that an operator comes from."""
+
+    def forward(self, run: Any, call: Call) -> Value | tuple[Value, ...]:
+        """Run a definition."""
+        result: Value | tuple[Value, ...] = run(call)
+        return result
+
+
+def place_step(root: nn.Module, step: Step, known: dict[str, Constant]) -> str:
+    """Register the module of a step, and return its path: its weight's, its node's, or its output's."""
+    name, wanted = step.op, step.path or _clean(step.outputs[0])
+    if step.op in WITH_WEIGHTS and step.inputs[1] in known:
+        weight = known[step.inputs[1]]
+        stored = _clean(weight.name)
+        wanted = stored.removesuffix(".weight") if stored.endswith(".weight") else step.path or stored
+        if step.op != LINEAR:
+            name += f"{weight.value.dim() - 2}d"
+    path = _free(root, wanted or "step")
+    owner, leaf = _owner(root, path)
+    owner.add_module(leaf, type(name, (Operation,), {})())
+    return path
+
+
+def place_constant(root: nn.Module, constant: Constant, wanted: str) -> str:
+    """Register a constant, float32 with several elements as a parameter, others as buffers; return its path."""
+    value = constant.value
+    path = _free(root, wanted or _clean(constant.name) or "constant")
+    owner, leaf = _owner(root, path)
+    if value.dtype == torch.float32 and value.numel() > 1:
+        owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+    else:
+        owner.register_buffer(leaf, value)
+    return path
+
+
+def place_key(value: Tensor) -> tuple[Any, ...]:
+    """Return what equal views of one place in memory share."""
+    return (value.data_ptr() if value.numel() else id(value), tuple(value.shape), value.stride(), value.dtype)
+
+
+def _clean(name: str) -> str:
+    """Return a dotted path of identifiers."""
+    parts = [re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[./]", name)]
+    return ".".join(f"_{part}" if part[0].isdigit() and not part.isdigit() else part for part in parts if part)
+
+
+def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module that a free path ends in, made where it is missing, and the attribute's name."""
+    *parts, leaf = path.split(".")
+    holder = root
+    for part in parts:
+        if part not in holder._modules:
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    return holder, leaf
+
+
+def _free(root: nn.Module, path: str) -> str:
+    """Return a path that no attribute has: the one that is wanted, or with underscores where it is taken."""
+    holder: nn.Module | None = root
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1
+        while hasattr(holder if holder is not None else nn.Module, part) and (
+            last or holder is None or part not in holder._modules
+        ):
+            part += "_"
+        parts[index] = part
+        holder = holder._modules.get(part) if holder is not None else None
+    return ".".join(parts)
