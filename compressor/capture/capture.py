@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,20 +97,26 @@ def capture(
 
 def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
     """Capture an ONNX file as the module that it is, under the file's name."""
-    from compressor.capture.onnx_in.inputs import choose_inputs
+    from compressor.capture.onnx_in.inputs import choose_inputs, fixed_sizes, narrow_sizes
     from compressor.capture.onnx_in.model import read_model
     from compressor.capture.onnx_in.program import OnnxProgram
 
-    try:
-        model = read_model(file)
-        module = OnnxProgram(model)
-        if example is None and dynamic_shapes is None:
-            example, dynamic_shapes = choose_inputs(model, module)
-        graph = _capture_module(module, example, dynamic_shapes, weights)
-    except ModelFileError:
-        raise
-    except CaptureError as error:
-        raise ModelFileError(f"{file}: {error}") from error
+    model = read_model(file)
+    module = OnnxProgram(model)
+    chosen = example is None and dynamic_shapes is None
+    if chosen:
+        example, dynamic_shapes = choose_inputs(model, module)
+    while True:
+        try:
+            graph = _capture_module(module, example, dynamic_shapes, weights, module.stored())
+            break
+        except ModelFileError as error:
+            raise ModelFileError(f"{file}: {error}") from error
+        except CaptureError as error:
+            narrowed = narrow_sizes(error, dynamic_shapes) if chosen else None
+            if narrowed is None:
+                raise ModelFileError(f"{file}: {fixed_sizes(error, dynamic_shapes) or error}") from error
+            dynamic_shapes, chosen = narrowed, False
     graph.meta["model"] = replace(graph.meta["model"], name=file.name, architecture="onnx")
     return graph
 
@@ -288,7 +294,13 @@ def _example(given: Any) -> tuple[Any, ...]:
     raise CaptureError(f"the example {found}; give a tensor, or a tuple of the tensors that the module takes")
 
 
-def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
+def _capture_module(
+    module: nn.Module,
+    example: Any,
+    dynamic_shapes: Any,
+    weights: bool,
+    stored: Mapping[str, Tensor] | None = None,  # in place of parameters of these names, in the types of a file
+) -> GraphModule:
     name, args = type(module).__name__, _example(example)
     tensors = _tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
@@ -310,7 +322,10 @@ def _capture_module(module: nn.Module, example: Any, dynamic_shapes: Any, weight
     outputs = flatten_outputs(graph, exported.call_spec.out_spec, names, name)
     layout = normalize(graph)
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
-    held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
+    held = {
+        name: t if weights or name in buffers else t.to("meta")
+        for name, t in {**tensors, **constants, **(stored or {})}.items()
+    }
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo(kind="module", name=name, architecture=name))
     captured.meta["rules"] += rewrite_convolutions(captured)
     captured.meta["inputs"], captured.meta["outputs"] = (args, dynamic_shapes), outputs

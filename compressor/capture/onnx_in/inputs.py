@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onnx import ValueInfoProto
 
 _BATCH = 2
-_TRIED = (64, 8, 224)  # what sizes with a name may be; each next one is larger by 8
+_TRIED = ((12, 64), (200, 224), (8, 8))  # sizes with a name: of sequences, of images; each next is larger by 8
 _ADVICE = "give an example of the inputs (example=), and dynamic_shapes where sizes are to vary"
 
 
@@ -45,12 +45,14 @@ def choose_inputs(model: OnnxModel, module: nn.Module) -> tuple[tuple[Tensor, ..
     shapes = [_sizes(model, value) for value in inputs]
     symbols = list(dict.fromkeys(size for shape in shapes for size in shape if isinstance(size, str)))
     firsts = {shape[0] for shape in shapes if shape and isinstance(shape[0], str)}
+    images = {s for shape in shapes for s in shape[2:] if len(shape) > 3}
     indices = set(_indices(model))
     generator = torch.Generator().manual_seed(0)
     problem: CaptureError | None = None
-    for base in _TRIED if set(symbols) - firsts else _TRIED[:1]:
+    for sequence, image in _TRIED if set(symbols) - firsts else _TRIED[:1]:
         sizes = {name: _BATCH + i for i, name in enumerate(s for s in symbols if s in firsts)}
-        sizes |= {name: base + 8 * i for i, name in enumerate(s for s in symbols if s not in firsts)}
+        others = [name for name in symbols if name not in firsts]
+        sizes |= {name: (image if name in images else sequence) + 8 * i for i, name in enumerate(others)}
         args = tuple(
             _values(DTYPES[value.type.tensor_type.elem_type], [sizes.get(size, size) for size in shape],
                     value.name in indices, generator)
@@ -68,7 +70,7 @@ def choose_inputs(model: OnnxModel, module: nn.Module) -> tuple[tuple[Tensor, ..
     if not symbols:
         raise problem
     raise ModelFileError(
-        f"{problem}; tried with {', '.join(symbols)} of {' and '.join(map(str, _TRIED))}: {_ADVICE}"
+        f"{problem}; tried with {', '.join(symbols)} of {', '.join(str(max(pair)) for pair in _TRIED)}: {_ADVICE}"
     ) from problem
 
 
@@ -112,3 +114,32 @@ def _values(dtype: torch.dtype, shape: list[int], index: bool, generator: torch.
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.zeros(shape, dtype=dtype) if index else torch.ones(shape, dtype=dtype)
+
+
+def narrow_sizes(error: BaseException, dynamic_shapes: Any) -> Any | None:
+    """Return ``dynamic_shapes`` within the bounds that an export found, or None where it found others.
+
+    A table of positions bounds a sequence; an operator may want two sizes equal.  A size that would be fixed to the
+    example's is no bound.
+    """
+    refine = torch.export.dynamic_shapes.refine_dynamic_shapes_from_suggested_fixes
+    text = str(error.__cause__ or "")
+    if dynamic_shapes is None or "Suggested fixes:" not in text:
+        return None
+    try:
+        narrowed = refine(text, dynamic_shapes)
+    except Exception:  # what it cannot read stays as it is, and the export's own error is told
+        return None
+    sizes = [size for shape in narrowed for size in (shape or {}).values()]
+    return None if any(isinstance(size, int) or size is None for size in sizes) else narrowed
+
+
+def fixed_sizes(error: CaptureError, dynamic_shapes: Any) -> str:
+    """Return what to say where sizes that are to vary cannot; empty where that is not the reason."""
+    cause = str(error.__cause__ or "")
+    if dynamic_shapes is None or not ("onstraint" in cause or "specialized" in cause or "sympy" in str(error)):
+        return ""
+    names = dict.fromkeys(getattr(d, "__name__", "") for shape in dynamic_shapes for d in (shape or {}).values())
+    found = cause.partition("Suggested fixes:")[2].strip().partition("\n\n")[0]
+    found = f" (torch.export suggests: {'; '.join(found.split(chr(10)))})" if found else ""
+    return f"its sizes {', '.join(names)} cannot vary freely{found}; {_ADVICE}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from compressor.capture.onnx_in.steps import LINEAR, Step
 from compressor.capture.onnx_in.values import Call, Constant, Value
 
+HALVES = (torch.float16, torch.bfloat16)
 WITH_WEIGHTS = (LINEAR, "Conv", "ConvTranspose")
 
 
@@ -39,8 +40,14 @@ def place_step(root: nn.Module, step: Step, known: dict[str, Constant]) -> str:
 
 
 def place_constant(root: nn.Module, constant: Constant, wanted: str) -> str:
-    """Register a constant, float32 with several elements as a parameter, others as buffers; return its path."""
+    """Register a constant and return its path: floats of several elements as a parameter, others as a buffer.
+
+    Half precision is seen as float32: its parameter takes addresses and no memory, for the shape alone is asked for.
+    """
     value = constant.value
+    if value.dtype in HALVES:
+        wide = value.numel() > 1
+        value = torch.empty_strided(value.shape, value.stride()) if wide else value.float()
     path = _free(root, wanted or _clean(constant.name) or "constant")
     owner, leaf = _owner(root, path)
     if value.dtype == torch.float32 and value.numel() > 1:

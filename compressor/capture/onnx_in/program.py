@@ -10,17 +10,20 @@ from __future__ import annotations
 import inspect
 import operator as python
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compressor.capture.onnx_in.model import OnnxModel, node_name
 from compressor.capture.onnx_in.operators.table import load
-from compressor.capture.onnx_in.places import WITH_WEIGHTS, Operation, place_constant, place_key, place_step
+from compressor.capture.onnx_in.places import HALVES, WITH_WEIGHTS, Operation, place_constant, place_key, place_step
 from compressor.capture.onnx_in.sizes import compute_sizes
 from compressor.capture.onnx_in.steps import Step, count_readers, find_linears, node_path, widened
-from compressor.capture.onnx_in.stored import NARROW
+from compressor.capture.onnx_in.stored import DTYPES, NARROW
 from compressor.capture.onnx_in.values import Call, Constant, Numbers, Value
 from compressor.errors import CaptureError, ModelFileError, first_line
 
@@ -45,12 +48,15 @@ class OnnxProgram(nn.Module):
         for proto in graph.initializer:
             self._known[proto.name] = Constant(model.tensor(proto), proto.name, proto.data_type in NARROW)
         self._inputs = [value.name for value in graph.input if value.name not in self._known]
-        self._outputs = [value.name for value in graph.output]
+        self._outputs = {value.name: value.type.tensor_type.elem_type for value in graph.output}
         self.input_names = _identifiers(self._inputs)
         steps = [step for node in graph.node if (step := self._fold(model, node)) is not None]
         self._steps = find_linears(steps, self._known, count_readers(graph))
         for step in self._steps:
             self._place(step)
+        for name in self._outputs:
+            if name in self._known and (key := place_key(self._known[name].value)) not in self._paths:
+                self._paths[key] = place_constant(self, self._known[name], "")
         parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in self.input_names]
         run = self.run
 
@@ -62,11 +68,12 @@ class OnnxProgram(nn.Module):
 
     def run(self, *args: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the model's output, or its outputs by name."""
-        values: dict[str, Value] = {**self._known, **dict(zip(self._inputs, args, strict=True))}
+        values: dict[str, Value] = {**self._known, **dict(zip(self._inputs, map(_single, args), strict=True))}
         for step in self._steps:
             inputs = [values[name] if name else None for name in step.inputs]
-            values.update(zip(step.outputs, self._apply(step, inputs, self._held), strict=False))
-        results = {name: _as_tensor(values[name]) for name in self._outputs}
+            done = self._apply(step, inputs, self._held)
+            values.update(zip(step.outputs, map(_single, done), strict=False))
+        results = {name: self._result(values[name], kind) for name, kind in self._outputs.items()}
         return next(iter(results.values())) if len(results) == 1 else results
 
     def _apply(self, step: Step, inputs: list[Value | None], hold: Any) -> tuple[Value, ...]:
@@ -76,9 +83,7 @@ class OnnxProgram(nn.Module):
         try:
             result = compute_sizes(call)
             if result is None:
-                definition = self._table[step.op]
-                module = self._modules.get(step.path.partition(".")[0]) and self.get_submodule(step.path)
-                result = module(definition, call) if isinstance(module, Operation) else definition(call)
+                result = self._compute(step, call)
         except CaptureError as error:
             raise ModelFileError(f"{step.label}: {error}") from error
         except Exception as error:
@@ -94,6 +99,20 @@ class OnnxProgram(nn.Module):
         if len(results) < len(step.outputs) and any(step.outputs[len(results) :]):
             raise ModelFileError(f"{step.label}: its output {len(results)} is not computed here")
         return results
+
+    def _compute(self, step: Step, call: Call) -> Value | tuple[Value, ...]:
+        """Run a definition: in the step's module, or right now where sizes turned out to be plain numbers."""
+        definition = self._table[step.op]
+        known = [None if x is None else _settled(x) for x in call.inputs]
+        if len(known) and all(x is None or y is not None for x, y in zip(call.inputs, known, strict=True)):
+            with _disable_current_modes(), torch.no_grad():
+                settled = [None if x is None or y is None else y() for x, y in zip(call.inputs, known, strict=True)]
+                done = definition(replace(call, inputs=settled, hold=lambda constant: constant.value))
+                results = done if isinstance(done, tuple) else (done,)
+                return tuple(Constant(x, name) if isinstance(x, Tensor) else x
+                             for x, name in zip(results, step.outputs, strict=False))  # fmt: skip
+        module = self._modules.get(step.path.partition(".")[0]) and self.get_submodule(step.path)
+        return module(definition, call) if isinstance(module, Operation) else definition(call)
 
     def _fold(self, model: OnnxModel, node: NodeProto) -> Step | None:
         """Return the node's step, or None where all that it reads is known, so that its outputs are now."""
@@ -112,7 +131,7 @@ class OnnxProgram(nn.Module):
         for name, value in zip(step.outputs, results, strict=False):
             if name:
                 narrow = isinstance(value, Constant) and value.narrow
-                self._known[name] = Constant(_as_tensor(value, lambda c: c.value), name, narrow)
+                self._known[name] = Constant(_as_tensor(value), name, narrow)
         return None
 
     def _place(self, step: Step) -> None:
@@ -124,13 +143,38 @@ class OnnxProgram(nn.Module):
                 wanted = f"{step.path}.{('', 'weight', 'bias')[position]}" if weights and 0 < position < 3 else ""
                 self._paths[key] = place_constant(self, self._known[name], wanted)
 
+    def stored(self) -> dict[str, Tensor]:
+        """Return the weights that the file holds in half precision; the module's parameters are float32 in their place."""
+        values = {place_key(c.value): c.value for c in self._known.values() if c.value.dtype in HALVES}
+        names = {name for name, _ in self.named_parameters()}
+        return {self._paths[key]: value for key, value in values.items() if self._paths.get(key) in names}
+
     def _held(self, constant: Constant) -> Tensor:
         """Return a constant as the export sees it: PyTorch puts fake tensors in the place of parameters."""
         path = self._paths.get(place_key(constant.value))
         return constant.value if path is None else python.attrgetter(path)(self)
 
+    def _result(self, value: Value, kind: int) -> Tensor:
+        """Return an output, in the half precision that the file states for it."""
+        x = self._held(value) if isinstance(value, Constant) else _as_tensor(value)
+        return x.to(DTYPES[kind]) if DTYPES.get(kind) in HALVES and x.dtype == torch.float32 else x
 
-def _as_tensor(value: Value, hold: Any = None) -> Tensor:
+
+def _settled(value: Value) -> Callable[[], Constant] | None:
+    """Return what makes a constant of a value that is known by now; None where it is not."""
+    if isinstance(value, Constant):
+        return lambda: value
+    if isinstance(value, Numbers) and all(isinstance(n, int) for n in value.values.reshape(-1)):
+        return lambda: Constant(value.tensor(), "size")
+    return None
+
+
+def _single(value: Value) -> Value:
+    """Widen half precision: arithmetic is float32."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+def _as_tensor(value: Value) -> Tensor:
     if isinstance(value, Constant):
         return value.value
     return value.tensor() if isinstance(value, Numbers) else value

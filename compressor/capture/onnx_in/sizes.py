@@ -106,11 +106,20 @@ def _cast(call: Call, x: _Array) -> Numbers | None:
     return Numbers(_elementwise(lambda value: int(value) if isinstance(value, bool) else value)(call, x), dtype)
 
 
-def _gather(call: Call, x: _Array, index: _Array) -> _Array:
+def _plain(*arrays: _Array | None) -> bool:
+    """Return whether numbers are no symbols: as an index, a symbol would become the number of the example."""
+    return all(isinstance(n, int) for array in arrays if array is not None for n in array.reshape(-1))
+
+
+def _gather(call: Call, x: _Array, index: _Array) -> _Array | None:
+    if not _plain(index):
+        return None
     return np.asarray(np.take(x, index.astype(np.int64), axis=call.get("axis", 0)), dtype=object)
 
 
-def _slice(call: Call, x: _Array, *given: _Array | None) -> _Array:
+def _slice(call: Call, x: _Array, *given: _Array | None) -> _Array | None:
+    if not _plain(*given):
+        return None
     starts, ends, axes, steps = (list(g.reshape(-1)) if g is not None else None for g in (*given, *[None] * 4)[:4])
     assert starts is not None and ends is not None
     cut: list[slice] = [slice(None)] * x.ndim
