@@ -22,7 +22,6 @@ from compressor.recipe.sources import (
     find_shipped,
     is_dir,
     is_file,
-    is_file,
     package_folder,
     read_recipe,
     shipped_names,

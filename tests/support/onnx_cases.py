@@ -1,4 +1,4 @@
-"""Run the cases of ``onnx.backend.test``: is the captured graph's number right, is the model refused, or is it wrong?"""
+"""Run the cases of ``onnx.backend.test``: are the captured numbers right, is the model refused, or are they wrong?"""
 
 from __future__ import annotations
 

@@ -123,15 +123,18 @@ def narrow_sizes(error: BaseException, dynamic_shapes: Any) -> Any | None:
     example's is no bound.
     """
     refine = torch.export.dynamic_shapes.refine_dynamic_shapes_from_suggested_fixes
-    text = str(error.__cause__ or "")
-    if dynamic_shapes is None or "Suggested fixes:" not in text:
+    found = _suggested(error)
+    if dynamic_shapes is None or not found:
         return None
     try:
-        narrowed = refine(text, dynamic_shapes)
+        narrowed: Any = refine(f"Suggested fixes:\n{found}", dynamic_shapes)
     except Exception:  # what it cannot read stays as it is, and the export's own error is told
         return None
     sizes = [size for shape in narrowed for size in (shape or {}).values()]
-    return None if any(isinstance(size, int) or size is None for size in sizes) else narrowed
+    if any(isinstance(size, int) or size is None for size in sizes):
+        return None
+    least = {d: Dim(d.__name__, min=1, max=d.max) for d in sizes if getattr(d, "min", 1) == 0}
+    return tuple(shape and {axis: least.get(size, size) for axis, size in shape.items()} for shape in narrowed)
 
 
 def fixed_sizes(error: CaptureError, dynamic_shapes: Any) -> str:
@@ -140,6 +143,11 @@ def fixed_sizes(error: CaptureError, dynamic_shapes: Any) -> str:
     if dynamic_shapes is None or not ("onstraint" in cause or "specialized" in cause or "sympy" in str(error)):
         return ""
     names = dict.fromkeys(getattr(d, "__name__", "") for shape in dynamic_shapes for d in (shape or {}).values())
-    found = cause.partition("Suggested fixes:")[2].strip().partition("\n\n")[0]
-    found = f" (torch.export suggests: {'; '.join(found.split(chr(10)))})" if found else ""
+    found = _suggested(error)
+    found = f" (torch.export suggests: {'; '.join(found.splitlines())})" if found else ""
     return f"its sizes {', '.join(names)} cannot vary freely{found}; {_ADVICE}"
+
+
+def _suggested(error: BaseException) -> str:
+    """Return the lines in which torch.export says what sizes may be."""
+    return str(error.__cause__ or "").partition("Suggested fixes:")[2].strip().partition("\n\n")[0]

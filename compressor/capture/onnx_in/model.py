@@ -179,12 +179,12 @@ def _check_values(file: Path, graph: GraphProto) -> None:
                 raise ModelFileError(f"{file}: its {what} {value.name!r} is a {kind}; tensors are read")
             held = value.type.tensor_type.elem_type
             if held not in DTYPES and kind is not None:
-                raise ModelFileError(f"{file}: its {what} {value.name!r} holds {_type_name(held)}; numbers and booleans "
-                                     "are read")  # fmt: skip
+                raise ModelFileError(f"{file}: its {what} {value.name!r} holds {_type_name(held)}; numbers and "
+                                     "booleans are read")  # fmt: skip
     for proto in graph.initializer:
         if proto.data_type not in DTYPES and proto.data_type not in NARROW:
-            raise ModelFileError(f"{file}: {proto.name!r} holds {_type_name(proto.data_type)}; numbers and booleans are "
-                                 "read")  # fmt: skip
+            raise ModelFileError(f"{file}: {proto.name!r} holds {_type_name(proto.data_type)}; numbers and booleans "
+                                 "are read")  # fmt: skip
         if any(size < 0 for size in proto.dims):
             raise ModelFileError(f"{file}: {proto.name!r} has the shape {list(proto.dims)}; fetch the file again")
 

@@ -30,7 +30,8 @@ def place_step(root: nn.Module, step: Step, known: dict[str, Constant]) -> str:
     if step.op in WITH_WEIGHTS and step.inputs[1] in known:
         weight = known[step.inputs[1]]
         stored = _clean(weight.name)
-        wanted = stored.removesuffix(".weight") if stored.endswith(".weight") else step.path or stored
+        inside = re.sub(r"\.(MatMul|Gemm|Conv|ConvTranspose)(_\d+)?$", "", step.path)
+        wanted = stored.removesuffix(".weight") if stored.endswith(".weight") else inside or stored
         if step.op != LINEAR:
             name += f"{weight.value.dim() - 2}d"
     path = _free(root, wanted or "step")
@@ -80,15 +81,13 @@ def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _free(root: nn.Module, path: str) -> str:
-    """Return a path that no attribute has: the one that is wanted, or with underscores where it is taken."""
+    """Return a path that no attribute has: the one that is wanted, or with a number behind the part that is taken."""
     holder: nn.Module | None = root
     parts = path.split(".")
     for index, part in enumerate(parts):
-        last = index == len(parts) - 1
-        while hasattr(holder if holder is not None else nn.Module, part) and (
-            last or holder is None or part not in holder._modules
-        ):
-            part += "_"
-        parts[index] = part
-        holder = holder._modules.get(part) if holder is not None else None
+        last, name, count = index == len(parts) - 1, part, 2
+        while hasattr(holder or nn.Module, name) and (last or holder is None or name not in holder._modules):
+            name, count = f"{part}_{count}", count + 1
+        parts[index] = name
+        holder = holder._modules.get(name) if holder is not None else None
     return ".".join(parts)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from compressor.capture.onnx_in.model import OnnxModel, node_name
 from compressor.capture.onnx_in.operators.table import load
-from compressor.capture.onnx_in.places import HALVES, WITH_WEIGHTS, Operation, place_constant, place_key, place_step
+from compressor.capture.onnx_in.places import HALVES, WITH_WEIGHTS, place_constant, place_key, place_step
 from compressor.capture.onnx_in.sizes import compute_sizes
 from compressor.capture.onnx_in.steps import Step, count_readers, find_linears, node_path, widened
 from compressor.capture.onnx_in.stored import DTYPES, NARROW
@@ -44,6 +44,7 @@ class OnnxProgram(nn.Module):
         self._table = table
         self._known: dict[str, Constant] = {}
         self._paths: dict[tuple[Any, ...], str] = {}
+        self._operations: set[str] = set()
         graph = model.graph
         for proto in graph.initializer:
             self._known[proto.name] = Constant(model.tensor(proto), proto.name, proto.data_type in NARROW)
@@ -71,19 +72,18 @@ class OnnxProgram(nn.Module):
         values: dict[str, Value] = {**self._known, **dict(zip(self._inputs, map(_single, args), strict=True))}
         for step in self._steps:
             inputs = [values[name] if name else None for name in step.inputs]
-            done = self._apply(step, inputs, self._held)
+            done = self._run_step(step, inputs, self._held)
             values.update(zip(step.outputs, map(_single, done), strict=False))
         results = {name: self._result(values[name], kind) for name, kind in self._outputs.items()}
         return next(iter(results.values())) if len(results) == 1 else results
 
-    def _apply(self, step: Step, inputs: list[Value | None], hold: Any) -> tuple[Value, ...]:
+    def _run_step(self, step: Step, inputs: list[Value | None], hold: Any) -> tuple[Value, ...]:
         """Run one node; whatever goes wrong is told with its name."""
         inputs, narrowed = widened(step, inputs)
         call = Call(step.op, step.version, step.attributes, inputs, len(step.outputs), hold)
         try:
-            result = compute_sizes(call)
-            if result is None:
-                result = self._compute(step, call)
+            sizes = compute_sizes(call)
+            result = self._compute(step, call) if sizes is None else sizes
         except CaptureError as error:
             raise ModelFileError(f"{step.label}: {error}") from error
         except Exception as error:
@@ -92,7 +92,7 @@ class OnnxProgram(nn.Module):
                 f"{step.label} cannot be captured for inputs of {shapes}: {type(error).__name__}: "
                 f"{first_line(error, 'no reason given')}; check the node, or give an example of the inputs"
             ) from error
-        results = result if isinstance(result, tuple) else (result,)
+        results: tuple[Value, ...] = result if isinstance(result, tuple) else (result,)
         if narrowed is not None:
             same = isinstance(results[0], Tensor) and results[0].dtype == torch.int64
             results = tuple(x.to(narrowed) if same and isinstance(x, Tensor) else x for x in results)
@@ -106,13 +106,17 @@ class OnnxProgram(nn.Module):
         known = [None if x is None else _settled(x) for x in call.inputs]
         if len(known) and all(x is None or y is not None for x, y in zip(call.inputs, known, strict=True)):
             with _disable_current_modes(), torch.no_grad():
-                settled = [None if x is None or y is None else y() for x, y in zip(call.inputs, known, strict=True)]
+                settled: list[Value | None] = [
+                    None if x is None or y is None else y() for x, y in zip(call.inputs, known, strict=True)
+                ]
                 done = definition(replace(call, inputs=settled, hold=lambda constant: constant.value))
                 results = done if isinstance(done, tuple) else (done,)
                 return tuple(Constant(x, name) if isinstance(x, Tensor) else x
                              for x, name in zip(results, step.outputs, strict=False))  # fmt: skip
-        module = self._modules.get(step.path.partition(".")[0]) and self.get_submodule(step.path)
-        return module(definition, call) if isinstance(module, Operation) else definition(call)
+        if step.path not in self._operations:
+            return definition(call)
+        result: Value | tuple[Value, ...] = self.get_submodule(step.path)(definition, call)
+        return result
 
     def _fold(self, model: OnnxModel, node: NodeProto) -> Step | None:
         """Return the node's step, or None where all that it reads is known, so that its outputs are now."""
@@ -127,7 +131,7 @@ class OnnxProgram(nn.Module):
             return step
         with torch.no_grad():
             inputs: list[Value | None] = [self._known[name] if name else None for name in step.inputs]
-            results = self._apply(step, inputs, lambda constant: constant.value)
+            results = self._run_step(step, inputs, lambda constant: constant.value)
         for name, value in zip(step.outputs, results, strict=False):
             if name:
                 narrow = isinstance(value, Constant) and value.narrow
@@ -138,13 +142,14 @@ class OnnxProgram(nn.Module):
         """Give a step a module, and its constants paths: beside the module where they are its weight and bias."""
         weights = step.op in WITH_WEIGHTS and step.inputs[1] in self._known
         step.path = place_step(self, step, self._known)
+        self._operations.add(step.path)
         for position, name in enumerate(step.inputs):
             if name in self._known and (key := place_key(self._known[name].value)) not in self._paths:
                 wanted = f"{step.path}.{('', 'weight', 'bias')[position]}" if weights and 0 < position < 3 else ""
                 self._paths[key] = place_constant(self, self._known[name], wanted)
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the weights that the file holds in half precision; the module's parameters are float32 in their place."""
+        """Return the weights in half precision, for which the module has float32 parameters without values."""
         values = {place_key(c.value): c.value for c in self._known.values() if c.value.dtype in HALVES}
         names = {name for name, _ in self.named_parameters()}
         return {self._paths[key]: value for key, value in values.items() if self._paths.get(key) in names}

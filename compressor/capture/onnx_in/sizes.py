@@ -18,6 +18,8 @@ from compressor.capture.onnx_in.values import Call, Constant, Numbers, refuse
 _MOST = 4096  # larger arrays are tensors
 _WHOLE = (torch.int64, torch.int32, torch.bool)
 _Array = NDArray[Any]
+_sym_min: Any = torch.sym_min
+_sym_max: Any = torch.sym_max
 
 
 def compute_sizes(call: Call) -> Numbers | tuple[Numbers, ...] | None:
@@ -198,8 +200,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "Div": _elementwise(_quotient),
     "Mod": _remainder,
     "Neg": _elementwise(operator.neg),
-    "Min": _elementwise(lambda *xs: torch.sym_min(*xs) if len(xs) == 2 else min(xs)),
-    "Max": _elementwise(lambda *xs: torch.sym_max(*xs) if len(xs) == 2 else max(xs)),
+    "Min": _elementwise(lambda *xs: _sym_min(*xs) if len(xs) == 2 else min(xs)),
+    "Max": _elementwise(lambda *xs: _sym_max(*xs) if len(xs) == 2 else max(xs)),
     "Equal": _comparison(operator.eq),
     "Greater": _comparison(operator.gt),
     "GreaterOrEqual": _comparison(operator.ge),

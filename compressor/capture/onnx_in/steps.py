@@ -33,15 +33,12 @@ class Step:
     attributes: dict[str, Any]
     inputs: list[str]
     outputs: list[str]
-    path: str  # of its module, as its name tells; once it has one, that module's
+    path: str  # of its module, as its name tells; once it has a module, that one's
 
 
 def node_path(node: NodeProto) -> str:
     """Return a module's path from names as PyTorch's exporter gives them: ``/model/layers.0/mlp/up_proj/MatMul``."""
-    parts = [part for part in node.name.split("/") if part]
-    if len(parts) > 1 and parts[-1].startswith(node.op_type):
-        parts.pop()
-    return re.sub(r"[^\w.]+", "_", ".".join(parts)).strip("._")
+    return re.sub(r"[^\w.]+", "_", ".".join(part for part in node.name.split("/") if part)).strip("._")
 
 
 def count_readers(graph: GraphProto) -> Counter[str]:
@@ -98,8 +95,8 @@ def _takes_bias(maker: Step | None, bias: str, known: dict[str, Constant], reade
 
 
 _UNSIGNED = (torch.uint16, torch.uint32)
-_ANY = {"Cast", "CastLike", "Constant", "DequantizeLinear", "Flatten", "Identity", "Reshape", "Shape", "Size", "Squeeze",
-        "Transpose", "Unsqueeze"}  # fmt: skip
+_ANY = {"Cast", "CastLike", "Constant", "DequantizeLinear", "Flatten", "Identity", "Reshape", "Shape", "Size",
+        "Squeeze", "Transpose", "Unsqueeze"}  # fmt: skip
 _IN_INT64 = {"Add", "Sub", "Mul", "Div", "Mod", "Max", "Min", "Clip", "Concat", "Expand", "Gather", "Pow", "Slice",
              "Split", "Sum", "Tile", "Where", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "BitwiseAnd",
              "BitwiseOr", "BitwiseXor", "BitShift", "BitwiseNot"}  # fmt: skip
@@ -111,8 +108,8 @@ def widened(step: Step, inputs: list[Value | None]) -> tuple[list[Value | None],
     if step.op in _ANY or not dtypes & {*_UNSIGNED, torch.uint64}:
         return inputs, None
     if step.op not in _IN_INT64 or torch.uint64 in dtypes:
-        raise ModelFileError(f"{step.label}: it computes with {' and '.join(sorted(map(str, dtypes)))}; convert these to "
-                             "int64 or a float where the model is exported")  # fmt: skip
+        raise ModelFileError(f"{step.label}: it computes with {' and '.join(sorted(map(str, dtypes)))}; convert these "
+                             "to int64 or a float where the model is exported")  # fmt: skip
     narrow = next(d for d in _UNSIGNED if d in dtypes)
     wide: list[Value | None] = []
     for x in inputs:

@@ -56,7 +56,7 @@ def strip_weights(file: Path) -> tuple[bytes, dict[str, Place]]:
     places: dict[str, Place] = {}
     if not file.stat().st_size:
         raise ModelFileError(f"{file}: not an ONNX file: it is empty; fetch it again")
-    data = memoryview(map_file(file).numpy()).cast("B")
+    data = map_file(file).numpy().data
     message, left = bytearray(), 0
     try:
         for field, start, begin, end in _fields(data, 0, len(data)):

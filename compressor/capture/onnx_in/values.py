@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compressor.errors import ModelFileError
 
@@ -57,7 +58,7 @@ class Numbers:
         """Return them as a tensor, which is computed where a size is symbolic."""
         flat = self.values.reshape(-1).tolist()
         if all(isinstance(value, int | bool | float) for value in flat):
-            return torch.tensor(flat, dtype=self.dtype).reshape(self.values.shape)
+            return constant(flat, self.dtype).reshape(self.values.shape)
         parts = [torch.scalar_tensor(value, dtype=self.dtype) for value in flat]
         return torch.stack(parts).reshape(self.values.shape)
 
@@ -148,7 +149,14 @@ class Call:
         """Return axes, an attribute in older definitions and an input in newer ones; None if they are left out."""
         if self.has(index):
             return [int(axis) for axis in self.numbers(index, name)]
-        return self.get(name)
+        given: list[int] | None = self.get(name)
+        return given
+
+
+def constant(values: Any, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of known values; made outside the trace, which would record how it is made."""
+    with _disable_current_modes():
+        return torch.tensor(values, dtype=dtype)
 
 
 def refuse(why: str) -> ModelFileError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def _masked(call: Call, scores: Tensor, past: int | torch.SymInt) -> Tensor:
             mask = torch.nn.functional.pad(mask, [0, keys - mask.shape[-1]], value=-math.inf)
         result = result + mask
     if call.get("is_causal", 0):
-        allowed = torch.arange(keys) <= torch.arange(queries).unsqueeze(1) + past
+        allowed: Any = torch.arange(keys) <= torch.arange(queries).unsqueeze(1) + past
         result = torch.where(allowed, result, torch.full_like(result, -math.inf))
     return result
 

@@ -44,7 +44,7 @@ def binary(call: Call) -> Tensor:
 
 
 def operands(call: Call) -> tuple[Any, Any]:
-    """Return two inputs, at least one of them a tensor; the other is a number where the shape follows from the first."""
+    """Return two inputs, one of them a number where it is a constant and the shape follows from the other."""
     a, b = call.inputs[:2]
     if isinstance(b, Constant) and not isinstance(a, Constant) and b.value.dim() <= call.tensor(0).dim():
         return call.tensor(0), call.scalar(1)
@@ -106,7 +106,8 @@ def bit_shift(call: Call) -> Tensor:
     if dtype == torch.uint64:
         raise refuse("shifts of uint64 are not read")
     shifted = x << by if call.get("direction") == "LEFT" else x >> by
-    return (shifted & (2 ** (8 * dtype.itemsize) - 1)).to(dtype)
+    low: Tensor = shifted & (2 ** (8 * dtype.itemsize) - 1)
+    return low.to(dtype)
 
 
 @operator("Sum", "Max", "Min", "Mean")
@@ -161,7 +162,8 @@ def activation(call: Call) -> Tensor:
         return x * torch.sigmoid(x * get("alpha", 1.0))
     if call.op == "Selu":
         alpha, gamma = get("alpha", 1.6732631921768188), get("gamma", 1.0507010221481323)
-        return gamma * torch.where(x > 0, x, alpha * torch.exp(x) - alpha)
+        y: Tensor = gamma * torch.where(x > 0, x, alpha * torch.exp(x) - alpha)
+        return y
     bias, lambd = get("bias", 0.0), get("lambd", 0.5)
     zero = torch.zeros_like(x)
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, zero))
@@ -228,22 +230,11 @@ def convert(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
 
 
 def _to_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-    if not x.is_floating_point():
-        x = x.float()
-    largest = torch.finfo(dtype).max
-    wide = x.float()
-    if x.dtype.itemsize == 1 and x.dtype == dtype:
-        return x
-    with_infinity = dtype == torch.float8_e5m2
+    """Round to float8: what is too large becomes the largest with saturation, else NaN (infinity in e5m2)."""
+    largest, wide = torch.finfo(dtype).max, x.float()
     if saturate:
-        bounded = torch.clamp(wide, -largest, largest)
-        wide = torch.where(torch.isnan(wide), wide, bounded)
+        return torch.where(torch.isnan(wide), wide, torch.clamp(wide, -largest, largest)).to(dtype)
+    if dtype == torch.float8_e5m2:
         return wide.to(dtype)
-    # Halfway to the number that would come next, and beyond, there is none.
-    step = largest - float(torch.tensor(largest).nextafter(torch.tensor(0.0)))
-    del step
-    result = wide.to(dtype)
-    if with_infinity:
-        return result
-    over = torch.isinf(wide) | (wide.abs() > largest * (1 + 2.0**-4))
+    over = wide.abs() > largest * (1 + 2.0**-4)  # beyond half of a step above the largest, which is at most an eighth
     return torch.where(over, torch.full_like(wide, math.nan), wide).to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,8 @@ from compressor.capture.onnx_in.values import Call, Constant, Numbers, refuse
 
 def _wrapped(index: Tensor, size: int | torch.SymInt) -> Tensor:
     """Count negative indices from the end."""
-    return torch.where(index < 0, index + size, index)
+    moved: Any = index + size
+    return torch.where(index < 0, moved, index)
 
 
 def _index(call: Call, position: int, size: int | torch.SymInt) -> Tensor:

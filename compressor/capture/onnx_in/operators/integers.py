@@ -163,7 +163,8 @@ def nbits_weight(call: Call, rows: int, columns: int, bits: int, block: int) -> 
         else:
             zero = _unpacked(held.reshape(rows, -1), bits)[:, :blocks].unsqueeze(-1).to(torch.float32)
     dense = (whole - zero) * scales.reshape(rows, blocks, 1).to(torch.float32)
-    return dense.reshape(rows, -1)[:, :columns].to(scales.dtype)
+    cut: Tensor = dense.reshape(rows, -1)[:, :columns]
+    return cut.to(scales.dtype)
 
 
 def _unpacked(codes: Tensor, bits: int) -> Tensor:

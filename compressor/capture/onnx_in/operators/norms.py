@@ -74,10 +74,8 @@ def group_norm(call: Call) -> Tensor:
 def lp_norm(call: Call) -> Tensor:
     """Divide by a norm along a dimension; where it is 0 the result is 0."""
     x, axis = call.tensor(0), call.get("axis", -1)
-    if call.get("p", 2) == 1:
-        norm = torch.sum(torch.abs(x), axis, True)
-    else:
-        norm = torch.sqrt(torch.sum(x * x, axis, True))
+    total = torch.sum(torch.abs(x) if call.get("p", 2) == 1 else x * x, axis, True)
+    norm = total if call.get("p", 2) == 1 else torch.sqrt(total)
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)
 
 
@@ -88,7 +86,8 @@ def local_response_norm(call: Call) -> Tensor:
     before = (size - 1) // 2
     flat = F.pad((x * x).flatten(2).transpose(1, 2), [before, size - 1 - before])
     near = flat.unfold(2, size, 1).sum(-1).transpose(1, 2).reshape(x.shape)
-    return x / (call.get("bias", 1.0) + call.get("alpha", 1e-4) / size * near) ** call.get("beta", 0.75)
+    y: Tensor = x / (call.get("bias", 1.0) + call.get("alpha", 1e-4) / size * near) ** call.get("beta", 0.75)
+    return y
 
 
 @operator("MeanVarianceNormalization")

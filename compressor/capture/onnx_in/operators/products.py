@@ -141,4 +141,5 @@ def col2im(call: Call) -> Tensor:
     pads = call.get("pads", [0] * 2 * dims)
     if dims != 2 or pads[:2] != pads[2:]:
         raise refuse("images of two dimensions, padded alike on both sides, are read")
-    return F.fold(x, image, block, dilations, pads[:2], strides)
+    folded: Tensor = F.fold(x, tuple(image), tuple(block), dilations, pads[:2], strides)
+    return folded

@@ -92,10 +92,10 @@ class _Direction:
         return [self.functions[0](self._clip(x + F.linear(held[0], self.recurrence, self.recurrent_bias)))]
 
     def _gru(self, x: Tensor, held: list[Tensor]) -> list[Tensor]:
-        (h,), w = held, self.width
-        read = x.split(w, -1)
-        parts = self.recurrence.split(w, 0)
-        biases: Any = (None,) * 3 if self.recurrent_bias is None else self.recurrent_bias.split(w, 0)
+        (h,) = held
+        read = x.chunk(3, -1)
+        parts = self.recurrence.chunk(3, 0)
+        biases: Any = (None,) * 3 if self.recurrent_bias is None else self.recurrent_bias.chunk(3, 0)
         first, second = self.functions
         z = first(self._clip(read[0] + F.linear(h, parts[0], biases[0])))
         r = first(self._clip(read[1] + F.linear(h, parts[1], biases[1])))
@@ -107,7 +107,7 @@ class _Direction:
 
     def _lstm(self, x: Tensor, held: list[Tensor]) -> list[Tensor]:
         h, c = held
-        i, o, f, g = (x + F.linear(h, self.recurrence, self.recurrent_bias)).split(self.width, -1)
+        i, o, f, g = (x + F.linear(h, self.recurrence, self.recurrent_bias)).chunk(4, -1)
         first, second, third = self.functions
         if self.peepholes is not None:
             i, f = i + self.peepholes[0] * c, f + self.peepholes[2] * c

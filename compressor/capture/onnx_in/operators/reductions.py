@@ -74,7 +74,8 @@ def arg_extreme(call: Call) -> Tensor:
     find = torch.argmax if call.op == "ArgMax" else torch.argmin
     if not call.get("select_last_index", 0):
         return find(x, axis, keep)
-    return x.shape[axis] - 1 - find(torch.flip(x, [axis]), axis, keep)
+    last: Tensor = x.shape[axis] - 1 - find(torch.flip(x, [axis]), axis, keep)
+    return last
 
 
 @operator("CumSum")

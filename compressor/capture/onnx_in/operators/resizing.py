@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compressor.capture.onnx_in.operators.table import operator
-from compressor.capture.onnx_in.values import Call, refuse
+from compressor.capture.onnx_in.values import Call, constant, refuse
 
 
 @operator("Resize")
@@ -31,7 +31,7 @@ def resize(call: Call) -> Tensor:
         ends = (region[i], region[i + len(axes)]) if len(region) == 2 * len(axes) else (0.0, 1.0)
         places = _places(call, int(x.shape[axis]), int(sizes[i]), float(scales[i]), ends)
         if call.get("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize":
-            out = torch.tensor([p < 0 or p > x.shape[axis] - 1 for p in places])
+            out = constant([p < 0 or p > x.shape[axis] - 1 for p in places], torch.bool)
             shape = [1] * x.dim()
             shape[axis] = -1
             outside = out.reshape(shape) if outside is None else outside | out.reshape(shape)
@@ -56,14 +56,14 @@ def _goal(call: Call, x: Tensor, axes: list[int]) -> tuple[list[Any], list[Any]]
             raise refuse("it keeps the ratio of sizes that vary")
         ratios = [size / x.shape[axis] for size, axis in zip(sizes, axes, strict=True)]
         ratio = min(ratios) if policy == "not_larger" else max(ratios)
-        sizes = [int(math.floor(x.shape[axis] * ratio + 0.5)) for axis in axes]
+        sizes = [math.floor(x.shape[axis] * ratio + 0.5) for axis in axes]
         return sizes, [ratio] * len(axes)
     return sizes, [size / x.shape[axis] for size, axis in zip(sizes, axes, strict=True)]
 
 
 def _scaled(size: Any, scale: float) -> Any:
     if isinstance(size, int):
-        return int(math.floor(size * scale))
+        return math.floor(size * scale)
     if float(scale).is_integer():
         return size * int(scale)
     raise refuse(f"it resizes a size that varies by {scale}, no whole number")
@@ -138,10 +138,10 @@ def _along(call: Call, x: Tensor, axis: int, places: list[float], scale: float) 
             "ceil": math.ceil,
         }
         index = [min(max(rules[rounding](p), 0), size - 1) for p in places]
-        return x.index_select(axis, torch.tensor(index))
+        return x.index_select(axis, constant(index, torch.int64))
     if mode not in ("linear", "cubic"):
         raise refuse(f"mode {mode!r} is not read")
-    matrix = torch.zeros(len(places), size, dtype=torch.float64)
+    matrix = [[0.0] * size for _ in places]
     spread = max(1.0, 1.0 / scale) if call.get("antialias", 0) else 1.0
     reach = (1 if mode == "linear" else 2) * spread
     for row, place in enumerate(places):
@@ -151,8 +151,8 @@ def _along(call: Call, x: Tensor, axis: int, places: list[float], scale: float) 
             weights = {j: w for j, w in weights.items() if 0 <= j < size}
         total = sum(weights.values())
         for j, weight in weights.items():
-            matrix[row, min(max(j, 0), size - 1)] += weight / total
-    moved = torch.matmul(x.movedim(axis, -1), matrix.t().to(x.dtype))
+            matrix[row][min(max(j, 0), size - 1)] += weight / total
+    moved = torch.matmul(x.movedim(axis, -1), constant(matrix, x.dtype).t())
     return moved.movedim(-1, axis)
 
 

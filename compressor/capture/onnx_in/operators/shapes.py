@@ -11,7 +11,7 @@ from torch import Tensor
 from compressor.capture.onnx_in.operators.elementwise import convert
 from compressor.capture.onnx_in.operators.table import operator
 from compressor.capture.onnx_in.stored import DTYPES
-from compressor.capture.onnx_in.values import Call, Constant, refuse
+from compressor.capture.onnx_in.values import Call, Constant, constant, refuse
 
 
 @operator("Shape", "Size")
@@ -21,7 +21,7 @@ def shape(call: Call) -> Tensor:
 
 
 @operator("Constant")
-def constant(call: Call) -> Tensor | Constant:
+def constant_value(call: Call) -> Tensor | Constant:
     """Return the attribute's value."""
     (name, value), *_ = call.attributes.items()
     if name == "value":
@@ -132,7 +132,7 @@ def slices(call: Call) -> Tensor:
             if not all(isinstance(n, int) for n in (size, start, end)):
                 raise refuse("it goes backwards over a size that varies")
             whole = range(size)[slice(start, None if end < -size else end, step)]
-            x = x.index_select(axis, torch.tensor(list(whole), dtype=torch.int64))
+            x = x.index_select(axis, constant(list(whole), torch.int64))
         else:
             x = _part(x, axis, start, end, step)
     return x
@@ -140,7 +140,8 @@ def slices(call: Call) -> Tensor:
 
 def _part(x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
     end = min(end, 2**63 - 1) if isinstance(end, int) else end
-    return torch.ops.aten.slice.Tensor(x, axis % x.dim(), start, end, step)
+    part: Tensor = torch.ops.aten.slice.Tensor(x, axis % x.dim(), start, end, step)
+    return part
 
 
 @operator("Pad")
@@ -183,7 +184,7 @@ def _pad_by_index(x: Tensor, axis: int, before: Any, after: Any, mode: str) -> T
         index = [min(i % period, period - i % period) if size > 1 else 0 for i in places]
     else:
         raise refuse(f"mode {mode!r} is not read")
-    return x.index_select(axis, torch.tensor(index, dtype=torch.int64))
+    return x.index_select(axis, constant(index, torch.int64))
 
 
 @operator("CenterCropPad")

@@ -103,7 +103,8 @@ def average_pool(call: Call) -> Tensor:
     if call.op == "LpPool":
         p = call.get("p", 2)
         total = _sums(torch.abs(x) ** p, windows, windows.extended())
-        return total ** (1.0 / p)
+        norm: Tensor = total ** (1.0 / p)
+        return norm
     padding_counts = bool(call.get("count_include_pad", 0))
     plain = all(d == 1 for d in windows.dilations)
     no_pads = all(amount == 0 for pair in windows.pads for amount in pair)
@@ -143,7 +144,8 @@ def global_pool(call: Call) -> Tensor:
         return torch.amax(x, axes, True)
     if call.op == "GlobalLpPool":
         p = call.get("p", 2)
-        return torch.sum(torch.abs(x) ** p, axes, True) ** (1.0 / p)
+        norm: Tensor = torch.sum(torch.abs(x) ** p, axes, True) ** (1.0 / p)
+        return norm
     return torch.mean(x, axes, True)
 
 
