@@ -1,0 +1,23 @@
+"""An ONNX file goes in, and what its bundle computes is what onnx's own evaluator computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from onnx_models import convnet, reference, write
+
+import compressor
+
+
+def test_an_onnx_file_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    model = convnet()
+    file = write(model, tmp_path)
+    recipe = {"passes": [{"rtn": {"scheme": "W8A16"}}], "target": "x86", "tune": "off"}
+    bundle = compressor.compress(str(file), recipe, tmp_path / "bundle")
+    x = np.random.default_rng(2).standard_normal((3, 3, 8, 8)).astype(np.float32)
+    got, expected = bundle.run(x), reference(model, x=x)[0]
+    assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+    assert compressor.load(tmp_path / "bundle").kind == "module"
