@@ -13,7 +13,7 @@ LISTED = dict(line.split() for line in GOLDEN.read_text(encoding="utf-8").splitl
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, onnx_cases.Case]:
-    return {case.name: case for case in onnx_cases.load_cases(("node",))}
+    return {case.name: case for case in onnx_cases.load_cases()}
 
 
 def test_one_case_of_each_operator_is_right(cases: dict[str, onnx_cases.Case]) -> None:

@@ -156,7 +156,7 @@ def test_a_size_that_cannot_vary_is_told_and_an_example_helps(tmp_path: Path) ->
     nodes = [node("Reshape", ["x", "shape"], ["y"])]
     model = make_model(nodes, {"x": ["batch", "width"]}, ["y"], {"shape": np.array([2, 12])})
     file = write(model, tmp_path)
-    with pytest.raises(ModelFileError, match="cannot vary freely.*give an example of the inputs"):
+    with pytest.raises(ModelFileError, match=r"cannot vary freely.*give an example of the inputs"):
         capture(file)
     graph = capture(file, (torch.zeros(4, 6),))
     assert run(graph, floats(4, 6))[0].shape == (2, 12)
