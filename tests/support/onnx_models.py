@@ -83,3 +83,32 @@ def convnet(opset: int = 17) -> ModelProto:
         node("Gemm", ["f", "head.weight"], ["y"], name="/head/Gemm", transB=1),
     ]
     return make_model(nodes, {"x": ["batch", 3, 8, 8]}, ["y"], weights, opset=opset)
+
+
+def recurrent(op: str, directions: int = 1, steps: int = 1, **attributes: Any) -> ModelProto:
+    """Return a recurrent layer with its states as inputs and outputs, and a linear on its last state."""
+    rng = np.random.default_rng(3)
+    gates, wide, width = {"RNN": 1, "GRU": 3, "LSTM": 4}[op], 16, 32
+
+    def weight(*shape: int) -> np.ndarray[Any, Any]:
+        return (rng.standard_normal(shape) / 4).astype(np.float32)
+
+    weights = {
+        "w": weight(directions, gates * width, wide),
+        "r": weight(directions, gates * width, width),
+        "b": weight(directions, 2 * gates * width),
+        "head.weight": weight(1, width),
+        "zero": np.array(0),
+    }
+    states = ["h", "c"] if op == "LSTM" else ["h"]
+    names = [f"{state}_next" for state in states]
+    attributes["direction"] = "bidirectional" if directions == 2 else "forward"
+    nodes = [
+        node(op, ["x", "w", "r", "b", "", *states], ["ys", *names], name="/rnn", hidden_size=width, **attributes),
+        node("Gather", ["h_next", "zero"], ["last"], axis=0),
+        node("Gemm", ["last", "head.weight"], ["z"], name="/head/Gemm", transB=1),
+        node("Sigmoid", ["z"], ["p"]),
+    ]
+    inputs: dict[str, list[Any]] = {"x": [steps, "batch", wide]}
+    inputs |= {state: [directions, "batch", width] for state in states}
+    return make_model(nodes, inputs, ["p", *names], weights)

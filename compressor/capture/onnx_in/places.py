@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.capture.onnx_in.steps import LINEAR, Step
+from compressor.capture.onnx_in.steps import FIRST_PART, GATES, LINEAR, Step, part_name
 from compressor.capture.onnx_in.values import Call, Constant, Value
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -36,7 +36,10 @@ def place_step(root: nn.Module, step: Step, known: dict[str, Constant]) -> str:
             name += f"{weight.value.dim() - 2}d"
     path = _free(root, wanted or "step")
     owner, leaf = _owner(root, path)
-    owner.add_module(leaf, type(name, (Operation,), {})())
+    module = type(name, (Operation,), {})()
+    owner.add_module(leaf, module)
+    for position in range(FIRST_PART, len(step.inputs), 2) if step.op in GATES else ():
+        module.add_module(part_name(position)[0], type(LINEAR, (Operation,), {})())
     return path
 
 

@@ -22,7 +22,17 @@ from compressor.capture.onnx_in.model import OnnxModel, node_name
 from compressor.capture.onnx_in.operators.table import load
 from compressor.capture.onnx_in.places import HALVES, WITH_WEIGHTS, place_constant, place_key, place_step
 from compressor.capture.onnx_in.sizes import compute_sizes
-from compressor.capture.onnx_in.steps import Step, count_readers, find_linears, node_path, widened
+from compressor.capture.onnx_in.steps import (
+    FIRST_PART,
+    GATES,
+    Step,
+    count_readers,
+    find_linears,
+    node_path,
+    part_name,
+    split_recurrent,
+    widened,
+)
 from compressor.capture.onnx_in.stored import DTYPES, NARROW
 from compressor.capture.onnx_in.values import Call, Constant, Numbers, Value
 from compressor.errors import CaptureError, ModelFileError, first_line
@@ -53,6 +63,7 @@ class OnnxProgram(nn.Module):
         self.input_names = _identifiers(self._inputs)
         steps = [step for node in graph.node if (step := self._fold(model, node)) is not None]
         self._steps = find_linears(steps, self._known, count_readers(graph))
+        split_recurrent(self._steps, self._known)
         for step in self._steps:
             self._place(step)
         for name in self._outputs:
@@ -115,7 +126,8 @@ class OnnxProgram(nn.Module):
                              for x, name in zip(results, step.outputs, strict=False))  # fmt: skip
         if step.path not in self._operations:
             return definition(call)
-        result: Value | tuple[Value, ...] = self.get_submodule(step.path)(definition, call)
+        module = self.get_submodule(step.path)
+        result: Value | tuple[Value, ...] = module(definition, replace(call, module=module))
         return result
 
     def _fold(self, model: OnnxModel, node: NodeProto) -> Step | None:
@@ -146,6 +158,9 @@ class OnnxProgram(nn.Module):
         for position, name in enumerate(step.inputs):
             if name in self._known and (key := place_key(self._known[name].value)) not in self._paths:
                 wanted = f"{step.path}.{('', 'weight', 'bias')[position]}" if weights and 0 < position < 3 else ""
+                if step.op in GATES and position >= FIRST_PART:
+                    child, leaf = part_name(position)
+                    wanted = f"{step.path}.{child}.{leaf}"
                 self._paths[key] = place_constant(self, self._known[name], wanted)
 
     def stored(self) -> dict[str, Tensor]:

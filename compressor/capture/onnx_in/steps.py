@@ -94,6 +94,43 @@ def _takes_bias(maker: Step | None, bias: str, known: dict[str, Constant], reade
     return readers[maker.outputs[0]] == 1 and wide.shape == known[maker.inputs[1]].value.shape[:1]
 
 
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+FIRST_PART = 8  # behind a recurrent node's own inputs: weight and bias of the linears that it consists of
+
+
+def part_name(position: int) -> tuple[str, str]:
+    """Return the linear, and its weight or bias, that an input behind a recurrent node's own is."""
+    direction, part = divmod(position - FIRST_PART, 4)
+    return f"{('input', 'hidden')[part // 2]}{direction or ''}", ("weight", "bias")[part % 2]
+
+
+def split_recurrent(steps: list[Step], known: dict[str, Constant]) -> None:
+    """Give recurrent steps their constant weights direction by direction, as the linears that they are.
+
+    weights [directions, gates * width, in]     become   for each direction  [gates * width, in]
+    biases [directions, 2 * gates * width]      become   for each direction  two of [gates * width]
+    """
+    for step in steps:
+        if step.op not in GATES or not all(name in known for name in step.inputs[1:4] if name):
+            continue
+        held = [known[name] for name in step.inputs[1:4] if name]
+        if any(constant.narrow for constant in held) or len(step.inputs) > FIRST_PART:
+            continue
+        inputs = [step.inputs[0], *[""] * 3, *step.inputs[4:]]
+        inputs += [""] * (FIRST_PART - len(inputs))
+        for direction in range(len(held[0].value)):
+            for half, weight in enumerate(held[:2]):
+                parts = [weight.value[direction]]
+                if len(held) > 2:
+                    parts.append(held[2].value[direction].chunk(2)[half])
+                for part in parts:
+                    name = f"{weight.name}[{direction}].{half}{part.dim()}"
+                    known[name] = Constant(part, name)
+                    inputs.append(name)
+                inputs += [""] * (2 - len(parts))
+        step.inputs = inputs
+
+
 _UNSIGNED = (torch.uint16, torch.uint32)
 _ANY = {"Cast", "CastLike", "Constant", "DequantizeLinear", "Flatten", "Identity", "Reshape", "Shape", "Size",
         "Squeeze", "Transpose", "Unsqueeze"}  # fmt: skip

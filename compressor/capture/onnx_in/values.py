@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from compressor.errors import ModelFileError
@@ -77,6 +77,7 @@ class Call:
         inputs: None where one is left out.
         outputs: the number of outputs that the node names.
         hold: gives the tensor of a constant.
+        module: of the step; the linears of a recurrent one are its children.
     """
 
     op: str
@@ -85,6 +86,7 @@ class Call:
     inputs: list[Value | None]
     outputs: int
     hold: Callable[[Constant], Tensor] = field(repr=False)
+    module: nn.Module | None = field(default=None, repr=False)
 
     def has(self, index: int) -> bool:
         """Return whether an input is given."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
-from onnx_models import convnet, make_model, node, reference, write
+from onnx_models import convnet, make_model, node, recurrent, reference, write
 from torch.export import Dim
 from torch.fx import GraphModule
 
@@ -185,3 +185,26 @@ def test_several_outputs_have_their_names(tmp_path: Path) -> None:
     nodes = [node("Relu", ["x"], ["logits"]), node("Neg", ["x"], ["other.output"])]
     graph = capture(write(make_model(nodes, {"x": [2]}, ["logits", "other.output"]), tmp_path))
     assert graph.meta["outputs"] == ["logits", "other.output"]
+
+
+@pytest.mark.parametrize(
+    ("op", "directions", "attributes", "packed"),
+    [
+        ("RNN", 1, {}, ["input", "hidden"]),
+        ("GRU", 1, {"linear_before_reset": 1}, ["input", "hidden"]),
+        ("GRU", 1, {"linear_before_reset": 0}, ["input"]),  # the gate comes between the state and a part of the weight
+        ("LSTM", 1, {}, ["input", "hidden"]),
+        ("LSTM", 2, {}, ["input", "hidden", "input1", "hidden1"]),
+    ],
+)
+def test_recurrent_layers_are_linears(
+    op: str, directions: int, attributes: dict[str, int], packed: list[str], tmp_path: Path
+) -> None:
+    model = recurrent(op, directions, steps=3, **attributes)
+    graph = capture(write(model, tmp_path))
+    sites = {site.name.partition("@")[0] for site in linear_sites(graph)}
+    assert sites == {"head", *(f"rnn.{name}" for name in packed)}
+    inputs = {value.name: floats(*(d.dim_value or 4 for d in value.type.tensor_type.shape.dim))
+              for value in model.graph.input}  # fmt: skip
+    for got, expected in zip(run(graph, *inputs.values()), reference(model, **inputs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

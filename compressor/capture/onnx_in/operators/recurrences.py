@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compressor.capture.onnx_in.operators.table import operator
+from compressor.capture.onnx_in.steps import FIRST_PART
 from compressor.capture.onnx_in.values import Call, refuse
 
 _Function = Callable[[Tensor], Tensor]
-_GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _DEFAULTS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 _MOST_STEPS = 1024
 
@@ -58,12 +58,15 @@ class _Direction:
 
     def __init__(self, call: Call, index: int, directions: int) -> None:
         self.call = call
-        self.weight, self.recurrence = call.tensor(1)[index], call.tensor(2)[index]
+        self.index, first = index, FIRST_PART + 4 * index
+        if call.has(first):
+            self.weight, self.recurrence = call.tensor(first), call.tensor(first + 2)
+            self.bias, self.recurrent_bias = call.maybe(first + 1), call.maybe(first + 3)
+        else:
+            self.weight, self.recurrence, bias = call.tensor(1)[index], call.tensor(2)[index], call.maybe(3)
+            both = (None, None) if bias is None else bias[index].chunk(2)
+            self.bias, self.recurrent_bias = both
         self.width = self.recurrence.shape[-1]
-        gates = _GATES[call.op] * self.width
-        bias = call.maybe(3)
-        self.bias = None if bias is None else bias[index][:gates]
-        self.recurrent_bias = None if bias is None else bias[index][gates:]
         peepholes = call.maybe(7) if call.op == "LSTM" else None
         self.peepholes = None if peepholes is None else torch.split(peepholes[index], self.width)
         names = call.get("activations", _DEFAULTS[call.op] * directions)
@@ -77,37 +80,50 @@ class _Direction:
         zeros = torch.zeros([x.shape[1], self.width], dtype=x.dtype)
         held = [zeros if s is None else s for s in state]
         step = {"RNN": self._rnn, "GRU": self._gru, "LSTM": self._lstm}[self.call.op]
-        read = F.linear(x, self.weight, self.bias)
+        read = self._linear("input", x, self.weight, self.bias)
         outputs = []
         for t in range(x.shape[0]):
             held = step(read[t], held)
             outputs.append(held[0])
         return torch.stack(outputs, 0), held
 
+    def _linear(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply a linear, in the module of its own that a constant weight has."""
+        child = getattr(self.call.module, f"{name}{self.index or ''}", None)
+        if child is None:
+            return F.linear(x, weight, bias)
+        done: Tensor = child(lambda _: F.linear(x, weight, bias), self.call)
+        return done
+
+    def _hidden(self, h: Tensor) -> Tensor:
+        return self._linear("hidden", h, self.recurrence, self.recurrent_bias)
+
     def _clip(self, x: Tensor) -> Tensor:
         limit = self.call.get("clip")
         return x if limit is None else torch.clamp(x, -limit, limit)
 
     def _rnn(self, x: Tensor, held: list[Tensor]) -> list[Tensor]:
-        return [self.functions[0](self._clip(x + F.linear(held[0], self.recurrence, self.recurrent_bias)))]
+        return [self.functions[0](self._clip(x + self._hidden(held[0])))]
 
     def _gru(self, x: Tensor, held: list[Tensor]) -> list[Tensor]:
         (h,) = held
         read = x.chunk(3, -1)
+        first, second = self.functions
+        if self.call.get("linear_before_reset", 0):
+            z, r, new = self._hidden(h).chunk(3, -1)
+            z, r = first(self._clip(read[0] + z)), first(self._clip(read[1] + r))
+            new = second(self._clip(read[2] + r * new))
+            return [(1 - z) * new + z * h]
         parts = self.recurrence.chunk(3, 0)
         biases: Any = (None,) * 3 if self.recurrent_bias is None else self.recurrent_bias.chunk(3, 0)
-        first, second = self.functions
         z = first(self._clip(read[0] + F.linear(h, parts[0], biases[0])))
         r = first(self._clip(read[1] + F.linear(h, parts[1], biases[1])))
-        if self.call.get("linear_before_reset", 0):
-            new = second(self._clip(read[2] + r * F.linear(h, parts[2], biases[2])))
-        else:
-            new = second(self._clip(read[2] + F.linear(r * h, parts[2], biases[2])))
+        new = second(self._clip(read[2] + F.linear(r * h, parts[2], biases[2])))
         return [(1 - z) * new + z * h]
 
     def _lstm(self, x: Tensor, held: list[Tensor]) -> list[Tensor]:
         h, c = held
-        i, o, f, g = (x + F.linear(h, self.recurrence, self.recurrent_bias)).chunk(4, -1)
+        i, o, f, g = (x + self._hidden(h)).chunk(4, -1)
         first, second, third = self.functions
         if self.peepholes is not None:
             i, f = i + self.peepholes[0] * c, f + self.peepholes[2] * c
