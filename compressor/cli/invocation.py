@@ -119,6 +119,8 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
     def check(_ctx: click.Context, _parameter: click.Parameter, path: Path) -> Path:
         if markers == BUNDLE_OR_MODEL:
             path = Path(shipped_model(str(path)))
+            if path.suffix.lower() == ".onnx" and path.is_file():
+                return path
         if not path.is_dir():
             raise click.BadParameter(f"{path}: no such folder")
         if not any((path / marker).is_file() for marker in markers):
