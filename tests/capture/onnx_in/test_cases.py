@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnx_cases
+import onnx_case_runner
 import pytest
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "onnx_operators.txt"
@@ -12,17 +12,17 @@ LISTED = dict(line.split() for line in GOLDEN.read_text(encoding="utf-8").splitl
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, onnx_cases.Case]:
-    return {case.name: case for case in onnx_cases.load_cases()}
+def cases() -> dict[str, onnx_case_runner.Case]:
+    return {case.name: case for case in onnx_case_runner.load_cases()}
 
 
-def test_one_case_of_each_operator_is_right(cases: dict[str, onnx_cases.Case]) -> None:
+def test_one_case_of_each_operator_is_right(cases: dict[str, onnx_case_runner.Case]) -> None:
     assert len(LISTED) > 140
     wrong = {}
     for operator, name in LISTED.items():
         assert cases[name].operators == [operator]
-        verdict = onnx_cases.judge(cases[name])
-        if verdict.outcome != onnx_cases.RIGHT:
+        verdict = onnx_case_runner.judge(cases[name])
+        if verdict.outcome != onnx_case_runner.RIGHT:
             wrong[name] = verdict
     assert not wrong
 
@@ -40,6 +40,6 @@ def test_one_case_of_each_operator_is_right(cases: dict[str, onnx_cases.Case]) -
         ("test_dft_inverse", "DFT 'y': this operator is not read"),
     ],
 )
-def test_what_is_refused_is_named(cases: dict[str, onnx_cases.Case], name: str, why: str) -> None:
-    verdict = onnx_cases.judge(cases[name])
-    assert verdict.outcome == onnx_cases.REFUSED and why in verdict.why, verdict
+def test_what_is_refused_is_named(cases: dict[str, onnx_case_runner.Case], name: str, why: str) -> None:
+    verdict = onnx_case_runner.judge(cases[name])
+    assert verdict.outcome == onnx_case_runner.REFUSED and why in verdict.why, verdict
