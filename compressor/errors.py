@@ -50,6 +50,10 @@ class CaptureError(CompressorError):
     """A model that could not be turned into a graph."""
 
 
+class ModelFileError(CaptureError, UsageError):
+    """A model file that cannot be read, or that asks for what is not served."""
+
+
 class ToolchainError(CompressorError):
     """A tool outside Python (a C++ compiler, a linker) that is missing or failed."""
 

@@ -7,10 +7,10 @@ tensors, memory-mapped, are bound to the finished graph.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from compressor.capture.meta_model import (
     memory_meta_model,
 )
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
+from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.weights import map_weights
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
@@ -80,6 +81,8 @@ def capture(
     Raises:
         CaptureError: what stopped it, in which module and line, and what to do.
     """
+    if is_onnx(model):
+        return _capture_onnx(Path(model), example_inputs, dynamic_shapes, weights)  # type: ignore[arg-type]
     if isinstance(model, nn.Module):
         if example_inputs is not None:
             return _capture_module(model, example_inputs, dynamic_shapes, weights)
@@ -98,6 +101,32 @@ def capture(
     else:
         meta_model = folder_meta_model(model, trust_remote_code, weights)
     return _capture_meta_model(meta_model)
+
+
+def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) -> GraphModule:
+    """Capture an ONNX file as the module that it is, under the file's name."""
+    from compressor.capture.onnx_in.inputs import choose_inputs, fixed_sizes, narrow_sizes
+    from compressor.capture.onnx_in.model import read_model
+    from compressor.capture.onnx_in.program import OnnxProgram
+
+    model = read_model(file)
+    module = OnnxProgram(model)
+    chosen = example is None and dynamic_shapes is None
+    if chosen:
+        example, dynamic_shapes = choose_inputs(model, module)
+    while True:
+        try:
+            graph = _capture_module(module, example, dynamic_shapes, weights, module.stored())
+            break
+        except ModelFileError as error:
+            raise ModelFileError(f"{file}: {error}") from error
+        except CaptureError as error:
+            narrowed = narrow_sizes(error, dynamic_shapes) if chosen else None
+            if narrowed is None:
+                raise ModelFileError(f"{file}: {fixed_sizes(error, dynamic_shapes) or error}") from error
+            dynamic_shapes, chosen = narrowed, False
+    graph.meta["model"] = replace(graph.meta["model"], name=file.name, architecture="onnx")
+    return graph
 
 
 def reexport(graph: GraphModule) -> ExportedProgram:
@@ -282,7 +311,12 @@ def _example(given: Any) -> tuple[Any, ...]:
 
 
 def _capture_module(
-    module: nn.Module, example: Any, dynamic_shapes: Any, weights: bool, given_name: str = ""
+    module: nn.Module,
+    example: Any,
+    dynamic_shapes: Any,
+    weights: bool,
+    given_name: str = "",
+    stored: Mapping[str, Tensor] | None = None,  # in place of parameters of these names, in the types of a file
 ) -> GraphModule:
     name, args = given_name or type(module).__name__, _example(example)
     if isinstance(dynamic_shapes, list | tuple | dict) and not dynamic_shapes:  # torch.export takes it for None
@@ -307,7 +341,10 @@ def _capture_module(
     outputs = flatten_outputs(graph, exported.call_spec.out_spec, names, name)
     layout = normalize(graph)
     buffers = {*dict(module.named_buffers(remove_duplicate=False)), *constants}
-    held = {name: t if weights or name in buffers else t.to("meta") for name, t in {**tensors, **constants}.items()}
+    held = {
+        name: t if weights or name in buffers else t.to("meta")
+        for name, t in {**tensors, **constants, **(stored or {})}.items()
+    }
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo("module", name, type(module).__name__))
     return _as_module(captured, args, dynamic_shapes, outputs)
 
@@ -322,5 +359,5 @@ def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: 
         sizes = (*read[0].shape[1:], given[0].shape[1])
         if all(type(size) is int for size in sizes) and read[0].is_floating_point():
             info = graph.meta["model"]
-            graph.meta["model"] = dataclasses.replace(info, image_shape=sizes[:3], classes=sizes[3])
+            graph.meta["model"] = replace(info, image_shape=sizes[:3], classes=sizes[3])
     return graph

@@ -113,14 +113,14 @@ def shipped_model(name: str) -> str:
 
 
 def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path], Path]:
-    """Make the check of an argument: a folder that holds one of these files; an archive where models are meant."""
+    """Make the check of an argument: a folder that holds one of these files; a file that is a model of itself where models are meant."""
 
     def check(_ctx: click.Context, _parameter: click.Parameter, path: Path) -> Path:
         if markers == BUNDLE_OR_MODEL:
             path = Path(shipped_model(str(path)))
-            from compressor.recipe.sources import ARCHIVE_SUFFIX
+            from compressor.recipe.sources import is_model_file
 
-            if path.suffix == ARCHIVE_SUFFIX and path.is_file():
+            if is_model_file(path.name) and path.is_file():
                 return path
         if not path.is_dir():
             near = nearest_shipped_model(str(path)) if markers == BUNDLE_OR_MODEL else None

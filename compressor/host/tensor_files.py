@@ -47,6 +47,9 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # or a file larger than me
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """Address -> a mapping of ours.  It is here as long as a tensor uses it, so what lies there is never anything else."""
 
+_files: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
+"""Identity of a file -> the mapping of all of it."""
+
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write ``tensors``, contiguous, in the official format; returns the file's SHA-256 in hexadecimal.
@@ -118,15 +121,21 @@ def map_safetensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def map_bytes(file: Path) -> Tensor:
-    """Map a whole file into memory, privately (a write copies its pages), as uint8 [bytes].
+def map_file(file: Path) -> Tensor:
+    """Map a whole file, uint8; once while a tensor uses it.  Writes to the tensor copy pages, and change no file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is empty.
     """
     with file.open("rb") as stream:
-        mapping = _map(stream.fileno(), os.fstat(stream.fileno()).st_size, mmap.MAP_PRIVATE | _NO_RESERVE)
+        stat = os.fstat(stream.fileno())
+        key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if not stat.st_size:
+            return torch.empty(0, dtype=torch.uint8)
+        if key not in _files:
+            _files[key] = mapping = _map(stream.fileno(), stat.st_size, mmap.MAP_PRIVATE | _NO_RESERVE)
+        else:
+            mapping = _files[key]
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

@@ -17,11 +17,11 @@ from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nea
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
 from compressor.recipe.sources import (
-    ARCHIVE_SUFFIX,
     expand_data,
     find_shipped,
     is_dir,
     is_file,
+    is_model_file,
     package_folder,
     read_recipe,
     shipped_names,
@@ -36,8 +36,8 @@ class Recipe(Section):
     """A model, and everything that is to be done with it.
 
     Attributes:
-        model: folder or ``.pt2`` archive (beside the recipe, or in the current folder), name of a shipped model, hub
-            id, or ``package:<package>/<folder>`` for a model in an installed Python package.
+        model: folder, ``.pt2`` archive or ONNX file (beside the recipe, or in the current folder), name of a shipped
+            model, hub id, or ``package:<package>/<folder>`` for a model in an installed Python package.
         trust_remote_code: run code that comes with the model.
         calibration: data that calibrated passes use.
         evaluation: data that quality is measured on.
@@ -93,7 +93,7 @@ class Recipe(Section):
         return self._source.error(path, what)
 
     def model_source(self) -> Path | str:
-        """Return the model's folder or archive, or its id on the Hugging Face hub.
+        """Return the model's folder or file, or its id on the Hugging Face hub.
 
         Raises:
             RecipeError: the recipe names no model, or neither a folder nor an id.
@@ -105,12 +105,13 @@ class Recipe(Section):
         folder = self._source.origin(("model",)).folder
         shipped = resource("models") / self.model if re.fullmatch(r"\w+", self.model) else None
         places = [(folder / self.model).absolute(), Path(self.model).absolute(), *([shipped] if shipped else [])]
-        archive = self.model.endswith(ARCHIVE_SUFFIX)
-        found = next((place for place in places if is_dir(place) or (archive and is_file(place))), None)
+        in_file = is_model_file(self.model)
+        found = next((place for place in places if is_dir(place) or (in_file and is_file(place))), None)
         if found is not None:
             return found
-        if archive:
-            raise self.problem(("model",), f"{self.model!r}: no such file; looked at {' and '.join(map(str, places))}")
+        if in_file:
+            looked = " and ".join(dict.fromkeys(map(str, places)))
+            raise self.problem(("model",), f"{self.model!r}: no such file (looked at {looked})")
         meant = nearest_shipped_model(self.model)
         if _HUB_ID.fullmatch(self.model) and not self.model.startswith(".") and not meant:
             return self.model

@@ -14,14 +14,19 @@ from compressor.recipe.located_yaml import LARGEST_BYTES, KeyPath, Origin, Sourc
 
 DATA_KEYS = ("calibration", "evaluation")
 SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
-ARCHIVE_SUFFIX = ".pt2"
-"""File names of programs that torch.export.save wrote."""
+ARCHIVE_SUFFIX, ONNX_SUFFIX = ".pt2", ".onnx"
+"""File names of programs that torch.export.save wrote, and of ONNX models."""
 _PACKAGE = "package:"
 _LONGEST_CHAIN = 16
 _UNUSED_KEYS = {
     "calibration": ("tokens", "window", "stride", "limit"),
     "evaluation": ("samples", "sequence_length", "seed"),
 }
+
+
+def is_model_file(name: str) -> bool:
+    """Return whether a name is one of a file that is a model of itself."""
+    return name.lower().endswith((ARCHIVE_SUFFIX, ONNX_SUFFIX))
 
 
 def is_file(path: Path) -> bool:

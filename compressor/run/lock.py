@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from compressor.capture.onnx_in.model import is_onnx, read_model
 from compressor.errors import DriftError, UsageError
 from compressor.host.cache import replace_file
-from compressor.host.digests import code_digest, model_fingerprint, tensors_sha256
+from compressor.host.digests import code_digest, file_sha256, model_fingerprint, tensors_sha256
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
@@ -84,8 +85,11 @@ class Lock:
         }
 
     def add_model(self, model: Path | nn.Module, trust_remote_code: bool = False) -> None:
-        """Add the files of a model's folder, or the tensors of a model in memory, whose code cannot be hashed."""
-        if isinstance(model, Path):
+        """Add a model's files, or the tensors of a model in memory, whose code cannot be hashed."""
+        if isinstance(model, Path) and is_onnx(model):
+            files = {file.relative_to(model.parent).as_posix(): file_sha256(file) for file in read_model(model).files}
+            self.facts["model"] = {"files": dict(sorted(files.items()))}
+        elif isinstance(model, Path):
             self.facts["model"] = {"files": model_fingerprint(model, trust_remote_code)}
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}

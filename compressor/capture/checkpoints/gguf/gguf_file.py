@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from compressor.errors import UsageError
-from compressor.host.tensor_files import map_bytes
+from compressor.host.tensor_files import map_file
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
@@ -125,7 +125,7 @@ def read_gguf(path: Path) -> GgufFile:
         UsageError: it is truncated, not a GGUF file of version 2 or 3, or has a tensor of a type that is not covered.
     """
     try:
-        data = map_bytes(path)
+        data = map_file(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); fetch it again") from error
     cursor = _Cursor(path, data.numpy().data)
