@@ -116,7 +116,7 @@ def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) 
         example, dynamic_shapes = choose_inputs(model, module)
     while True:
         try:
-            graph = _capture_module(module, example, dynamic_shapes, weights, module.stored())
+            graph = _capture_module(module, example, dynamic_shapes, weights, stored=module.stored())
             break
         except ModelFileError as error:
             raise ModelFileError(f"{file}: {error}") from error

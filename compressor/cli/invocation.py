@@ -113,7 +113,7 @@ def shipped_model(name: str) -> str:
 
 
 def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path], Path]:
-    """Make the check of an argument: a folder that holds one of these files; a file that is a model of itself where models are meant."""
+    """Make the check of an argument: a folder that holds one of these files, or a file that is a model of itself."""
 
     def check(_ctx: click.Context, _parameter: click.Parameter, path: Path) -> Path:
         if markers == BUNDLE_OR_MODEL:
