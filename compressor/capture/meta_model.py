@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
+from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, folder_source, module_source
 from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object
@@ -139,6 +140,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
+    source = renamed_source(source, built)
     return MetaModel(kind, built, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
 
 
