@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compressor.capture.attention import Recorder, check_masks, mask_requests
+from compressor.capture.attention import Recorder, mask_requests, mask_rules
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.meta_model import (
@@ -160,10 +160,9 @@ def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) 
     model = meta_model.model
     _require_arguments(meta_model, "input_ids", "position_ids", cache_argument(model))
     program = DecoderProgram(model)
-    with mode:
-        ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
+    ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
     recorder = Recorder(program.names, position=position)
-    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
+    with torch.no_grad(), mask_requests(), error_context(model, meta_model.name):
         program.run(recorder, ids, keep)
     sizes = {(tensor.shape[1], tensor.shape[3]) for tensor in recorder.keys.values()}
     layers = len(recorder.keys)
@@ -178,7 +177,7 @@ def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) 
             f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
         )
     with error_context(None, meta_model.name):
-        check_masks(recorder.calls, causal=True, positions=positions or 4096)
+        program.rules = mask_rules(recorder.calls, causal=True, positions=positions or 4096)
     kv_heads, head_dim = next(iter(sizes))
     return program, {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
 
@@ -187,10 +186,9 @@ def _probe_encoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) 
     model = meta_model.model
     _require_arguments(meta_model, "input_ids", "attention_mask")
     program = EncoderProgram(model)
-    with mode:
-        ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.float32)
+    ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.float32)
     recorder = Recorder(program.names, mask=mask)
-    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
+    with torch.no_grad(), mask_requests(), error_context(model, meta_model.name):
         program.run(recorder, ids)
     if not recorder.calls:
         raise CaptureError(
@@ -198,7 +196,7 @@ def _probe_encoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) 
             "capture it as a module with example inputs"
         )
     with error_context(None, meta_model.name):
-        check_masks(recorder.calls, causal=False, positions=positions or 4096)
+        program.rules = mask_rules(recorder.calls, causal=False, positions=positions or 4096)
     return program, {"layers": len(recorder.calls)}
 
 

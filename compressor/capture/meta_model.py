@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture.attention import ATTENTION_NAME, MaskRule, Recorder, recording, register_attention
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
 from compressor.capture.renames import renamed_source
@@ -63,12 +63,13 @@ class DecoderProgram(nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache_argument = cache_argument(model)
+        self.rules: dict[str, MaskRule] = {}
 
     def forward(
         self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache)
+        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
         return self.run(recorder, ids, keep)
 
     def run(self, recorder: Recorder, ids: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -91,10 +92,11 @@ class EncoderProgram(nn.Module):
         self.hf = model
         self.names = {module: name for name, module in model.named_modules()}
         self.typed = "token_type_ids" in inspect.signature(model.forward).parameters
+        self.rules: dict[str, MaskRule] = {}
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        return self.run(Recorder(self.names, mask=mask), ids)
+        return self.run(Recorder(self.names, mask=mask, rules=self.rules), ids)
 
     def run(self, recorder: Recorder, ids: Tensor) -> Tensor:
         """Call the model; all tokens are of the first type, as when a tokenizer encodes one text."""
@@ -110,6 +112,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     Raises:
         CaptureError: no such model, or its configuration or files cannot be used.
     """
+    import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     folder, name = _locate(model)
@@ -125,12 +128,12 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
-    built = _build(
-        lambda: auto.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation=ATTENTION_NAME, dtype=torch.float32
-        ),
-        name,
-    )
+    options: dict[str, Any] = {"attn_implementation": ATTENTION_NAME, "dtype": torch.float32}
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
+        built = _build(lambda: named._from_config(config, **options), name)  # the other half is no part of it
+    else:
+        built = _build(lambda: auto.from_config(config, trust_remote_code=trust_remote_code, **options), name)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():

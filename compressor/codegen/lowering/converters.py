@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,16 +60,20 @@ class Converter(LinearConverter):
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes = _filled(
+            importer.retrieve_args(node), 10, (0, None)
+        )
         heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
         shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
         name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
-        name += "" if sinks is None else "_sinks"
+        name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
+        name += "" if slopes is None else "_slopes"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return attention.cached_attention(*shape, sinks is not None), {"family": "cached_attention"}
+            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None)
+            return func, {"family": "cached_attention"}
 
-        args = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
+        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _pack_cache(self, node: fx.Node, importer: Any) -> Any:
@@ -102,7 +107,7 @@ class Converter(LinearConverter):
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale = importer.retrieve_args(node)
+        q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
         batch, heads, length, width = q.ty.shape
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
@@ -110,10 +115,21 @@ class Converter(LinearConverter):
         first = [row is not None for row in rows]
         name = f"masked_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += "".join(f"_{letter}" for letter, is_first in zip("qkv", first, strict=True) if is_first)
-        make = lambda: (attention.masked_attention(*shape, first), {"family": "masked_attention"})  # noqa: E731
+        own = None
+        if bias is not None:
+            own = tuple(not (isinstance(n, tvm.tirx.IntImm) and int(n) == 1) for n in list(bias.ty.shape)[:3])
+            name += f"_bias{''.join(str(int(each)) for each in own)}"
+            flat = math.prod(bias.ty.shape, start=tvm.tirx.IntImm("int64", 1))
+            given_bias = [importer.block_builder.emit(relax.op.reshape(bias, [flat]))]
+        name += f"_window{window}" if window else ""
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            return attention.masked_attention(*shape, first, int(window), own), {"family": "masked_attention"}
+
         out = relax.TensorType([batch, length, heads, width], "float32")
         kernel = self.kernel(importer, name, make)
-        return importer.block_builder.emit(relax.call_tir(kernel, [*given, mask], out_ty=out))
+        operands = [*given, mask, *(given_bias if own else [])]
+        return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -127,6 +143,11 @@ class Converter(LinearConverter):
         out = relax.TensorType([*flat.ty.shape, width], "float32")
         y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
         return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
+
+
+def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:
+    """Return an operator's arguments, the defaults in place of those that the graph leaves out."""
+    return [*given, *defaults[len(given) - required :]]
 
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
