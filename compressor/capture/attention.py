@@ -153,6 +153,20 @@ def mask_requests() -> Iterator[None]:
         del MASKS._global_mapping[ATTENTION_NAME]
 
 
+@contextmanager
+def masks_left_out() -> Iterator[list[MaskFunction]]:
+    """Give eager models None for each mask that they ask for inside; yields the masks' functions as they come."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    wanted: list[MaskFunction] = []
+    before = MASKS._global_mapping["eager"]
+    MASKS._global_mapping["eager"] = lambda *_, mask_function, **__: wanted.append(mask_function)
+    try:
+        yield wanted
+    finally:
+        MASKS._global_mapping["eager"] = before
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -253,7 +267,7 @@ def mask_rules(calls: list[AttentionCall], *, causal: bool, positions: int) -> d
             continue
         key = (id(call.mask), call.window)
         if key not in verdicts:
-            verdicts[key] = _find_rule(call.mask.function, call.window, causal, positions)
+            verdicts[key] = find_rule(call.mask.function, call.window, causal=causal, positions=positions)
         rule = verdicts[key]
         if rule is None or rules.setdefault(call.module, rule) != rule:
             expected = "causal" if causal else "every token that is not padding"
@@ -264,7 +278,7 @@ def mask_rules(calls: list[AttentionCall], *, causal: bool, positions: int) -> d
     return rules
 
 
-def _find_rule(function: MaskFunction, window: int, causal: bool, positions: int) -> MaskRule | None:
+def find_rule(function: MaskFunction, window: int, *, causal: bool, positions: int) -> MaskRule | None:
     """Return the rule of a mask, that of the stated window if it is one; None if there is no rule."""
     candidates = [MaskRule(window), MaskRule()]
     try:

@@ -11,7 +11,9 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -21,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture.attention import ATTENTION_NAME, MaskRule, Recorder, recording, register_attention
+from compressor.capture.attention import ATTENTION_NAME, MaskRule, Recorder, masks_left_out, recording, register_attention
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
 from compressor.capture.renames import renamed_source
@@ -41,6 +43,7 @@ class MetaModel:
 
     kind: Literal["decoder", "encoder"]
     model: PreTrainedModel
+    interface: bool  # built with our attention; False where the class picks attention from a table of its own
     source: WeightSource
     name: str
     folder: Path | None
@@ -62,6 +65,8 @@ class DecoderProgram(nn.Module):
         self.hf = model
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
         self.rules: dict[str, MaskRule] = {}
 
@@ -72,13 +77,22 @@ class DecoderProgram(nn.Module):
         recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
         return self.run(recorder, ids, keep)
 
-    def run(self, recorder: Recorder, ids: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Call the model with a stand-in cache.  ``position`` broadcasts over the batch."""
+    def run(
+        self, recorder: Recorder, ids: Tensor, keep: Tensor, own_positions: bool = False
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Call the model with a stand-in cache.  ``position`` broadcasts over the batch.
+
+        Args:
+            own_positions: let the model count by itself, from the first.
+        """
         assert recorder.position is not None
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra[self.cache_argument] = recorder
+        if self.takes_positions and not own_positions:
+            position = recorder.position[None]
+            extra["position_ids"] = position + self.first_position if self.first_position else position
         with recording(recorder):
-            out = self.hf(input_ids=ids, position_ids=recorder.position[None], use_cache=True, **extra)
+            out = self.hf(input_ids=ids, use_cache=True, **extra)
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]
@@ -87,9 +101,9 @@ class DecoderProgram(nn.Module):
 class EncoderProgram(nn.Module):
     """The encoder's contract: (ids, mask) -> last hidden state."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, self_made: bool = False) -> None:
         super().__init__()
-        self.hf = model
+        self.hf, self.self_made = model, self_made
         self.names = {module: name for name, module in model.named_modules()}
         self.typed = "token_type_ids" in inspect.signature(model.forward).parameters
         self.rules: dict[str, MaskRule] = {}
@@ -101,7 +115,7 @@ class EncoderProgram(nn.Module):
     def run(self, recorder: Recorder, ids: Tensor) -> Tensor:
         """Call the model; all tokens are of the first type, as when a tokenizer encodes one text."""
         extra = {"token_type_ids": torch.zeros(ids.shape, dtype=torch.int64)} if self.typed else {}
-        with recording(recorder):
+        with recording(recorder), masks_left_out() if self.self_made else nullcontext():
             out = self.hf(input_ids=ids, attention_mask=recorder.mask, **extra)
         return cast(Tensor, out.last_hidden_state)
 
@@ -128,12 +142,12 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         raise CaptureError(f"{config_file}: cannot be used ({first_line(error)}){hint}") from error
     kind = model_kind(config, str(config_file))
     auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
-    options: dict[str, Any] = {"attn_implementation": ATTENTION_NAME, "dtype": torch.float32}
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
-        built = _build(lambda: named._from_config(config, **options), name)  # the other half is no part of it
+        make = partial(named._from_config, config, dtype=torch.float32)  # the other half is no part of it
     else:
-        built = _build(lambda: auto.from_config(config, trust_remote_code=trust_remote_code, **options), name)
+        make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    built, interface = _build(make, name)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -144,7 +158,8 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     sha256 = hashlib.sha256(config_file.read_bytes()).hexdigest()
     source = renamed_source(source, built)
-    return MetaModel(kind, built, source, name, folder, sha256, _ids(special["eos_token_id"]), special["bos_token_id"])
+    eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
+    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -153,14 +168,21 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     whole = model if kind == "decoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
-    built = _build(
-        lambda: cls._from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32), cls.__name__
-    )
+    built, interface = _build(partial(cls._from_config, config, dtype=torch.float32), cls.__name__)
     special = getattr(model, "generation_config", None) or model.config
     sha256 = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
-    return MetaModel(kind, built, module_source(whole), type(model).__name__, None, sha256, eos_ids, bos_id)
+    source, name = module_source(whole), type(model).__name__
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id)
+
+
+def attend_as_written(model: nn.Module) -> None:
+    """Make a model attend by its own code; what transformers offers for that leaves models as they are that lack it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"
 
 
 def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -177,8 +199,12 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
-def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
-    """Construct with parameters on the meta device and buffers in memory, with their true values."""
+def _build(make: Callable[..., Any], name: str) -> tuple[PreTrainedModel, bool]:
+    """Construct with parameters on the meta device and buffers in memory, with their true values.
+
+    Returns:
+        The model, and whether it was built with our attention; else its class knows only attention of its own.
+    """
     register_attention()
     moved = WeakIdKeyDictionary()
 
@@ -192,7 +218,12 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
     try:
         with torch.random.fork_rng(devices=[]), error_context(None, name):
-            return cast("PreTrainedModel", make().eval())
+            try:
+                return cast("PreTrainedModel", make(attn_implementation=ATTENTION_NAME).eval()), True
+            except KeyError as error:
+                if error.args != (ATTENTION_NAME,):
+                    raise
+            return cast("PreTrainedModel", make(attn_implementation="eager").eval()), False
     finally:
         hook.remove()
 

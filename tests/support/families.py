@@ -74,7 +74,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BioGPT": ("BioGpt", _SIZES),
     "Nemotron": ("Nemotron", _GROUPED),
     "Starcoder 2": ("Starcoder2", {**_GROUPED, "sliding_window": 4}),
-    "InternLM 2 kind": ("InternVL", {}),
+    "InternLM kind": ("Llama", {**_GROUPED, "attention_bias": True, "bias": True}),
     "Helium": ("Helium", {**_GROUPED, "head_dim": 16}),
     "Cohere": ("Cohere", _GROUPED),
     "Cohere 2": ("Cohere2", {**_GROUPED, "sliding_window": 4}),
@@ -83,7 +83,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon": ("Falcon", {k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")}),
     "Falcon, ALiBi": (
         "Falcon",
-        {**{k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")},
+        {**{k: v for k, v in _SIZES.items() if k != "intermediate_size"},
          "alibi": True, "new_decoder_architecture": False, "multi_query": False},
     ),  # fmt: skip
     "MPT": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 1,
