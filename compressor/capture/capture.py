@@ -32,6 +32,7 @@ from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 
+_LONGEST = ("max_position_embeddings", "max_seq_len")  # names of a configuration for the tokens that a model is made for
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
 
@@ -116,7 +117,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         "kind": meta_model.kind,
         "name": meta_model.name,
         "architecture": type(model).__name__,
-        "max_positions": getattr(config, "max_position_embeddings", None) or 0,
+        "max_positions": next(filter(None, (getattr(config, key, 0) for key in _LONGEST)), 0),
         "vocab_size": config.vocab_size if getattr(config, "vocab_size", None) else 0,
         "eos_ids": meta_model.eos_ids,
         "bos_id": meta_model.bos_id,

@@ -218,12 +218,17 @@ def _build(make: Callable[..., Any], name: str) -> tuple[PreTrainedModel, bool]:
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
     try:
         with torch.random.fork_rng(devices=[]), error_context(None, name):
-            try:
-                return cast("PreTrainedModel", make(attn_implementation=ATTENTION_NAME).eval()), True
-            except KeyError as error:
-                if error.args != (ATTENTION_NAME,):
-                    raise
-            return cast("PreTrainedModel", make(attn_implementation="eager").eval()), False
+            for implementation in (ATTENTION_NAME, "sdpa", "eager"):
+                try:
+                    built = make(attn_implementation=implementation).eval()
+                except (KeyError, ValueError) as error:  # what its own table lacks, or what it says not to support
+                    if implementation == "eager" or (isinstance(error, KeyError) and error.args != (implementation,)):
+                        raise
+                    if implementation == ATTENTION_NAME and not isinstance(error, KeyError):
+                        raise
+                    continue
+                return cast("PreTrainedModel", built), implementation == ATTENTION_NAME
+            raise AssertionError("eager raises or returns")
     finally:
         hook.remove()
 

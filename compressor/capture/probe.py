@@ -63,7 +63,8 @@ def probe(meta_model: MetaModel, positions: int) -> Probed:
             if not isinstance(error, SelfMadeAttention) and "MaskRequest" not in str(error):
                 if not isinstance(error.__cause__, SelfMadeAttention):
                     raise
-    attend_as_written(meta_model.model)
+    if meta_model.interface:
+        attend_as_written(meta_model.model)
     return run(meta_model, positions, True)
 
 

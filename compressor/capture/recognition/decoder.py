@@ -22,8 +22,8 @@ from compressor.errors import CaptureError
 from compressor.graph.provenance import module_path, source_line
 
 _HIDDEN = -1e30  # scores below are of hidden keys
-_MOST_SCORES = 1 << 26  # numbers that are looked at to find a rule
-_LONGEST = 4096  # tokens that are looked at
+_MOST_SCORES = 1 << 24  # numbers that are looked at to find a rule
+_LONGEST = 2048  # tokens that are looked at
 _TOLERANCE = 1e-4  # of scores: float32 sums in another order
 
 
@@ -145,6 +145,8 @@ def _analyse(place: WrittenOut, positions: int, evaluator: Evaluator) -> _Found:
 
 def _scores(place: WrittenOut, evaluator: Evaluator, product: Tensor) -> Tensor:
     """Return the scores [H, S, S] that a model makes of products [1, H, S, S]."""
+    if place.is_fused:
+        return _fused_scores(place.output, evaluator, product[0])
     node, flat = place.product, product
     if node.meta["val"].dim() == 3:
         flat = product.flatten(0, 1)
@@ -154,6 +156,20 @@ def _scores(place: WrittenOut, evaluator: Evaluator, product: Tensor) -> Tensor:
         given[node] = beta * evaluator(node.args[0], {}) + alpha * flat  # type: ignore[arg-type, operator]
     found = evaluator(place.scores, given)
     return torch.as_tensor(found).float().reshape(product.shape[1:])
+
+
+def _fused_scores(node: fx.Node, evaluator: Evaluator, product: Tensor) -> Tensor:
+    """Return the scores [H, S, S] of PyTorch's operator."""
+    mask, _, causal, scale = (*node.args[3:], *(None, 0.0, False, None)[len(node.args) - 3 :])
+    scale = node.kwargs.get("scale", scale) or int(node.args[0].meta["val"].shape[3]) ** -0.5  # type: ignore[union-attr]
+    scores = product * scale
+    if node.kwargs.get("is_causal", causal):
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
+    mask = node.kwargs.get("attn_mask", mask)
+    if mask is not None:
+        bias = evaluator(mask, {})
+        scores = scores.masked_fill(~bias[0], -math.inf) if bias.dtype == torch.bool else scores + bias[0]
+    return scores.float()
 
 
 def _slopes(place: WrittenOut, bias: Tensor, visible: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
     matmul(softmax(f(matmul(q, k^T))), v)         q, k^T, v behind any views; f adds, scales, masks
 
-Both products may be batched over batch and heads as one dimension.
+Both products may be batched over batch and heads as one dimension.  PyTorch's own operator counts as well.
 """
 
 from __future__ import annotations
@@ -58,10 +58,17 @@ class WrittenOut:
     keys: fx.Node
     values: fx.Node
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is one call of PyTorch's operator; scores and product are that call too."""
+        return self.product is self.output
+
 
 def written_out(graph: fx.Graph) -> Iterator[WrittenOut]:
     """Yield the places, in the graph's order."""
     for node in list(graph.nodes):
+        if node.target is _aten.scaled_dot_product_attention.default:
+            yield WrittenOut(node, node, node, *node.args[:3])
         if node.target not in (_aten.matmul.default, _aten.bmm.default):
             continue
         weights = strip(node.args[0])
