@@ -47,7 +47,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    lines = ["| family | kind | captured | kernels' error | prompt against steps | seconds |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| family | kind | captured | kernels' error | prompt against steps | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
     passed = total = 0
     for kind, table in (("decoder", families.DECODERS), ("encoder", families.ENCODERS)):
         for name, (cls, given) in table.items():
@@ -64,12 +67,12 @@ def main() -> None:
                 row = f"{name} | {kind} | no: {type(refusal).__name__}: {str(refusal).replace('|', '/')} | |"
             lines.append(f"| {row} | {time.perf_counter() - begin:.0f} |")
             print(lines[-1], flush=True)
-    share = f"{passed} of {total} families pass: error below {LIMIT:g}, prompt against steps below 1e-5."
+            share = f"{passed} of {total} families pass: error below {LIMIT:g}, prompt against steps below 1e-5."
+            if options.markdown:
+                versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {SCHEME}"
+                text = f"# Families\n\n`python benchmarks/families.py`, {versions}. {share}\n\n"
+                options.markdown.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
     print(share)
-    if options.markdown:
-        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        text = f"# Families\n\n`python benchmarks/families.py`, {versions}. {share}\n\n" + "\n".join(lines) + "\n"
-        options.markdown.write_text(text, encoding="utf-8")
 
 
 def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, float]:
@@ -79,7 +82,7 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
         model = families.save(folder, cls, given, decoder)
         head = model.get_output_embeddings() if decoder else None
         heads = [name for name, module in model.named_modules() if module is head and head is not None]
-        passes = [{"rtn": {"scheme": SCHEME, **({"ignore": heads} if heads else {})}}]
+        passes = [{"rtn": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
         recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
         graph, _ = write_bundle(capture(folder), recipe, None, Path(scratch) / "bundle")
         take_packed_weights(model, graph)

@@ -201,8 +201,8 @@ def _attend(
         if rule.chunk:
             raise CaptureError(f"{name} attends within chunks, which masked_attention lacks")
         bias = _sum_biases(position_bias, attention_mask)
-        args = (query, key, value, recorder.mask, scale, rule.window, bias)
-        return torch.ops.compressor.masked_attention(*args), None
+        out = torch.ops.compressor.masked_attention(query, key, value, recorder.mask, scale, rule.window, bias)
+        return out, None
     if isinstance(attention_mask, Tensor):
         raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
     if position_bias is not None:

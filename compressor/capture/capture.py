@@ -32,7 +32,10 @@ from compressor.graph.caches import empty_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 
-_LONGEST = ("max_position_embeddings", "max_seq_len")  # names of a configuration for the tokens that a model is made for
+_LONGEST = (
+    "max_position_embeddings",
+    "max_seq_len",
+)  # names of a configuration for the tokens that a model is made for
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
 

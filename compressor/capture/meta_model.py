@@ -23,7 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture.attention import ATTENTION_NAME, MaskRule, Recorder, masks_left_out, recording, register_attention
+from compressor.capture.attention import (
+    ATTENTION_NAME,
+    MaskRule,
+    Recorder,
+    masks_left_out,
+    recording,
+    register_attention,
+)
 from compressor.capture.export import error_context
 from compressor.capture.files import check_config
 from compressor.capture.renames import renamed_source
@@ -180,7 +187,7 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
 def attend_as_written(model: nn.Module) -> None:
     """Make a model attend by its own code; what transformers offers for that leaves models as they are that lack it."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = "eager"
 

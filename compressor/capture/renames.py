@@ -42,10 +42,11 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
     known, prefix = set(model.state_dict()), f"{model.base_model_prefix}."
     fits = lambda name: name in known or name.removeprefix(prefix) in known or prefix + name in known  # noqa: E731
+    rename: Any = rename_source_key
     readers: dict[str, Callable[[], Tensor]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(source.names, key=_natural):
-        name, pattern = rename_source_key(stored, renamings, converters)
+        name, pattern = rename(stored, renamings, converters)
         if fits(stored) or not fits(name):
             readers[stored] = partial(source.read, stored)
         elif pattern is None:

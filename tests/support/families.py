@@ -71,8 +71,17 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-J": ("GPTJ", {**_N, "rotary_dim": 8, "n_inner": 64}),
     "CodeGen": ("CodeGen", {**_N, "rotary_dim": 8, "n_inner": 64, "n_head": 8}),
     "Persimmon": ("Persimmon", _SIZES),
-    "XGLM": ("XGLM", {"vocab_size": VOCAB, "d_model": 64, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4,
-                      "max_position_embeddings": POSITIONS}),  # fmt: skip
+    "XGLM": (
+        "XGLM",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "ffn_dim": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
     "BioGPT": ("BioGpt", _SIZES),
     "Nemotron": ("Nemotron", _GROUPED),
     "Starcoder 2": ("Starcoder2", {**_GROUPED, "sliding_window": 4}),
@@ -82,14 +91,30 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere 2": ("Cohere2", {**_GROUPED, "sliding_window": 4}),
     "GLM": ("Glm", _WIDE),
     "GLM 4": ("Glm4", _WIDE),
-    "Falcon": ("Falcon", {k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")}),
+    "Falcon": (
+        "Falcon",
+        {k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")},
+    ),
     "Falcon, ALiBi": (
         "Falcon",
-        {**{k: v for k, v in _SIZES.items() if k != "intermediate_size"},
-         "alibi": True, "new_decoder_architecture": False, "multi_query": False},
-    ),  # fmt: skip
-    "MPT": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 1,
-                    "max_seq_len": POSITIONS}),  # fmt: skip
+        {
+            **{k: v for k, v in _SIZES.items() if k != "intermediate_size"},
+            "alibi": True,
+            "new_decoder_architecture": False,
+            "multi_query": False,
+        },
+    ),
+    "MPT": (
+        "Mpt",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "expansion_ratio": 1,
+            "max_seq_len": POSITIONS,
+        },
+    ),
     "BLOOM": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "OPT": ("OPT", {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 64}),
     "ERNIE 4.5": ("Ernie4_5", _WIDE),
@@ -101,8 +126,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Diffllama": ("DiffLlama", _WIDE),
     "Hunyuan": ("HunYuanDenseV1", _WIDE),
     "VaultGemma": ("VaultGemma", {**_WIDE, "sliding_window": 4}),
-    "Llama 4": ("Llama4Text", {**_WIDE, "attention_chunk_size": 4, "intermediate_size_mlp": 64, "moe_layers": [],
-                               "layer_types": ["chunked_attention", "full_attention"]}),  # fmt: skip
+    "Llama 4": (
+        "Llama4Text",
+        {
+            **_WIDE,
+            "attention_chunk_size": 4,
+            "intermediate_size_mlp": 64,
+            "moe_layers": [],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
     "BERT, decoder": ("Bert", {**_SIZES, "is_decoder": True, "architectures": ["BertLMHeadModel"]}),
     "RoBERTa, decoder": ("Roberta", {**_SIZES, "is_decoder": True, "architectures": ["RobertaForCausalLM"]}),
     "OpenAI GPT": ("OpenAIGPT", _N),
@@ -115,15 +148,34 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("Bert", _SIZES),
     "RoBERTa": ("Roberta", _SIZES),
     "ALBERT": ("Albert", {**_SIZES, "embedding_size": 32}),
-    "ModernBERT": ("ModernBert", {**_SIZES, "local_attention": 8, "global_attn_every_n_layers": 2,
-                                  "cls_token_id": 1, "sep_token_id": 2}),  # fmt: skip
+    "ModernBERT": (
+        "ModernBert",
+        {**_SIZES, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
     "MPNet": ("MPNet", _SIZES),
     "ELECTRA": ("Electra", {**_SIZES, "embedding_size": 32}),
-    "DistilBERT": ("DistilBert", {"vocab_size": VOCAB, "dim": 64, "hidden_dim": 64, "n_layers": 2, "n_heads": 4,
-                                  "max_position_embeddings": POSITIONS}),  # fmt: skip
+    "DistilBERT": (
+        "DistilBert",
+        {
+            "vocab_size": VOCAB,
+            "dim": 64,
+            "hidden_dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
     "DeBERTa": ("Deberta", {**_SIZES, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    "DeBERTa 2": ("DebertaV2", {**_SIZES, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
-                                "position_buckets": 8, "norm_rel_ebd": "layer_norm"}),  # fmt: skip
+    "DeBERTa 2": (
+        "DebertaV2",
+        {
+            **_SIZES,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+        },
+    ),
     "XLM-RoBERTa": ("XLMRoberta", _SIZES),
     "CamemBERT": ("Camembert", _SIZES),
     "NomicBERT": ("NomicBert", {**_SIZES, "head_dim": 16}),
@@ -140,8 +192,19 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "RemBERT": ("RemBert", {**_SIZES, "input_embedding_size": 32, "output_embedding_size": 32}),
     "ConvBERT": ("ConvBert", {**_SIZES, "embedding_size": 32}),
     "I-BERT": ("IBert", _SIZES),
-    "T5 encoder": ("T5", {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-                          "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}),  # fmt: skip
+    "T5 encoder": (
+        "T5",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+        },
+    ),
     "MEGA kind (LUKE)": ("Luke", {**_SIZES, "entity_vocab_size": 10, "entity_emb_size": 32}),
     "GTE kind (Jina 3)": ("JinaEmbeddingsV3", _SIZES),
 }

@@ -84,8 +84,8 @@ def recognize_decoder(graph: fx.Graph, layers: int, positions: int, evaluator: E
             raise _refusal(place, reason)
     if len(done) != layers:
         raise CaptureError(
-            f"{layers} layers store keys and values, and {len(done)} compute softmax(q k^T * scale + bias) v with them; "
-            "every layer must do both once"
+            f"{layers} layers store keys and values, and {len(done)} compute softmax(q k^T * scale + bias) v with "
+            "them; every layer must do both once"
         )
     return constants
 
@@ -146,26 +146,30 @@ def _analyse(place: WrittenOut, positions: int, evaluator: Evaluator) -> _Found:
 def _scores(place: WrittenOut, evaluator: Evaluator, product: Tensor) -> Tensor:
     """Return the scores [H, S, S] that a model makes of products [1, H, S, S]."""
     if place.is_fused:
-        return _fused_scores(place.output, evaluator, product[0])
+        fused: Tensor = _fused_scores(place.output, evaluator, product[0])
+        return fused
     node, flat = place.product, product
     if node.meta["val"].dim() == 3:
         flat = product.flatten(0, 1)
     given: dict[fx.Node, Any] = {node: flat}
     if node.target is torch.ops.aten.baddbmm.default:
-        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-        given[node] = beta * evaluator(node.args[0], {}) + alpha * flat  # type: ignore[arg-type, operator]
+        factors: dict[str, Any] = dict(node.kwargs)
+        added: Any = node.args[0]
+        given[node] = factors.get("beta", 1) * evaluator(added, {}) + factors.get("alpha", 1) * flat
     found = evaluator(place.scores, given)
     return torch.as_tensor(found).float().reshape(product.shape[1:])
 
 
-def _fused_scores(node: fx.Node, evaluator: Evaluator, product: Tensor) -> Tensor:
+def _fused_scores(node: fx.Node, evaluator: Evaluator, product: Tensor) -> Any:
     """Return the scores [H, S, S] of PyTorch's operator."""
-    mask, _, causal, scale = (*node.args[3:], *(None, 0.0, False, None)[len(node.args) - 3 :])
-    scale = node.kwargs.get("scale", scale) or int(node.args[0].meta["val"].shape[3]) ** -0.5  # type: ignore[union-attr]
-    scores = product * scale
-    if node.kwargs.get("is_causal", causal):
+    given: tuple[Any, ...] = node.args
+    named: dict[str, Any] = dict(node.kwargs)
+    options: list[Any] = [*given[3:], *(None, 0.0, False, None)[len(given) - 3 :]]
+    mask, _, causal, scale = options[:4]
+    scores = product * (named.get("scale", scale) or int(given[0].meta["val"].shape[3]) ** -0.5)
+    if named.get("is_causal", causal):
         scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
-    mask = node.kwargs.get("attn_mask", mask)
+    mask = named.get("attn_mask", mask)
     if mask is not None:
         bias = evaluator(mask, {})
         scores = scores.masked_fill(~bias[0], -math.inf) if bias.dtype == torch.bool else scores + bias[0]
@@ -202,5 +206,3 @@ def _differs(place: WrittenOut, args: tuple[Any, ...], found: _Found, evaluator:
     rest = (found.scale, found.rule.window, 0.0, None, found.rule.chunk, found.slopes)
     ours = torch.ops.compressor.cached_attention(q, k, v, k, v, torch.arange(length), *rest)
     return agree(written, ours)
-
-

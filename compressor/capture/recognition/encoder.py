@@ -52,9 +52,7 @@ def recognize_encoder(graph: fx.Graph, evaluator: Evaluator) -> int:
     return count
 
 
-def _scale_and_biases(
-    place: WrittenOut, evaluator: Evaluator
-) -> tuple[float, list[tuple[fx.Node, float]], bool, str]:
+def _scale_and_biases(place: WrittenOut, evaluator: Evaluator) -> tuple[float, list[tuple[fx.Node, float]], bool, str]:
     """Walk from the scores to the product.
 
     Returns:
@@ -64,14 +62,14 @@ def _scale_and_biases(
     node, scale, biases, hides = place.scores, 1.0, list[tuple[fx.Node, float]](), False
     while node is not place.product:
         given: tuple[Any, ...] = node.args
-        if node.target in SAME and shape_of(node.meta["val"]) == shape_of(given[0].meta["val"]):
-            node = given[0]
-        elif node.target in SAME and not biases:
+        if (node.target in SAME and shape_of(node.meta["val"]) == shape_of(given[0].meta["val"])) or (
+            node.target in SAME and not biases
+        ):
             node = given[0]
         elif node.target in (_aten.mul.Tensor, _aten.div.Tensor):
             inner, by = given[:2] if _leads_to(given[0], place.product) else given[1::-1]
             number = _number(by, evaluator)
-            if number is None or inner is not given[0] and node.target is _aten.div.Tensor:
+            if number is None or (inner is not given[0] and node.target is _aten.div.Tensor):
                 return scale, biases, hides, f"{node.name} multiplies its scores by numbers that are computed"
             scale = scale * number if node.target is _aten.mul.Tensor else scale / number
             node = inner

@@ -66,6 +66,8 @@ class WrittenOut:
 
 def written_out(graph: fx.Graph) -> Iterator[WrittenOut]:
     """Yield the places, in the graph's order."""
+    node: Any
+    weights: Any
     for node in list(graph.nodes):
         if node.target is _aten.scaled_dot_product_attention.default:
             yield WrittenOut(node, node, node, *node.args[:3])
@@ -78,7 +80,7 @@ def written_out(graph: fx.Graph) -> Iterator[WrittenOut]:
         product = _product(scores)
         if product is None:
             continue
-        q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
+        q, k = _factors(product)
         queries = _of_rank_4(q)
         if queries is not None:
             yield WrittenOut(node, scores, product, queries, k, node.args[1])
@@ -91,13 +93,19 @@ def strip(node: Any, turns: bool = False) -> fx.Node:
     return node  # type: ignore[no-any-return]
 
 
+def _factors(product: Any) -> tuple[Any, Any]:
+    """Return what a contraction multiplies."""
+    q, k = product.args[1:3] if product.target is _aten.baddbmm.default else product.args[:2]
+    return q, k
+
+
 def _product(scores: fx.Node) -> fx.Node | None:
     """Return the nearest contraction of two tensors that vary with batch and tokens; breadth first."""
     queue, seen = [scores], {scores}
     while queue:
         node = queue.pop(0)
         if node.target in CONTRACTIONS:
-            q, k = node.args[1:3] if node.target is _aten.baddbmm.default else node.args[:2]
+            q, k = _factors(node)
             rows, columns = shape_of(q.meta["val"])[-2], shape_of(k.meta["val"])[-1]
             if rows == columns and not rows.isdigit():
                 return node
@@ -124,13 +132,7 @@ def turned(node: Any) -> fx.Node | None:
     """Return the tensor [B, H, S, D] of which a second factor [B, H, D, S] is the transpose, if it is one."""
     while node.target in SAME:
         node = node.args[0]
-    if node.target is _aten.permute.default and list(node.args[1]) in ([0, 1, 3, 2], [0, 2, 1]):
-        inner = node.args[0]
-    elif node.target is _aten.transpose.int and {d % node.meta["val"].dim() for d in node.args[1:]} == {
-        node.meta["val"].dim() - 1,
-        node.meta["val"].dim() - 2,
-    }:
-        inner = node.args[0]
-    else:
-        return None
-    return _of_rank_4(inner)
+    last = {node.meta["val"].dim() - 1, node.meta["val"].dim() - 2}
+    permuted = node.target is _aten.permute.default and list(node.args[1]) in ([0, 1, 3, 2], [0, 2, 1])
+    swapped = node.target is _aten.transpose.int and {d % node.meta["val"].dim() for d in node.args[1:]} == last
+    return _of_rank_4(node.args[0]) if permuted or swapped else None

@@ -17,6 +17,7 @@ from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.linear_converters import LinearConverter
 from compressor.formats.cache import CacheFormat
+from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
 
@@ -40,6 +41,8 @@ class Converter(LinearConverter):
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "slice.Tensor": slice_rows,
+            "reshape.default": reshape,
+            "view.default": reshape,
             "index.Tensor": index_rows,
         }
 
@@ -52,7 +55,12 @@ class Converter(LinearConverter):
 
     def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
         x, shape, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
-        if len(shape) != 1 or weight is None:
+        if len(shape) == 1 and weight is None:
+            one, zero = (
+                importer.block_builder.emit(f([int(shape[0])], "float32")) for f in (relax.op.ones, relax.op.zeros)
+            )
+            return importer.block_builder.emit(relax.op.nn.layer_norm(x, one, zero, axes=-1, epsilon=float(eps)))
+        if len(shape) != 1:
             return importer._layer_norm(node)
         width, has_bias = int(shape[0]), bias is not None
         name = f"layer_norm_{width}_{eps:g}{'_bias' if has_bias else ''}".replace("-", "m").replace(".", "p")
@@ -115,9 +123,10 @@ class Converter(LinearConverter):
         first = [row is not None for row in rows]
         name = f"masked_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += "".join(f"_{letter}" for letter, is_first in zip("qkv", first, strict=True) if is_first)
-        own = None
+        own: tuple[bool, bool, bool] | None = None
         if bias is not None:
-            own = tuple(not (isinstance(n, tvm.tirx.IntImm) and int(n) == 1) for n in list(bias.ty.shape)[:3])
+            sizes = bias.ty.shape
+            own = (_is_own(sizes[0]), _is_own(sizes[1]), _is_own(sizes[2]))
             name += f"_bias{''.join(str(int(each)) for each in own)}"
             flat = math.prod(bias.ty.shape, start=tvm.tirx.IntImm("int64", 1))
             given_bias = [importer.block_builder.emit(relax.op.reshape(bias, [flat]))]
@@ -148,6 +157,11 @@ class Converter(LinearConverter):
 def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:
     """Return an operator's arguments, the defaults in place of those that the graph leaves out."""
     return [*given, *defaults[len(given) - required :]]
+
+
+def _is_own(size: Any) -> bool:
+    """Return whether there is one of each, not one for all."""
+    return not (isinstance(size, tvm.tirx.IntImm) and int(size) == 1)
 
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
@@ -184,6 +198,15 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
         return te.compute(shape, lambda *index: x[index], "first")
 
     return importer.block_builder.emit_te(first, importer.env[table])
+
+
+def reshape(node: fx.Node, importer: Any) -> Any:
+    """Emit a reshape; TVM's own converter compares symbolic sizes as if they were numbers, and fails."""
+    before: Any = node.args[0]
+    x, sizes = importer.retrieve_args(node)
+    if shape_of(before.meta["val"]) == shape_of(node.meta["val"]):
+        return x
+    return importer.block_builder.emit(relax.op.reshape(x, sizes))
 
 
 def index_rows(node: fx.Node, importer: Any) -> Any:

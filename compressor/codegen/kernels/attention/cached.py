@@ -126,12 +126,10 @@ def masked_attention(
     [B, S, H, D], all float32.
     """
     prompt = PromptBlocks(head_dim, heads // kv_heads, scale, 0.0)
-    windowed, has_bias = window > 0, bias is not None
+    windowed, has_bias, own = window > 0, bias is not None, bias or (False, False, False)
 
     @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, bias_: T.handle, out_: T.handle
-    ) -> None:
+    def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, bias_: T.handle, out_: T.handle) -> None:
         batch = T.int64()
         length = T.int64()
         dims = T.meta_var(lambda n, first: (batch, length, n, head_dim) if first else (batch, n, length, head_dim))
@@ -151,7 +149,7 @@ def masked_attention(
             early, late = T.meta_var(prompt.tokens(block, length))
             begin = T.meta_var(T.max(early - (window - 1), T.int64(0)) if windowed else T.int64(0))
             end = T.meta_var(T.min(late + window, length) if windowed else length)
-            added = T.meta_var(partial(_biased, biases, bias, heads, length, b) if has_bias else None)
+            added = T.meta_var(partial(_biased, biases, own, heads, length, b) if has_bias else None)
             rows = T.meta_var([Heads(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
             prompt.attend(rows, out, b, kv, block, length, begin, end, seen, None, added, windowed)
 
@@ -201,12 +199,11 @@ def _biased(
     biases: Any, own: tuple[bool, bool, bool], heads: int, length: Any, b: Any, head: Any, tokens: Any, key: Any
 ) -> Any:
     """Return the biases of 16 heads and tokens with a key."""
-    wide = lambda x: T.Cast(f"int64x{VECTOR}", x)  # noqa: E731
     at = T.broadcast(T.Cast("int64", b) if own[0] else T.int64(0), VECTOR)
     if own[1]:
-        at = at * T.broadcast(T.int64(heads), VECTOR) + wide(head)
+        at = at * T.broadcast(T.int64(heads), VECTOR) + T.Cast(f"int64x{VECTOR}", head)
     if own[2]:
-        at = at * T.broadcast(length, VECTOR) + wide(tokens)
+        at = at * T.broadcast(length, VECTOR) + T.Cast(f"int64x{VECTOR}", tokens)
     return biases[at * T.broadcast(length, VECTOR) + T.broadcast(T.Cast("int64", key), VECTOR)]
 
 
