@@ -51,7 +51,7 @@ def main() -> None:
         "| family | kind | captured | kernels' error | prompt against steps | seconds |",
         "|---|---|---|---|---|---|",
     ]
-    passed = total = 0
+    passed, total, share = 0, 0, "no family of that name"
     for kind, table in (("decoder", families.DECODERS), ("encoder", families.ENCODERS)):
         for name, (cls, given) in table.items():
             if options.names and name not in options.names:
@@ -64,7 +64,8 @@ def main() -> None:
                 difference = f"{steps:.1e}" if kind == "decoder" else ""
                 row = f"{name} | {kind} | yes | {error:.1e} | {difference}"
             except CompressorError as refusal:
-                row = f"{name} | {kind} | no: {type(refusal).__name__}: {str(refusal).replace('|', '/')} | |"
+                reason = " ".join(str(refusal).replace("|", "/").split())
+                row = f"{name} | {kind} | no: {type(refusal).__name__}: {reason} | |"
             lines.append(f"| {row} | {time.perf_counter() - begin:.0f} |")
             print(lines[-1], flush=True)
             share = f"{passed} of {total} families pass: error below {LIMIT:g}, prompt against steps below 1e-5."
@@ -109,7 +110,7 @@ def take_packed_weights(model: Any, graph: Any) -> None:
         parts = [graph.get_parameter(part.target) for part in node.args[1]]
         columns = node.args[4]
         dense = _PACKED(torch.eye(columns), parts, None, *node.args[3:])  # [in, out]
-        module = modules[node.args[1][0].target.rpartition(".")[0]]
+        module = modules[node.args[1][0].target.rpartition(".")[0].partition("@")[0]]  # @2: read again, shared
         is_turned = type(module).__name__ == "Conv1D"
         with torch.no_grad():
             module.weight.copy_((dense if is_turned else dense.t()).reshape(module.weight.shape))

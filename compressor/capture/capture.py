@@ -24,7 +24,7 @@ from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
-from compressor.capture.probe import check_positions, probe
+from compressor.capture.probe import check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
@@ -141,6 +141,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     argument_names = list(inspect.signature(program.forward).parameters)
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
+    check_numbers(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if probed.self_made:
         with error_context(None, meta_model.name):

@@ -171,6 +171,21 @@ def check_positions(graph: fx.Graph, program: DecoderProgram | EncoderProgram, n
             raise CaptureError(f"{name}: {where or node.name} counts positions, and the model takes no position_ids")
 
 
+def check_numbers(graph: fx.Graph, name: str) -> None:
+    """Refuse a graph that reads a number out of a tensor: its shapes would depend on values.
+
+    Raises:
+        CaptureError: names the module and the line that do.
+    """
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            where = " at ".join(filter(None, (module_path(node), source_line(node))))
+            raise CaptureError(
+                f"{name}: {where or node.name} reads a number out of a tensor, which no program can follow; rewrite "
+                "the line, or capture the part you need as a module with an example of its inputs"
+            )
+
+
 def _require_arguments(meta_model: MetaModel, *names: str) -> None:
     known = inspect.signature(meta_model.model.forward).parameters
     absent = [name for name in names if name not in known]

@@ -22,7 +22,7 @@ from compressor.errors import CaptureError
 from compressor.graph.provenance import module_path, source_line
 
 _HIDDEN = -1e30  # scores below are of hidden keys
-_MOST_SCORES = 1 << 24  # numbers that are looked at to find a rule
+_MOST_SCORES = 1 << 23  # numbers that are looked at to find a rule
 _LONGEST = 2048  # tokens that are looked at
 _TOLERANCE = 1e-4  # of scores: float32 sums in another order
 

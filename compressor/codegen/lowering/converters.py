@@ -43,6 +43,7 @@ class Converter(LinearConverter):
             "slice.Tensor": slice_rows,
             "reshape.default": reshape,
             "view.default": reshape,
+            "cumsum.default": running_sum,
             "index.Tensor": index_rows,
         }
 
@@ -207,6 +208,27 @@ def reshape(node: fx.Node, importer: Any) -> Any:
     if shape_of(before.meta["val"]) == shape_of(node.meta["val"]):
         return x
     return importer.block_builder.emit(relax.op.reshape(x, sizes))
+
+
+def running_sum(node: fx.Node, importer: Any) -> Any:
+    """Emit sums of all places up to each, such as those that count the tokens in front of one; TVM lowers none of its
+    own for lengths that vary.  They take time with the square of the length.
+    """
+    x, axis = importer.retrieve_args(node)[:2]
+    axis = axis % len(x.ty.shape)
+    dtype = "int64" if str(x.ty.dtype).startswith(("int", "bool")) else str(x.ty.dtype)  # as PyTorch's sums
+
+    def sums(given: Any) -> Any:
+        place = te.reduce_axis((0, given.shape[axis]), "place")
+
+        def upto(*index: Any) -> Any:
+            earlier = given[(*index[:axis], place, *index[axis + 1 :])].astype(dtype)
+            zero = tvm.tirx.const(0, dtype)
+            return te.sum(tvm.tirx.Select(place <= index[axis], earlier, zero), axis=place)
+
+        return te.compute(given.shape, upto, "running_sum")
+
+    return importer.block_builder.emit_te(sums, x)
 
 
 def index_rows(node: fx.Node, importer: Any) -> Any:
