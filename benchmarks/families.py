@@ -31,6 +31,7 @@ import families
 
 import compressor
 from compressor.capture.capture import capture
+from compressor.codegen.backend import make_backend
 from compressor.errors import CompressorError
 from compressor.recipe.recipe import Recipe
 
@@ -85,7 +86,9 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
         heads = [name for name, module in model.named_modules() if module is head and head is not None]
         passes = [{"rtn": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
         recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
-        graph, _ = write_bundle(capture(folder), recipe, None, Path(scratch) / "bundle")
+        dense = capture(folder)
+        make_backend(recipe.target.build(), None).check(dense)
+        graph, _ = write_bundle(dense, recipe, None, Path(scratch) / "bundle")
         take_packed_weights(model, graph)
         bundle = compressor.load(Path(scratch) / "bundle")
         ids = np.random.default_rng(1).integers(3, families.VOCAB, (2, families.LENGTH))

@@ -95,6 +95,7 @@ class Recorder:
         self.values: dict[int, Tensor] = {}
         self.attended: set[int] = set()  # layers
         self.calls: list[AttentionCall] = []
+        self.notes: set[str] = set()  # what the user should know
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Remember a layer's new keys and values, and hand them back alone: the operator reads the old ones."""
@@ -215,6 +216,10 @@ def _attend(
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
     width, query, key, value = value.shape[-1], *_of_one_width(query, key, value)
     # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
+    if width != key.shape[-1]:
+        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
+    if recorder.keys[layer].shape[1] != key.shape[1]:
+        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
     recorder.keys[layer], recorder.values[layer] = key, value
     if recorder.k_cache is None or recorder.v_cache is None:
         k_cache, v_cache = key, value  # shapes only

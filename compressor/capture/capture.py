@@ -24,7 +24,7 @@ from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
-from compressor.capture.probe import check_numbers, check_positions, probe
+from compressor.capture.probe import bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError
@@ -159,7 +159,9 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     def read(name: str) -> Tensor:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
-    return _bind(graph, layout, read, set(buffers) | set(constants), info)
+    captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
+    captured.meta["notes"] = [*probed.notes, *bias_notes(graph)]
+    return captured
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -41,11 +41,13 @@ class Probed:
         program: to export.
         facts: fields of :class:`compressor.graph.model.ModelInfo`.
         self_made: attention is written out in the model's code, not called through transformers' interface.
+        notes: what the user should know.
     """
 
     program: DecoderProgram | EncoderProgram
     facts: dict[str, Any]
     self_made: bool
+    notes: tuple[str, ...] = ()
 
 
 def probe(meta_model: MetaModel, positions: int) -> Probed:
@@ -101,7 +103,8 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
             program.rules = mask_rules(recorder.calls, causal=True, positions=positions or _LONGEST)
     kv_heads, head_dim = next(iter(sizes))
     facts = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-    return Probed(program, facts | _usable(positions, program.first_position), self_made)
+    notes = tuple(sorted(recorder.notes))
+    return Probed(program, facts | _usable(positions, program.first_position), self_made, notes)
 
 
 def _probe_encoder(meta_model: MetaModel, positions: int, self_made: bool) -> Probed:
@@ -169,6 +172,17 @@ def check_positions(graph: fx.Graph, program: DecoderProgram | EncoderProgram, n
         if node.op == "call_function" and str(node.target).startswith(("aten.arange", "aten.cumsum")):
             where = " at ".join(filter(None, (module_path(node), source_line(node))))
             raise CaptureError(f"{name}: {where or node.name} counts positions, and the model takes no position_ids")
+
+
+def bias_notes(graph: fx.Graph) -> list[str]:
+    """Tell the user of biases that are kept as numbers, because no rule expresses them."""
+    masked = graph.find_nodes(op="call_function", target=torch.ops.compressor.masked_attention.default)
+    biased = [node for node in masked if len(node.args) > 6 and node.args[6] is not None]
+    if not biased:
+        return []
+    return [
+        f"{len(biased)} attention layers add biases that no rule expresses: 4 bytes for each pair of tokens and head"
+    ]
 
 
 def check_numbers(graph: fx.Graph, name: str) -> None:

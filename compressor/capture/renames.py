@@ -33,10 +33,11 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     Raises:
         CaptureError: when a weight is read whose conversion fails.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.conversion_mapping import get_model_conversion_mapping as mapping_of
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
+    conversions: Any = mapping_of
+    transforms = conversions(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}

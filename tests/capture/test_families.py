@@ -103,6 +103,14 @@ def test_what_is_refused_says_why(name: str) -> None:
         capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
 
 
+def test_what_takes_more_memory_is_said(tmp_path: Path) -> None:
+    save(tmp_path / "latent", *DECODERS["MiniCPM 3"], True)
+    notes = " ".join(capture(tmp_path / "latent", weights=False).meta["notes"])
+    assert "latent attention" in notes and "16 channels a head, and are cached with 24" in notes
+    save(tmp_path / "relative", *ENCODERS["MPNet"], False)
+    assert "2 attention layers add biases" in capture(tmp_path / "relative", weights=False).meta["notes"][0]
+
+
 def test_positions_that_begin_late_leave_fewer_tokens(tmp_path: Path) -> None:
     save(tmp_path, *DECODERS["RoBERTa, decoder"], True)
     assert capture(tmp_path, weights=False).meta["model"].max_positions == POSITIONS - 1
