@@ -42,7 +42,10 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
     known, prefix = set(model.state_dict()), f"{model.base_model_prefix}."
-    fits = lambda name: name in known or name.removeprefix(prefix) in known or prefix + name in known  # noqa: E731
+
+    def fits(name: str) -> bool:
+        return name in known or name.removeprefix(prefix) in known or prefix + name in known
+
     rename: Any = rename_source_key
     readers: dict[str, Callable[[], Tensor]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
