@@ -8,7 +8,7 @@ cannot express is refused by name: nothing that changes the result is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +21,11 @@ import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.errors import CaptureError
 
 ATTENTION_NAME = "compressor"
+
+
+class SelfMadeAttention(CaptureError):
+    """A layer does not attend through transformers' interface in a way that our operators can take."""
+
 
 # Arguments that models hand to the attention function and that do not change what it computes for us:
 # positions are already in the keys, and the mask and the cache are ours.
@@ -39,6 +44,22 @@ class MaskRequest:
 
     def __getitem__(self, _: object) -> MaskRequest:
         return self  # some models slice the mask to the keys' length
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys a query sees, beside causality or padding.
+
+    Attributes:
+        window: keys no further away than ``window - 1`` positions; 0 for all.
+        chunk: keys of the query's own chunk of so many positions; 0 for all.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"window {self.window or 'none'}, chunk {self.chunk or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -66,12 +87,15 @@ class Recorder:
         mask: Tensor | None = None,
         k_cache: list[Tensor] | None = None,
         v_cache: list[Tensor] | None = None,
+        rules: Mapping[str, MaskRule] | None = None,
     ) -> None:
-        self.names, self.position, self.mask = names, position, mask
+        self.names, self.position, self.mask, self.rules = names, position, mask, rules or {}
         self.k_cache, self.v_cache = k_cache, v_cache
         self.keys: dict[int, Tensor] = {}  # layer -> [B, Hkv, S, D]
         self.values: dict[int, Tensor] = {}
+        self.attended: set[int] = set()  # layers
         self.calls: list[AttentionCall] = []
+        self.notes: set[str] = set()  # what the user should know
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Remember a layer's new keys and values, and hand them back alone: the operator reads the old ones."""
@@ -130,6 +154,20 @@ def mask_requests() -> Iterator[None]:
         del MASKS._global_mapping[ATTENTION_NAME]
 
 
+@contextmanager
+def masks_left_out() -> Iterator[list[MaskFunction]]:
+    """Give eager models None for each mask that they ask for inside; yields the masks' functions as they come."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    wanted: list[MaskFunction] = []
+    before = MASKS._global_mapping["eager"]
+    MASKS._global_mapping["eager"] = lambda *_, mask_function, **__: wanted.append(mask_function)
+    try:
+        yield wanted
+    finally:
+        MASKS._global_mapping["eager"] = before
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -142,9 +180,10 @@ def _attend(
     s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: query [B, H, S, D], key and value [B, Hkv, S, D] -> [B, S, H, D]."""
+    """Attend as transformers asks: query [B, H, S, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> [B, S, H, Dv]."""
     recorder = _RECORDER.get()
     name = recorder.names.get(module, type(module).__name__)
     unknown = [k for k, v in others.items() if k not in _NEUTRAL and v is not None and v is not False]
@@ -152,67 +191,137 @@ def _attend(
         raise CaptureError(f"{name} asks its attention for {', '.join(unknown)}, which no operator here implements")
     if dropout:
         raise CaptureError(f"{name} asks for dropout in its attention; call model.eval() first")
-    if isinstance(attention_mask, Tensor):
-        raise CaptureError(f"{name} builds an attention mask of its own, which no operator here takes")
-    if query.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1]:
-        raise CaptureError(
-            f"{name} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}; they must be equal"
-        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    recorder.calls.append(AttentionCall(name, sliding_window or 0, attention_mask))
+    request = attention_mask if isinstance(attention_mask, MaskRequest) else None
+    recorder.calls.append(AttentionCall(name, sliding_window or 0, request))
+    rule = recorder.rules.get(name, MaskRule(sliding_window or 0))
     if recorder.mask is not None:
-        for what, given in {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}.items():
+        for what, given in {"softcap": softcap, "s_aux": s_aux}.items():
             if given is not None:
                 raise CaptureError(f"{name} asks its attention for {what}, which masked_attention lacks")
-        return torch.ops.compressor.masked_attention(query, key, value, recorder.mask, scale), None
+        if rule.chunk:
+            raise CaptureError(f"{name} attends within chunks, which masked_attention lacks")
+        bias = _sum_biases(position_bias, attention_mask)
+        out = torch.ops.compressor.masked_attention(query, key, value, recorder.mask, scale, rule.window, bias)
+        return out, None
+    if isinstance(attention_mask, Tensor):
+        raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
+    if position_bias is not None:
+        raise CaptureError(f"{name} adds biases to its scores, for which cached_attention has no rule")
     layer = getattr(module, "layer_idx", None)
-    if layer is None or recorder.keys.get(layer) is not key or recorder.values.get(layer) is not value:
-        raise CaptureError(f"{name} attends to keys and values that it did not store in its cache; not supported")
+    if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
+        raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
+    recorder.attended.add(layer)
     if is_causal is False:
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
+    width, query, key, value = value.shape[-1], *_of_one_width(query, key, value)
+    # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
+    if width != key.shape[-1]:
+        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
+    if recorder.keys[layer].shape[1] != key.shape[1]:
+        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
+    recorder.keys[layer], recorder.values[layer] = key, value
     if recorder.k_cache is None or recorder.v_cache is None:
         k_cache, v_cache = key, value  # shapes only
     else:
         k_cache, v_cache = recorder.k_cache[layer], recorder.v_cache[layer]
-    out = torch.ops.compressor.cached_attention(
-        query, key, value, k_cache, v_cache, recorder.position, scale, sliding_window or 0, softcap or 0.0, s_aux
-    )
-    return out, None
+    args = (query, key, value, k_cache, v_cache, recorder.position, scale, rule.window, softcap or 0.0, s_aux)
+    out = torch.ops.compressor.cached_attention(*args, rule.chunk, None)
+    return out if width == out.shape[-1] else out[..., :width], None
 
 
-def check_masks(calls: list[AttentionCall], *, causal: bool, positions: int) -> None:
-    """Compare each mask that was asked for with the one our operator applies.
+def _sum_biases(*given: Tensor | MaskRequest | None) -> Tensor | None:
+    """Add up what a model adds to its scores; a mask of bools shows what it is true for."""
+    total: Tensor | None = None
+    for bias in given:
+        if not isinstance(bias, Tensor):
+            continue
+        if bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, torch.finfo(torch.float32).min)
+        total = bias if total is None else total + bias
+    return total
+
+
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the narrower of keys and values up with zeros, which change neither products nor sums."""
+    width = max(key.shape[-1], value.shape[-1])
+
+    def fill(x: Tensor) -> Tensor:
+        missing = width - x.shape[-1]
+        return torch.cat([x, x.new_zeros((*x.shape[:-1], missing))], dim=-1) if missing else x
+
+    return fill(query), fill(key), fill(value)
+
+
+def mask_rules(calls: list[AttentionCall], *, causal: bool, positions: int) -> dict[str, MaskRule]:
+    """Find the rule that expresses each mask that was asked for.
 
     Args:
         calls: the attention layers of one run inside :func:`mask_requests`.
         causal: True for ``cached_attention``, False for ``masked_attention``.
         positions: longest sequence to look at.
+    Returns:
+        For each module that asked for a mask, the rule that our operator gets.
     Raises:
-        CaptureError: a layer hides or shows other keys (chunked or prefix attention, a window that the
-            attention function was not told of, ...).
+        CaptureError: a layer hides or shows other keys than any rule does (prefix attention, two masks, ...).
     """
-    verdicts: dict[tuple[int, int], bool] = {}  # layers of a kind share one request
+    verdicts: dict[tuple[int, int], MaskRule | None] = {}  # layers of a kind share one request
+    rules: dict[str, MaskRule] = {}
     for call in calls:
         if call.mask is None:
             continue
         key = (id(call.mask), call.window)
         if key not in verdicts:
-            verdicts[key] = _mask_agrees(call.mask.function, call.window, causal, positions)
-        if not verdicts[key]:
-            expected = f"causal, window {call.window or 'none'}" if causal else "every token that is not padding"
-            raise CaptureError(f"{call.module} wants a mask other than what its operator applies ({expected})")
+            verdicts[key] = find_rule(call.mask.function, call.window, causal=causal, positions=positions)
+        rule = verdicts[key]
+        if rule is None or rules.setdefault(call.module, rule) != rule:
+            expected = "causal" if causal else "every token that is not padding"
+            raise CaptureError(
+                f"{call.module} wants a mask other than what its operator applies ({expected}, within a window or a "
+                "chunk)"
+            )
+    return rules
 
 
-def _mask_agrees(function: MaskFunction, window: int, causal: bool, positions: int) -> bool:
-    rows = {0, 1, 2, positions // 2, positions - 1, window - 1, window, window + 1}
+def find_rule(function: MaskFunction, window: int, *, causal: bool, positions: int) -> MaskRule | None:
+    """Return the rule of a mask, that of the stated window if it is one; None if there is no rule."""
+    candidates = [MaskRule(window), MaskRule()]
+    try:
+        if causal:
+            # The first query that does not see the first key ends its window, or begins a chunk.
+            low, high = 0, positions - 1
+            while low < high:
+                middle = (low + high) // 2
+                if bool(_visible(function, torch.tensor([[middle]]), 1)[0, 0]):
+                    low = middle + 1
+                else:
+                    high = middle
+            candidates += [MaskRule(low), MaskRule(chunk=low)]
+        else:
+            candidates.append(MaskRule(int(_visible(function, torch.tensor([[0]]), positions).sum())))
+        return next((rule for rule in candidates if _mask_agrees(function, rule, causal, positions)), None)
+    except Exception:  # the mask depends on data of its own: whatever it is, it is not ours
+        return None
+
+
+def _visible(function: MaskFunction, q: Tensor, positions: int) -> Tensor:
+    """Return which of the first keys the queries [N, 1] see, bool [N, positions]."""
+    zero = torch.zeros((), dtype=torch.int64)
+    wanted = torch.as_tensor(function(zero, zero, q, torch.arange(positions)[None, :]))
+    return wanted.expand(len(q), positions)
+
+
+def _mask_agrees(function: MaskFunction, rule: MaskRule, causal: bool, positions: int) -> bool:
+    rows = {0, 1, 2, positions // 2, positions - 1}
+    for step in (rule.window, rule.chunk):
+        rows |= {step - 1, step, step + 1, 2 * step - 1, 2 * step, positions // max(step, 1) * step}
     q = torch.tensor(sorted(r for r in rows if 0 <= r < positions))[:, None]
     kv = torch.arange(positions)[None, :]
-    zero = torch.zeros((), dtype=torch.int64)
     expected = torch.ones(len(q), positions, dtype=torch.bool)
     if causal:
-        expected = (kv <= q) & (q - kv < window if window else expected)
-    try:
-        wanted = torch.as_tensor(function(zero, zero, q, kv)).expand_as(expected)
-        return bool((wanted == expected).all())
-    except Exception:  # the mask depends on data of its own: whatever it is, it is not ours
-        return False
+        expected = kv <= q
+    if rule.window:
+        expected = expected & ((q - kv).abs() < rule.window)
+    if rule.chunk:
+        expected = expected & (q // rule.chunk == kv // rule.chunk)
+    return bool((_visible(function, q, positions) == expected).all())

@@ -22,21 +22,14 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
-from compressor.capture.attention import Recorder, check_masks, mask_requests
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.images.classifier import class_names, image_program
-from compressor.capture.meta_model import (
-    DecoderProgram,
-    EncoderProgram,
-    MetaModel,
-    cache_argument,
-    fake_parameters,
-    folder_meta_model,
-    memory_meta_model,
-)
+from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
+from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
+from compressor.capture.recognition.recognize import recognize
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_caches
@@ -44,6 +37,10 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
+_LONGEST = (
+    "max_position_embeddings",
+    "max_seq_len",
+)  # names of a configuration for the tokens that a model is made for
 _WRAPPER = "hf"  # where the programs of capture_shadow hold the model
 
 
@@ -136,14 +133,19 @@ def reexport(graph: GraphModule) -> ExportedProgram:
     return export_program(graph, args, shapes, info.name)
 
 
-def example_call(info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
-    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``."""
+def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
+    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``.
+
+    Args:
+        limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
+    """
     batch, longest = Dim("batch", min=1), info.max_positions or None
     ids = torch.zeros(2, 5, dtype=torch.int64)
     if info.kind == "encoder":
         sequence = Dim("sequence", min=1, max=longest)
         return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
-    sequence, rows, capacity = Dim("sequence", min=1), Dim("rows", min=1), Dim("capacity", min=1)
+    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
+    rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
     caches = empty_caches(info, 2, 7)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
@@ -156,7 +158,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         "kind": meta_model.kind,
         "name": meta_model.name,
         "architecture": type(model).__name__,
-        "max_positions": getattr(config, "max_position_embeddings", None) or 0,
+        "max_positions": next(filter(None, (getattr(config, key, 0) for key in _LONGEST)), 0),
         "vocab_size": config.vocab_size if getattr(config, "vocab_size", None) else 0,
         "eos_ids": meta_model.eos_ids,
         "bos_id": meta_model.bos_id,
@@ -166,16 +168,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     }
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_parameters(model, mode)
-    if meta_model.kind == "module":
-        facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
-        info = ModelInfo(**facts)
-        program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
-    else:
-        probe = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
-        program, found = probe(meta_model, mode, facts["max_positions"])
-        info = ModelInfo(**facts, **found)
-        with mode:
-            args, shapes = example_call(info)
+    program, info, (args, shapes), probed = _program(meta_model, facts, mode)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
 
     groups = _tied_groups(model)
@@ -183,9 +176,14 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     argument_names = list(inspect.signature(program.forward).parameters)
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
+    check_numbers(graph, meta_model.name)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    if probed is not None and probed.self_made:
+        with error_context(None, meta_model.name):
+            constants |= recognize(graph, info, {**buffers, **constants}.get)
+        check_positions(graph, probed.program, meta_model.name)
 
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
     computed = unstored | constants
@@ -198,65 +196,25 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
-    return captured if info.kind != "module" else _as_module(captured, args, shapes, None)
+    if probed is None:
+        return _as_module(captured, args, shapes, None)
+    captured.meta["notes"] = [*probed.notes, *bias_notes(graph)]
+    return captured
 
 
-def _probe_decoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Run the meta model once without a cache, to find its layers and check what its attention asks for."""
+def _program(
+    meta_model: MetaModel, facts: dict[str, Any], mode: FakeTensorMode
+) -> tuple[nn.Module, ModelInfo, tuple[tuple[Any, ...], Any], Probed | None]:
+    """Return what is exported, its description, its example call, and what a run has shown of a model of text."""
     model = meta_model.model
-    _require_arguments(meta_model, "input_ids", "position_ids", cache_argument(model))
-    program = DecoderProgram(model)
+    if meta_model.kind == "module":
+        facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
+        program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
+        return program, ModelInfo(**facts), (args, shapes), None
+    probed = probe(meta_model, facts["max_positions"])
+    info = ModelInfo(**{**facts, **probed.facts})
     with mode:
-        ids, position, keep = torch.zeros(2, 5, dtype=torch.int64), torch.arange(5), torch.zeros(3, dtype=torch.int64)
-    recorder = Recorder(program.names, position=position)
-    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
-        program.run(recorder, ids, keep)
-    sizes = {(tensor.shape[1], tensor.shape[3]) for tensor in recorder.keys.values()}
-    layers = len(recorder.keys)
-    if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.calls) != layers:
-        raise CaptureError(
-            f"{meta_model.name}: {layers} layers of {type(model).__name__} store keys and values and "
-            f"{len(recorder.calls)} attend through transformers' attention interface; every layer must do both once "
-            "(recurrent, hybrid and self-made attention are not covered)"
-        )
-    if len(sizes) != 1:
-        raise CaptureError(
-            f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
-        )
-    with error_context(None, meta_model.name):
-        check_masks(recorder.calls, causal=True, positions=positions or 4096)
-    kv_heads, head_dim = next(iter(sizes))
-    return program, {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-
-
-def _probe_encoder(meta_model: MetaModel, mode: FakeTensorMode, positions: int) -> tuple[nn.Module, dict[str, Any]]:
-    model = meta_model.model
-    _require_arguments(meta_model, "input_ids", "attention_mask")
-    program = EncoderProgram(model)
-    with mode:
-        ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.float32)
-    recorder = Recorder(program.names, mask=mask)
-    with torch.no_grad(), mode, mask_requests(), error_context(model, meta_model.name):
-        program.run(recorder, ids)
-    if not recorder.calls:
-        raise CaptureError(
-            f"{meta_model.name}: no layer of {type(model).__name__} attends through transformers' attention interface; "
-            "capture it as a module with example inputs"
-        )
-    with error_context(None, meta_model.name):
-        check_masks(recorder.calls, causal=False, positions=positions or 4096)
-    return program, {"layers": len(recorder.calls)}
-
-
-def _require_arguments(meta_model: MetaModel, *names: str) -> None:
-    known = inspect.signature(meta_model.model.forward).parameters
-    absent = [name for name in names if name not in known]
-    if absent:
-        cls = type(meta_model.model)
-        raise CaptureError(
-            f"{meta_model.name}: {cls.__name__}.forward ({inspect.getsourcefile(cls)}) takes no {', '.join(absent)}; "
-            "capture it as a module with example inputs"
-        )
+        return probed.program, info, example_call(info, limited=probed.self_made), probed
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

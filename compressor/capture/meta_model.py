@@ -11,7 +11,9 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -21,7 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture.attention import ATTENTION_NAME, Recorder, recording, register_attention
+from compressor.capture.attention import (
+    ATTENTION_NAME,
+    MaskRule,
+    Recorder,
+    masks_left_out,
+    recording,
+    register_attention,
+)
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
@@ -47,6 +56,7 @@ class MetaModel:
 
     kind: Kind
     model: PreTrainedModel
+    interface: bool  # built with our attention; False where the class picks attention from a table of its own
     source: WeightSource
     name: str
     folder: Path | None
@@ -68,22 +78,34 @@ class DecoderProgram(nn.Module):
         self.hf = model
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
+        self.rules: dict[str, MaskRule] = {}
 
     def forward(
         self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache)
+        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
         return self.run(recorder, ids, keep)
 
-    def run(self, recorder: Recorder, ids: Tensor, keep: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Call the model with a stand-in cache.  ``position`` broadcasts over the batch."""
+    def run(
+        self, recorder: Recorder, ids: Tensor, keep: Tensor, own_positions: bool = False
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Call the model with a stand-in cache.  ``position`` broadcasts over the batch.
+
+        Args:
+            own_positions: let the model count by itself, from the first.
+        """
         assert recorder.position is not None
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra[self.cache_argument] = recorder
+        if self.takes_positions and not own_positions:
+            position = recorder.position[None]
+            extra["position_ids"] = position + self.first_position if self.first_position else position
         with recording(recorder):
-            out = self.hf(input_ids=ids, position_ids=recorder.position[None], use_cache=True, **extra)
+            out = self.hf(input_ids=ids, use_cache=True, **extra)
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]
@@ -92,20 +114,21 @@ class DecoderProgram(nn.Module):
 class EncoderProgram(nn.Module):
     """The encoder's contract: (ids, mask) -> last hidden state."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, self_made: bool = False) -> None:
         super().__init__()
-        self.hf = model
+        self.hf, self.self_made = model, self_made
         self.names = {module: name for name, module in model.named_modules()}
         self.typed = "token_type_ids" in inspect.signature(model.forward).parameters
+        self.rules: dict[str, MaskRule] = {}
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        return self.run(Recorder(self.names, mask=mask), ids)
+        return self.run(Recorder(self.names, mask=mask, rules=self.rules), ids)
 
     def run(self, recorder: Recorder, ids: Tensor) -> Tensor:
         """Call the model; all tokens are of the first type, as when a tokenizer encodes one text."""
         extra = {"token_type_ids": torch.zeros(ids.shape, dtype=torch.int64)} if self.typed else {}
-        with recording(recorder):
+        with recording(recorder), masks_left_out() if self.self_made else nullcontext():
             out = self.hf(input_ids=ids, attention_mask=recorder.mask, **extra)
         return cast(Tensor, out.last_hidden_state)
 
@@ -116,6 +139,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     Raises:
         CaptureError: no such model, or its configuration or files cannot be used.
     """
+    import transformers
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 
     folder, name = _locate(model)
@@ -123,15 +147,13 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
     autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
-    auto, attention = autos.get(kind, AutoModel), "eager" if kind == "module" else ATTENTION_NAME
-    built = _build(
-        lambda: auto.from_config(
-            config, trust_remote_code=trust_remote_code, attn_implementation=attention, dtype=torch.float32
-        ),
-        name,
-    )
-    if kind == "module":
-        use_image_attention(built)
+    auto = autos.get(kind, AutoModel)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
+        make = partial(named._from_config, config, dtype=torch.float32)  # the other half is no part of it
+    else:
+        make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    built, interface = _build(make, name, kind)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -140,9 +162,9 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         several = key == "bos_token_id" and isinstance(value, list)
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
-    eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
     source = renamed_source(checkpoint.source, built)
-    return MetaModel(kind, built, source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
+    eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
+    return MetaModel(kind, built, interface, source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -151,15 +173,21 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     whole = model if kind != "encoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
-    attention = "eager" if kind == "module" else ATTENTION_NAME
-    built = _build(lambda: cls._from_config(config, attn_implementation=attention, dtype=torch.float32), cls.__name__)
-    if kind == "module":
-        use_image_attention(built)
+    built, interface = _build(partial(cls._from_config, config, dtype=torch.float32), cls.__name__, kind)
     special = getattr(model, "generation_config", None) or model.config
     sha256 = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
-    return MetaModel(kind, built, module_source(whole), type(model).__name__, None, sha256, eos_ids, bos_id)
+    source, name = module_source(whole), type(model).__name__
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id)
+
+
+def attend_as_written(model: nn.Module) -> None:
+    """Make a model attend by its own code; what transformers offers for that leaves models as they are that lack it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"
 
 
 def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -176,9 +204,16 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
-def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
-    """Construct with parameters on the meta device and buffers in memory, with their true values."""
+def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedModel, bool]:
+    """Construct with parameters on the meta device and buffers in memory, with their true values.
+
+    Models of images attend as their code says, without a cache.
+
+    Returns:
+        The model, and whether it was built with our attention; else its class knows only attention of its own.
+    """
     register_attention()
+    implementations = ("eager",) if kind == "module" else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -191,7 +226,19 @@ def _build(make: Callable[[], Any], name: str) -> PreTrainedModel:
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
     try:
         with torch.random.fork_rng(devices=[]), error_context(None, name):
-            return cast("PreTrainedModel", make().eval())
+            for implementation in implementations:
+                try:
+                    built = make(attn_implementation=implementation).eval()
+                except (KeyError, ValueError) as error:  # what its own table lacks, or what it says not to support
+                    if implementation == "eager" or (isinstance(error, KeyError) and error.args != (implementation,)):
+                        raise
+                    if implementation == ATTENTION_NAME and not isinstance(error, KeyError):
+                        raise
+                    continue
+                if kind == "module":
+                    use_image_attention(built)
+                return cast("PreTrainedModel", built), implementation == ATTENTION_NAME
+            raise AssertionError("eager raises or returns")
     finally:
         hook.remove()
 

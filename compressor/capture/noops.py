@@ -8,6 +8,8 @@ The fake values (``node.meta["val"]``) that the export recorded tell what an ope
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -45,6 +47,57 @@ _MAYBE_NOTHING = frozenset(
         _aten.slice.Tensor,
     }
 )
+
+_PLAIN: dict[Any, Any] = {
+    _aten.repeat_interleave.self_int: None,
+    _aten._unsafe_view.default: _aten.reshape.default,
+    _aten.new_empty.default: _aten.new_zeros.default,
+}
+
+
+class PlainForm:
+    """An operator that says a plainer one in another way becomes that one.
+
+    repeat_interleave(x, n, d)      becomes      flatten(expand(unsqueeze(x, d + 1)), d, d + 1)
+    _unsafe_view(x, shape)          becomes      reshape(x, shape)
+    new_empty(x, shape)             becomes      new_zeros(x, shape)      (all of it is written over)
+    """
+
+    name = "plain form"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match one of the operators."""
+        return node if node.op == "call_function" and node.target in _PLAIN else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for a dimension, where something is repeated."""
+        dim = match.args[2] if len(match.args) > 2 else match.kwargs.get("dim")
+        repeats = match.target is _aten.repeat_interleave.self_int
+        return why_not((repeats and not isinstance(dim, int), "it repeats a flattened tensor"))
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Call the plain operators."""
+        args: Any = match.args
+        if match.target is not _aten.repeat_interleave.self_int:
+            match.target = _PLAIN[match.target]
+            return match
+        x, repeats = args[:2]
+        dim = (args[2] if len(args) > 2 else match.kwargs["dim"]) % x.meta["val"].dim()
+        sizes = [-1] * (x.meta["val"].dim() + 1)
+        sizes[dim + 1] = repeats
+        made: fx.Node = x
+        with graph.inserting_before(match):
+            for target, more in (
+                (_aten.unsqueeze.default, (dim + 1,)),
+                (_aten.expand.default, (sizes,)),
+                (_aten.flatten.using_ints, (dim, dim + 1)),
+            ):
+                value = target(made.meta["val"], *more)
+                made = graph.call_function(target, (made, *more))
+                made.meta = {**match.meta, "val": value}
+        match.replace_all_uses_with(made)
+        graph.erase_node(match)
+        return made
 
 
 class DropCheck:

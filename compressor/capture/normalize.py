@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.capture.noops import DropCheck, DropNoOp
+from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
 from compressor.graph.matching import is_float, is_parameter, replace_by, shape_of
 from compressor.graph.rules import Outcome, Rule, apply, why_not
@@ -49,7 +49,7 @@ def normalize(graph: fx.Graph) -> Normalized:
         How parameters are held now, and what each rule did.
     """
     done = Normalized()
-    done.outcomes += apply([DropCheck(), DropNoOp()], graph)
+    done.outcomes += apply([DropCheck(), DropNoOp(), PlainForm()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]

@@ -23,6 +23,8 @@ from compressor.graph.rewrite import set_parameter
 _CACHED = torch.ops.compressor.cached_attention.default
 _PACKED = torch.ops.compressor.packed_attention.default
 _PACK = torch.ops.compressor.pack_cache.default
+PACKABLE = 10
+"""Arguments of attention over float32 caches that attention over packed ones has too; later ones must be absent."""
 _INPUTS = 3  # of a decoder, before its caches: ids, position, keep
 
 Orders = tuple[Tensor, Tensor]
@@ -93,7 +95,7 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
                 place = layer.index + which * info.layers
                 results[1 + place] = packed
                 caches[place].meta["val"] = _packed(caches[place].meta["val"], fmt)
-            args = (old.args[0], *rows, *old.args[3:], stored["k"], stored["v"], fmt.name)
+            args = (old.args[0], *rows, *old.args[3:PACKABLE], stored["k"], stored["v"], fmt.name)
             new = graph.graph.call_function(_PACKED, args)
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)

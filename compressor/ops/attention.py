@@ -17,6 +17,8 @@ def attend(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk: int = 0,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention, with the arguments of :func:`cached_attention`.
 
@@ -32,6 +34,10 @@ def attend(
     hidden = distance < 0
     if window:
         hidden = hidden | (distance >= window)
+    if chunk:
+        hidden = hidden | (torch.arange(length) // chunk != position[:, None] // chunk)
+    if slopes is not None:
+        scores = scores - slopes.view(1, -1, 1, 1) * distance
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -52,6 +58,8 @@ def cached_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk: int = 0,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of new tokens over a cache and themselves; grouped-query heads share keys in order.
 
@@ -67,12 +75,15 @@ def cached_attention(
         window: keys no further back than ``window - 1`` positions; 0 means all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 means none.
         sinks: float32 [H], one extra logit a head that takes part in the softmax only; or None.
+        chunk: keys of the query's own chunk of so many positions only; 0 means all.
+        slopes: float32 [H], of ALiBi (Press et al. 2022, arXiv 2108.12409): a head's score falls by its slope for each
+            position that the key lies back, after the cap; or None.
     Returns:
         float32 [B, S, H, D].
     """
     past = int(position[0])
     keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
-    return attend(q, keys, values, position, scale, window, softcap, sinks)
+    return attend(q, keys, values, position, scale, window, softcap, sinks, chunk, slopes)
 
 
 @cached_attention.register_fake
@@ -87,30 +98,49 @@ def _(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk: int = 0,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)
 
 
 @operator("masked_attention")
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, window: int = 0, bias: Tensor | None = None
+) -> Tensor:
     """Compute bidirectional attention with padding, for encoders.
 
     Args:
         q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, S, D].
         mask: float32 [B, S], 1 for a token and 0 for padding; each row keeps at least one token.
         scale: factor on the scores.
+        window: keys no further away than ``window - 1`` positions, on either side; 0 means all.
+        bias: float32 [B or 1, H or 1, S or 1, S], added to the scaled scores; or None.
     Returns:
-        float32 [B, S, H, D].
+        float32 [B, S, H, D]; 0 for a query that sees nothing, which only padding does.
     """
-    repeat = q.shape[1] // k.shape[1]
+    repeat, length = q.shape[1] // k.shape[1], k.shape[2]
     keys, values = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = (q @ keys.transpose(2, 3)) * scale
-    scores = scores.masked_fill(mask[:, None, None, :] == 0, float("-inf"))
-    return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2).contiguous()
+    if bias is not None:
+        scores = scores + bias
+    hidden = mask[:, None, None, :] == 0
+    if window:
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = hidden | (distance.abs() >= window)
+        blind = hidden.all(dim=-1, keepdim=True)  # a query of padding around which all is padding
+        hidden = hidden & ~blind
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    if window:
+        weights = weights.masked_fill(blind, 0.0)
+    return (weights @ values).transpose(1, 2).contiguous()
 
 
 @masked_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, window: int = 0, bias: Tensor | None = None
+) -> Tensor:
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)

@@ -19,7 +19,7 @@ from compressor.calibration.segment_runner import SegmentRunner
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
-from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pack_caches
+from compressor.graph.caches import PACKABLE, AttentionLayer, Orders, attention_layers, pack_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
 from compressor.numerics.channel_order import order_channels
@@ -63,6 +63,12 @@ class KvCache(Pass):
             raise UsageError(f"kv_cache: {info.name} is not a decoder and keeps no keys and values; leave the pass out")
         if not attention_layers(graph):
             raise UsageError(f"kv_cache: the caches are {info.cache_format} already; give the pass once")
+        for layer in attention_layers(graph):
+            if any(layer.node.args[PACKABLE:]):
+                raise UsageError(
+                    f"kv_cache: {layer.name} attends within chunks or with ALiBi, which packed caches have no kernels "
+                    "for; leave the pass out"
+                )
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Change the format of all caches."""

@@ -172,6 +172,7 @@ def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independ
     """Run the passes and generate the kernels for what they leave."""
     observers: list[Observer] = [VerifyStages()] if dump is None else [VerifyStages(), Dump(dump)]
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
+    given.context.notes += graph.meta.get("notes", [])
     with given.clock.stage("independence"):
         independence = check_independence(graph)
     with given.clock.stage("compile"):

@@ -161,32 +161,6 @@ def test_configurations_that_are_refused(folder: Path, changes: dict[str, object
         capture(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lambda: transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=96, num_local_experts=2,
-                                               pad_token_id=0, attention_chunk_size=4),
-         r"layers\.0\.self_attn wants a mask other than"),
-        (lambda: transformers.GPTNeoConfig(vocab_size=97, hidden_size=64, num_layers=2, num_heads=4,
-                                           attention_types=[[["global", "local"], 1]]),
-         r"modeling_gpt_neo\.py:\d+: .*table of its own"),
-        (lambda: transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
-    ],
-)  # fmt: skip
-def test_attention_that_no_operator_expresses(
-    config: Callable[[], transformers.PreTrainedConfig], message: str
-) -> None:
-    with pytest.raises(CaptureError, match=message):
-        capture(build(config()))
-
-
-def test_encoder_with_a_window_is_refused() -> None:
-    special = {f"{name}_token_id": i for i, name in enumerate(("pad", "cls", "sep"))}
-    config = transformers.ModernBertConfig(**SIZES, **special, local_attention=4)
-    with pytest.raises(CaptureError, match=r"layers\.1\.attn asks its attention for sliding_window"):
-        capture(build(config, transformers.AutoModel))
-
-
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.linear_converters import LinearConverter
 from compressor.formats.cache import CacheFormat
+from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
 
@@ -39,6 +41,9 @@ class Converter(LinearConverter):
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "slice.Tensor": slice_rows,
+            "reshape.default": reshape,
+            "view.default": reshape,
+            "cumsum.default": running_sum,
             "index.Tensor": index_rows,
         }
 
@@ -51,7 +56,12 @@ class Converter(LinearConverter):
 
     def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
         x, shape, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
-        if len(shape) != 1 or weight is None:
+        if len(shape) == 1 and weight is None:
+            one, zero = (
+                importer.block_builder.emit(f([int(shape[0])], "float32")) for f in (relax.op.ones, relax.op.zeros)
+            )
+            return importer.block_builder.emit(relax.op.nn.layer_norm(x, one, zero, axes=-1, epsilon=float(eps)))
+        if len(shape) != 1:
             return importer._layer_norm(node)
         width, has_bias = int(shape[0]), bias is not None
         name = f"layer_norm_{width}_{eps:g}{'_bias' if has_bias else ''}".replace("-", "m").replace(".", "p")
@@ -59,16 +69,20 @@ class Converter(LinearConverter):
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes = _filled(
+            importer.retrieve_args(node), 10, (0, None)
+        )
         heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
         shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
         name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
-        name += "" if sinks is None else "_sinks"
+        name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
+        name += "" if slopes is None else "_slopes"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return attention.cached_attention(*shape, sinks is not None), {"family": "cached_attention"}
+            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None)
+            return func, {"family": "cached_attention"}
 
-        args = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
+        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _pack_cache(self, node: fx.Node, importer: Any) -> Any:
@@ -102,7 +116,7 @@ class Converter(LinearConverter):
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale = importer.retrieve_args(node)
+        q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
         batch, heads, length, width = q.ty.shape
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
@@ -110,10 +124,22 @@ class Converter(LinearConverter):
         first = [row is not None for row in rows]
         name = f"masked_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += "".join(f"_{letter}" for letter, is_first in zip("qkv", first, strict=True) if is_first)
-        make = lambda: (attention.masked_attention(*shape, first), {"family": "masked_attention"})  # noqa: E731
+        own: tuple[bool, bool, bool] | None = None
+        if bias is not None:
+            sizes = bias.ty.shape
+            own = (_is_own(sizes[0]), _is_own(sizes[1]), _is_own(sizes[2]))
+            name += f"_bias{''.join(str(int(each)) for each in own)}"
+            flat = math.prod(bias.ty.shape, start=tvm.tirx.IntImm("int64", 1))
+            given_bias = [importer.block_builder.emit(relax.op.reshape(bias, [flat]))]
+        name += f"_window{window}" if window else ""
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            return attention.masked_attention(*shape, first, int(window), own), {"family": "masked_attention"}
+
         out = relax.TensorType([batch, length, heads, width], "float32")
         kernel = self.kernel(importer, name, make)
-        return importer.block_builder.emit(relax.call_tir(kernel, [*given, mask], out_ty=out))
+        operands = [*given, mask, *(given_bias if own else [])]
+        return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -127,6 +153,16 @@ class Converter(LinearConverter):
         out = relax.TensorType([*flat.ty.shape, width], "float32")
         y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
         return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
+
+
+def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:
+    """Return an operator's arguments, the defaults in place of those that the graph leaves out."""
+    return [*given, *defaults[len(given) - required :]]
+
+
+def _is_own(size: Any) -> bool:
+    """Return whether there is one of each, not one for all."""
+    return not (isinstance(size, tvm.tirx.IntImm) and int(size) == 1)
 
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
@@ -163,6 +199,36 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
         return te.compute(shape, lambda *index: x[index], "first")
 
     return importer.block_builder.emit_te(first, importer.env[table])
+
+
+def reshape(node: fx.Node, importer: Any) -> Any:
+    """Emit a reshape; TVM's own converter compares symbolic sizes as if they were numbers, and fails."""
+    before: Any = node.args[0]
+    x, sizes = importer.retrieve_args(node)
+    if shape_of(before.meta["val"]) == shape_of(node.meta["val"]):
+        return x
+    return importer.block_builder.emit(relax.op.reshape(x, sizes))
+
+
+def running_sum(node: fx.Node, importer: Any) -> Any:
+    """Emit sums of all places up to each, such as those that count the tokens in front of one; TVM lowers none of its
+    own for lengths that vary.  They take time with the square of the length.
+    """
+    x, axis = importer.retrieve_args(node)[:2]
+    axis = axis % len(x.ty.shape)
+    dtype = "int64" if str(x.ty.dtype).startswith(("int", "bool")) else str(x.ty.dtype)  # as PyTorch's sums
+
+    def sums(given: Any) -> Any:
+        place = te.reduce_axis((0, given.shape[axis]), "place")
+
+        def upto(*index: Any) -> Any:
+            earlier = given[(*index[:axis], place, *index[axis + 1 :])].astype(dtype)
+            zero = tvm.tirx.const(0, dtype)
+            return te.sum(tvm.tirx.Select(place <= index[axis], earlier, zero), axis=place)
+
+        return te.compute(given.shape, upto, "running_sum")
+
+    return importer.block_builder.emit_te(sums, x)
 
 
 def index_rows(node: fx.Node, importer: Any) -> Any:

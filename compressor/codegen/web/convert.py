@@ -27,6 +27,11 @@ _ABSENT = {
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
 """Our operators without kernels in WGSL, with their names in messages."""
+_ABSENT_ARGUMENTS = {
+    "cached_attention.default": {10: "attention within chunks", 11: "ALiBi"},
+    "masked_attention.default": {5: "windows in encoders", 6: "biases of attention (relative positions)"},
+}
+"""Arguments of our operators that the kernels in WGSL know only as absent, by their places."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ class WebConverter:
         return self._rowwise(importer, (norm.norm(width, eps, True, bias is not None),), x, [weight, bias], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)
+        # What comes after these is refused by why_unsupported.
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)[:10]
         (batch, heads, new, width), kv_heads = q.ty.shape, int(k.ty.shape[1])
         shape = (int(heads), kv_heads, int(width), float(scale), int(window), float(softcap))
         write, attend = (
@@ -156,7 +162,7 @@ class WebConverter:
         return self._call(importer, attend[0].name, dispatches, operands, out)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale = importer.retrieve_args(node)
+        q, k, v, mask, scale = importer.retrieve_args(node)[:5]  # what comes after is refused by why_unsupported
         batch, heads, length, width = q.ty.shape
         kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale))
         dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2]])
@@ -221,6 +227,9 @@ def why_unsupported(graph: fx.GraphModule) -> str:
         operator = _operator(node)
         if operator in _ABSENT:
             return _refusal(node)
+        for place, what in _ABSENT_ARGUMENTS.get(operator, {}).items():
+            if len(node.args) > place and node.args[place]:
+                return f"node {node.name}: the target webgpu has no kernels for {what}; take the target x86 for them"
         if operator == "packed_linear.default":
             reason = packed_linear.supports(Format.parse(cast(str, node.args[3])))
             if reason:

@@ -20,14 +20,23 @@ from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum, exp, ramp, 
 
 
 def cached_attention(
-    heads: int, kv_heads: int, head_dim: int, scale: float, window: int, softcap: float, has_sinks: bool
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    has_sinks: bool,
+    chunk: int = 0,
+    has_slopes: bool = False,
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.attention.cached_attention`, which also stores the new keys and values.
 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], k_cache, v_cache [B, Hkv, T, D] (written at
-    ``position``), position int64 [S], sinks [H] (where there are any), out [B, S, H, D]; floats are float32.
+    ``position``), position int64 [S], sinks [H] and slopes [H] (where there are any), out [B, S, H, D]; floats are
+    float32.
     """
-    repeat, windowed = heads // kv_heads, window > 0
+    repeat = heads // kv_heads
     row, prompt = Row(head_dim, scale, softcap, has_sinks), PromptBlocks(head_dim, repeat, scale, softcap)
 
     @T.prim_func(s_tir=True, private=True)
@@ -39,6 +48,7 @@ def cached_attention(
         v_cache_: T.handle,
         position_: T.handle,
         sinks_: T.handle,
+        slopes_: T.handle,
         out_: T.handle,
     ) -> None:
         batch = T.int64()
@@ -51,6 +61,7 @@ def cached_attention(
         v_cache = T.match_buffer(v_cache_, (batch, kv_heads, capacity, head_dim), "float32")
         position = T.match_buffer(position_, (new,), "int64")
         sinks = T.meta_var(T.match_buffer(sinks_, (heads,), "float32") if has_sinks else None)
+        slopes = T.meta_var(T.match_buffer(slopes_, (heads,), "float32") if has_slopes else None)
         out = T.match_buffer(out_, (batch, new, heads, head_dim), "float32")
 
         end = T.meta_var(position[0] + new)
@@ -69,12 +80,13 @@ def cached_attention(
             for task in T.parallel(batch * heads):
                 h = T.meta_var(task % heads)
                 b = T.meta_var(task // heads)
-                first = T.meta_var(T.max(end - window, T.int64(0)) if windowed else T.int64(0))
+                first = T.meta_var(_first_seen(end - 1, window, chunk))
                 # Filled up to whole vectors, so that the exponentials need no scalar tail.
                 scores = T.alloc_buffer((end - first + VECTOR,), "float32")
                 held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
                 query, result = T.meta_var((Place(q, b, h, T.int64(0)), Place(out, b, T.int64(0), h)))
-                row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first)
+                slope = T.meta_var(slopes[h] if has_slopes else None)
+                row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first, slope)
         else:
             for b, h in T.grid(batch, kv_heads):
                 store(b, h)
@@ -84,30 +96,40 @@ def cached_attention(
                 kv = T.meta_var(task // count % kv_heads)
                 b = T.meta_var(task // count // kv_heads)
                 early, late = T.meta_var(prompt.tokens(block, new))
-                begin = T.meta_var(T.max(position[0] + early + 1 - window, T.int64(0)) if windowed else T.int64(0))
-                seen = T.meta_var(partial(_causal, position, window))
+                begin = T.meta_var(_first_seen(position[0] + early, window, chunk))
+                seen = T.meta_var(partial(_causal, position, window, chunk))
                 sink = T.meta_var((lambda head: sinks[head]) if has_sinks else None)
                 rows, end = T.meta_var(([Heads(q), Heads(k_cache), Heads(v_cache)], position[0] + late + 1))
-                prompt.attend(rows, out, b, kv, block, new, begin, end, seen, sink)
+                added = T.meta_var(partial(_fall, slopes, position) if has_slopes else None)
+                prompt.attend(rows, out, b, kv, block, new, begin, end, seen, sink, added)
 
-    *params, sinks, out = kernel.params
-    params += [sinks, out] if has_sinks else [out]
+    *params, sinks, slopes, out = kernel.params
+    params += [*([sinks] if has_sinks else []), *([slopes] if has_slopes else []), out]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
 def masked_attention(
-    heads: int, kv_heads: int, head_dim: int, scale: float, tokens_first: Sequence[bool]
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    tokens_first: Sequence[bool],
+    window: int = 0,
+    bias: tuple[bool, bool, bool] | None = None,
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.attention.masked_attention`.
 
     Args:
         tokens_first: of q, k and v: whether it is given as [B, S, H, D], as linears leave it.
-    Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], out [B, S, H, D], all float32.
+        bias: of batch, heads and queries: whether the bias has one for each, or one for all; None without a bias.
+    Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], bias (where there is one) flat, out
+    [B, S, H, D], all float32.
     """
     prompt = PromptBlocks(head_dim, heads // kv_heads, scale, 0.0)
+    windowed, has_bias, own = window > 0, bias is not None, bias or (False, False, False)
 
     @T.prim_func(s_tir=True, private=True)
-    def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, out_: T.handle) -> None:
+    def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, bias_: T.handle, out_: T.handle) -> None:
         batch = T.int64()
         length = T.int64()
         dims = T.meta_var(lambda n, first: (batch, length, n, head_dim) if first else (batch, n, length, head_dim))
@@ -115,28 +137,74 @@ def masked_attention(
         k = T.match_buffer(k_, dims(kv_heads, tokens_first[1]), "float32")
         v = T.match_buffer(v_, dims(kv_heads, tokens_first[2]), "float32")
         mask = T.match_buffer(mask_, (batch, length), "float32")
+        count_biases = T.meta_var(_sizes((batch, T.int64(heads), length), bias))
+        biases = T.meta_var(T.match_buffer(bias_, (count_biases * length,), "float32") if has_bias else None)
         out = T.match_buffer(out_, (batch, length, heads, head_dim), "float32")
         count = T.meta_var(prompt.blocks(length))
         for task in T.parallel(batch * kv_heads * count):
             kv = T.meta_var(task // count % kv_heads)
             b = T.meta_var(task // count // kv_heads)
-            seen = T.meta_var(partial(_kept, mask, b))
+            seen = T.meta_var(partial(_kept, mask, b, window))
+            block = T.meta_var(task % count)
+            early, late = T.meta_var(prompt.tokens(block, length))
+            begin = T.meta_var(T.max(early - (window - 1), T.int64(0)) if windowed else T.int64(0))
+            end = T.meta_var(T.min(late + window, length) if windowed else length)
+            added = T.meta_var(partial(_biased, biases, own, heads, length, b) if has_bias else None)
             rows = T.meta_var([Heads(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
-            prompt.attend(rows, out, b, kv, task % count, length, T.int64(0), length, seen, None)
+            prompt.attend(rows, out, b, kv, block, length, begin, end, seen, None, added, windowed)
 
-    return kernel
+    *params, given, out = kernel.params
+    params += [given, out] if has_bias else [out]
+    return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
-def _causal(position: Any, window: int, tokens: Any, key: Any) -> Any:
+def _sizes(all_sizes: tuple[Any, ...], own: tuple[bool, bool, bool] | None) -> Any:
+    """Return the number of a bias's rows."""
+    return math.prod([n for n, each in zip(all_sizes, own or (False,) * 3, strict=True) if each], start=T.int64(1))
+
+
+def _first_seen(query: Any, window: int, chunk: int) -> Any:
+    """Return the first key that the query at a position sees."""
+    first = T.max(query - (window - 1), T.int64(0)) if window else T.int64(0)
+    return T.max(first, query - query % chunk) if chunk else first
+
+
+def _causal(position: Any, window: int, chunk: int, tokens: Any, key: Any) -> Any:
     """Which of 16 new tokens see a key."""
     last = T.broadcast(T.Cast("int32", position[0]), VECTOR) + tokens
     seen = at_most(key, last)
-    return T.And(seen, T.Not(at_most(key, last - splat(window, VECTOR)))) if window else seen
+    if window:
+        seen = T.And(seen, T.Not(at_most(key, last - splat(window, VECTOR))))
+    if chunk:
+        seen = T.And(seen, T.Not(at_most(key, last - last % splat(chunk, VECTOR) - splat(1, VECTOR))))
+    return seen
 
 
-def _kept(mask: Any, b: Any, _tokens: Any, key: Any) -> Any:
-    """Tell whether a key is not padding, for 16 tokens."""
-    return T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
+def _fall(slopes: Any, position: Any, heads: Any, tokens: Any, key: Any) -> Any:
+    """Return by how much 16 scores change for the distance of the key."""
+    back = T.broadcast(T.Cast("int32", key - position[0]), VECTOR) - tokens
+    return slopes[heads] * T.Cast(f"float32x{VECTOR}", back)
+
+
+def _kept(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
+    """Tell whether a key is no padding and within the window, for 16 tokens."""
+    seen = T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
+    if window:
+        seen = T.And(seen, at_most(key, tokens + splat(window - 1, VECTOR)))
+        seen = T.And(seen, T.Not(at_most(key, tokens - splat(window, VECTOR))))
+    return seen
+
+
+def _biased(
+    biases: Any, own: tuple[bool, bool, bool], heads: int, length: Any, b: Any, head: Any, tokens: Any, key: Any
+) -> Any:
+    """Return the biases of 16 heads and tokens with a key."""
+    at = T.broadcast(T.Cast("int64", b) if own[0] else T.int64(0), VECTOR)
+    if own[1]:
+        at = at * T.broadcast(T.int64(heads), VECTOR) + T.Cast(f"int64x{VECTOR}", head)
+    if own[2]:
+        at = at * T.broadcast(length, VECTOR) + T.Cast(f"int64x{VECTOR}", tokens)
+    return biases[at * T.broadcast(length, VECTOR) + T.broadcast(T.Cast("int64", key), VECTOR)]
 
 
 class Place:
@@ -207,18 +275,22 @@ class Row:
         sink: Any,
         first: Any,
         count: Any,
+        slope: Any = None,
     ) -> None:
         """Attend to ``count`` keys from ``first``.
 
         Args:
             query, result: where the row is read from and written to.
             scores: a buffer for them, filled up to whole vectors.
+            slope: by how much a score falls for each position that its key lies back; None for none.
         """
         lowest, lanes = T.float32(-3.0e38), held.lanes
         stat = T.alloc_buffer((2,), "float32")  # maximum, sum
         T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
             score = self._score(held, query, first + j)
+            if slope is not None:
+                score = score + slope * T.Cast("float32", j + 1 - count)
             T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:

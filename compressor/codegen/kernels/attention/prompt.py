@@ -87,6 +87,8 @@ class PromptBlocks:
         end: Any,
         visible: Callable[[Any, Any], Any],
         sink: Callable[[Any], Any] | None,
+        added: Callable[[Any, Any, Any], Any] | None = None,
+        may_be_blind: bool = False,
     ) -> None:
         """Attend with one block of queries to keys ``begin`` to ``end``.
 
@@ -95,13 +97,15 @@ class PromptBlocks:
             out: [B, S, H, D].
             visible: (16 tokens, int32x16, key) -> which of the tokens see the key; a vector of bool.
             sink: head -> one more logit, which takes part in the softmax only.
+            added: (16 heads, int32x16, 16 tokens, key) -> what is added to the scores, float32x16.
+            may_be_blind: a query may see no key; its output is 0.
         """
         (q, keys, values), width, repeat = rows, self.head_dim, self.repeat
         places = [ramp(d, self.lanes) for d in range(0, width, self.lanes)]
         queries = T.alloc_buffer((width, ROWS), "float32")  # turned
         weights = T.alloc_buffer((_TILE + KEYS, ROWS), "float32")  # the first tile is scratch, see _score
         sums = T.alloc_buffer((ROWS, width), "float32")
-        tokens = T.alloc_buffer((ROWS,), "int32")
+        tokens, heads = T.alloc_buffer((ROWS,), "int32"), T.alloc_buffer((ROWS,), "int32")
         top, total, factor = (T.alloc_buffer((ROWS,), "float32") for _ in range(3))
         bounds = T.alloc_buffer((5,), "int64")  # TVM would say the expressions again wherever they are used
         for i, bound in enumerate((block, begin, end)):
@@ -120,6 +124,8 @@ class PromptBlocks:
             for at in places:
                 T.buffer_store(sums, splat_float(0, self.lanes), [r, at])
             T.buffer_store(tokens, T.Cast("int32", token), [r])
+            if added is not None:
+                T.buffer_store(heads, T.Cast("int32", head), [r])
             T.buffer_store(top, T.float32(_LOWEST) if sink is None else sink(head), [r])
             T.buffer_store(total, T.float32(0 if sink is None else 1), [r])
         with T.serial(0, (end - begin + (KEYS - 1)) // KEYS) as i:
@@ -127,13 +133,17 @@ class PromptBlocks:
             T.buffer_store(bounds, T.min(T.int64(KEYS), end - first), [4])
             self._score(weights, queries, keys, values, b, kv, first, count, end)
             for lanes in _vectors():
-                self._weigh(weights, lanes, top, total, factor, partial(visible, tokens[lanes]), first, count)
+                bias = None if added is None else partial(added, heads[lanes], tokens[lanes])
+                self._weigh(weights, lanes, top, total, factor, partial(visible, tokens[lanes]), bias, first, count)
             with T.serial(0, ROWS // self.weighed) as part:
                 self._sum(sums, factor, weights, partial(values.at, b, kv), first, count, part * self.weighed)
         with T.serial(0, ROWS) as r, T.If(block * ROWS + r < new * repeat), T.Then():
             head, token = row(r)
+            share = T.float32(1) / total[r]
+            if may_be_blind:
+                share = T.Select(total[r] == T.float32(0), T.float32(0), share)
             for at in places:
-                T.buffer_store(out, sums[r, at] * widen(T.float32(1) / total[r], self.lanes), [b, token, head, at])
+                T.buffer_store(out, sums[r, at] * widen(share, self.lanes), [b, token, head, at])
 
     def _score(
         self,
@@ -180,6 +190,7 @@ class PromptBlocks:
         total: Any,
         factor: Any,
         visible: Callable[[Any], Any],
+        bias: Callable[[Any], Any] | None,
         first: Any,
         count: Any,
     ) -> None:
@@ -195,6 +206,8 @@ class PromptBlocks:
             score = weights[_TILE + i, lanes]
             if self.softcap:
                 score = splat_float(self.softcap, VECTOR) * T.tanh(score * splat_float(1 / self.softcap, VECTOR))
+            if bias is not None:
+                score = score + bias(first + i)
             T.buffer_store(weights, T.Select(visible(first + i), score, hidden), [_TILE + i, lanes])
             T.buffer_store(largest, T.max(largest[every], weights[_TILE + i, lanes]), [every])
         T.buffer_store(factor, _power(top[lanes] - largest[every]), [lanes])

@@ -75,3 +75,45 @@ def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_firs
         ]
         got = run(kernel, *given, torch.ones(1, 9), out=(1, 9, 4, width))
         check_special(got, OPS.masked_attention(q, k, v, torch.ones(1, 9), 0.2), TOLERANCE, width)
+
+
+@pytest.mark.parametrize(("chunk", "has_slopes"), [(8, False), (0, True), (5, True)])
+def test_chunks_and_slopes(chunk: int, has_slopes: bool) -> None:
+    heads, kv_heads, width = 6, 3, 12
+    kernel = build(
+        attention.cached_attention(heads, kv_heads, width, 0.3, 0, 0.0, False, chunk, has_slopes), x86.AVX512_VNNI
+    )
+    rng = torch.Generator().manual_seed(chunk)
+    slopes = torch.rand(heads, generator=rng) if has_slopes else None
+    for past, new in [(0, 1), (5, 1), (7, 20), (37, 3), (50, 43)]:
+        caches = [torch.randn(2, kv_heads, 100, width, generator=rng) for _ in range(2)]
+        q = torch.randn(2, heads, new, width, generator=rng) * 2
+        k, v = (torch.randn(2, kv_heads, new, width, generator=rng) for _ in range(2))
+        position = torch.arange(past, past + new)
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, 0, 0.0, None, chunk, slopes)
+        got = run(kernel, q, k, v, *caches, position, slopes, out=(2, new, heads, width))
+        assert relative_error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("window", "own"),
+    [(3, None), (0, (True, True, True)), (5, (False, True, True)), (0, (True, False, False))],
+)
+def test_windows_and_biases_of_encoders(window: int, own: tuple[bool, bool, bool] | None) -> None:
+    """Padding at the end of one text and at the beginning of another, where a window shows padding alone."""
+    kernel = build(attention.masked_attention(4, 2, 16, 0.2, (False,) * 3, window, own), x86.AVX512_VNNI)
+    rng = torch.Generator().manual_seed(window)
+    for length in (1, 9, 70):
+        q = torch.randn(3, 4, length, 16, generator=rng)
+        k, v = (torch.randn(3, 2, length, 16, generator=rng) for _ in range(2))
+        mask = torch.ones(3, length)
+        mask[1, (length + 1) // 2 :] = 0
+        mask[2, : length // 2] = 0
+        sizes = (3, 4, length)
+        bias = (
+            torch.randn(*(n if each else 1 for n, each in zip(sizes, own, strict=True)), length, generator=rng)
+            if own
+            else None
+        )
+        got = run(kernel, q, k, v, mask, None if bias is None else bias.flatten(), out=(3, length, 4, 16))
+        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2, window, bias)) < TOLERANCE

@@ -1,0 +1,141 @@
+"""Tiny random models of many text families through capture, RTN W4A16 and a bundle, against transformers in float64.
+
+    python benchmarks/families.py [NAME ...] [--markdown FILE]
+
+Families are those of tests/support/families.py, built from transformers' own configurations and saved as folders.  Each
+is captured, its linears (but for the head) are quantised to W4A16_G32 with RTN, and its x86 bundle is written with
+`tune: off`.  The oracle is transformers' model in float64 (float32 where it cannot), with the weights that the packed
+ones stand for.  A row has the bundle's error in the logits of a prompt (in the hidden states of padded texts, for
+encoders), and the difference between a prompt at once and in single steps; both are relative, root mean square.  Where
+a family is refused, the row has the message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from bundles import write_bundle
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import families
+
+import compressor
+from compressor.capture.capture import capture
+from compressor.codegen.backend import make_backend
+from compressor.errors import CompressorError
+from compressor.recipe.recipe import Recipe
+
+SCHEME, LIMIT = "W4A16_G32", 1e-4  # of the error; AMX takes 16 of the 24 bits of activations
+_PACKED = torch.ops.compressor.packed_linear.default
+
+
+def main() -> None:
+    """Measure every family and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    lines = [
+        "| family | kind | captured | kernels' error | prompt against steps | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    passed, total, share = 0, 0, "no family of that name"
+    for kind, table in (("decoder", families.DECODERS), ("encoder", families.ENCODERS)):
+        for name, (cls, given) in table.items():
+            if options.names and name not in options.names:
+                continue
+            total += 1
+            begin = time.perf_counter()
+            try:
+                error, steps = measure(cls, given, kind == "decoder")
+                passed += error < LIMIT and steps < 1e-5
+                difference = f"{steps:.1e}" if kind == "decoder" else ""
+                row = f"{name} | {kind} | yes | {error:.1e} | {difference}"
+            except CompressorError as refusal:
+                reason = " ".join(str(refusal).replace("|", "/").split())
+                row = f"{name} | {kind} | no: {type(refusal).__name__}: {reason} | |"
+            lines.append(f"| {row} | {time.perf_counter() - begin:.0f} |")
+            print(lines[-1], flush=True)
+            share = f"{passed} of {total} families pass: error below {LIMIT:g}, prompt against steps below 1e-5."
+            if options.markdown:
+                versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {SCHEME}"
+                text = f"# Families\n\n`python benchmarks/families.py`, {versions}. {share}\n\n"
+                options.markdown.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+    print(share)
+
+
+def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, float]:
+    """Return the bundle's error, and the difference between a prompt and steps; 0 for encoders."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        model = families.save(folder, cls, given, decoder)
+        head = model.get_output_embeddings() if decoder else None
+        heads = [name for name, module in model.named_modules() if module is head and head is not None]
+        passes = [{"rtn": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
+        recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
+        dense = capture(folder)
+        make_backend(recipe.target.build(), None).check(dense)
+        graph, _ = write_bundle(dense, recipe, None, Path(scratch) / "bundle")
+        take_packed_weights(model, graph)
+        bundle = compressor.load(Path(scratch) / "bundle")
+        ids = np.random.default_rng(1).integers(3, families.VOCAB, (2, families.LENGTH))
+        if not decoder:
+            mask = np.ones(ids.shape, np.float32)
+            mask[1, 8:] = 0
+            expected = oracle(model, ids, mask)
+            return relative(bundle.encode(ids, mask)[mask > 0], expected[mask > 0]), 0.0
+        session = bundle.session(batch=2)
+        prompt = session.step(ids, np.arange(families.LENGTH))
+        session = bundle.session(batch=2)
+        steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
+        return relative(prompt, oracle(model, ids, None)), relative(np.concatenate(steps, 1), prompt)
+
+
+def take_packed_weights(model: Any, graph: Any) -> None:
+    """Give the model the weights that the graph's packed ones stand for."""
+    modules = dict(model.named_modules())
+    for node in graph.graph.nodes:
+        if node.target is not _PACKED:
+            continue
+        parts = [graph.get_parameter(part.target) for part in node.args[1]]
+        columns = node.args[4]
+        dense = _PACKED(torch.eye(columns), parts, None, *node.args[3:])  # [in, out]
+        module = modules[node.args[1][0].target.rpartition(".")[0].partition("@")[0]]  # @2: read again, shared
+        is_turned = type(module).__name__ == "Conv1D"
+        with torch.no_grad():
+            module.weight.copy_((dense if is_turned else dense.t()).reshape(module.weight.shape))
+
+
+def oracle(model: Any, ids: Any, mask: Any) -> Any:
+    """Return logits, or hidden states, of transformers' model."""
+    given = {} if mask is None else {"attention_mask": torch.from_numpy(mask).long()}
+    for kind in (torch.float64, torch.float32):
+        try:
+            with torch.no_grad():
+                out = model.to(kind)(torch.from_numpy(ids), **given)
+        except RuntimeError:  # it mixes types
+            continue
+        return (out.logits if mask is None else out.last_hidden_state).numpy()
+    raise SystemExit(f"{type(model).__name__} does not run")
+
+
+def relative(got: Any, expected: Any) -> float:
+    """Return the root mean square of the error over that of what is expected."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+if __name__ == "__main__":
+    main()

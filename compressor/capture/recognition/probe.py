@@ -1,0 +1,211 @@
+"""Run a meta model once, to find its layers, its positions, and what its attention asks for.
+
+Inputs are real and parameters fake: numbers that do not depend on weights, such as positions and masks, are real.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from compressor.capture.attention import (
+    MaskRequest,
+    MaskRule,
+    Recorder,
+    SelfMadeAttention,
+    find_rule,
+    mask_requests,
+    mask_rules,
+    masks_left_out,
+)
+from compressor.capture.export import error_context
+from compressor.capture.meta_model import DecoderProgram, EncoderProgram, MetaModel, attend_as_written, cache_argument
+from compressor.errors import CaptureError
+from compressor.graph.provenance import module_path, source_line
+
+_LONGEST = 4096  # tokens, where a model states no limit
+_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one run has shown.
+
+    Attributes:
+        program: to export.
+        facts: fields of :class:`compressor.graph.model.ModelInfo`.
+        self_made: attention is written out in the model's code, not called through transformers' interface.
+        notes: what the user should know.
+    """
+
+    program: DecoderProgram | EncoderProgram
+    facts: dict[str, Any]
+    self_made: bool
+    notes: tuple[str, ...] = ()
+
+
+def probe(meta_model: MetaModel, positions: int) -> Probed:
+    """Probe a model that attends through transformers' interface, else one that writes its attention out.
+
+    Args:
+        positions: longest sequence that the configuration states; 0 for none.
+    Raises:
+        CaptureError: it takes other arguments, or its layers cannot be served.
+    """
+    run = _probe_decoder if meta_model.kind == "decoder" else _probe_encoder
+    if meta_model.interface:
+        try:
+            return run(meta_model, positions, False)
+        except CaptureError as error:
+            written_out = isinstance(error, SelfMadeAttention) or isinstance(error.__cause__, SelfMadeAttention)
+            if not written_out and MaskRequest.__name__ not in str(error):
+                raise
+    if meta_model.interface:
+        attend_as_written(meta_model.model)
+    return run(meta_model, positions, True)
+
+
+def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Probed:
+    """Run a decoder without a cache; its position is given, and once left out, to see where it begins to count."""
+    model = meta_model.model
+    _require_arguments(meta_model, "input_ids", cache_argument(model))
+    program = DecoderProgram(model)
+    ids, position, keep = torch.full((2, _TOKENS), 3), torch.arange(_TOKENS), torch.zeros(3, dtype=torch.int64)
+    recorder = Recorder(program.names, position=position)
+    with torch.no_grad(), mask_requests(), error_context(model, meta_model.name):
+        with _Lookups() as given:
+            program.run(recorder, ids, keep)
+        if program.takes_positions:
+            with _Lookups() as default:
+                program.run(Recorder(program.names, position=position), ids, keep, own_positions=True)
+            program.first_position = _first_position(given.indices, default.indices)
+    layers = len(recorder.keys)
+    if not layers or sorted(recorder.keys) != list(range(layers)):
+        raise CaptureError(
+            f"{meta_model.name}: {layers} layers of {type(model).__name__} store keys and values in a cache; every "
+            "layer must (recurrent and hybrid models are not covered)"
+        )
+    if not self_made and len(recorder.calls) != layers:
+        raise SelfMadeAttention(f"{meta_model.name}: a layer does not attend through transformers' interface")
+    sizes = {(int(x.shape[1]), int(x.shape[3])) for x in (*recorder.keys.values(), *recorder.values.values())}
+    if len(sizes) != 1:
+        raise CaptureError(
+            f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
+        )
+    if not self_made:
+        with error_context(None, meta_model.name):
+            program.rules = mask_rules(recorder.calls, causal=True, positions=positions or _LONGEST)
+    kv_heads, head_dim = next(iter(sizes))
+    facts = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    notes = tuple(sorted(recorder.notes))
+    return Probed(program, facts | _usable(positions, program.first_position), self_made, notes)
+
+
+def _probe_encoder(meta_model: MetaModel, positions: int, self_made: bool) -> Probed:
+    model = meta_model.model
+    _require_arguments(meta_model, "input_ids", "attention_mask")
+    program = EncoderProgram(model, self_made)
+    ids, mask = torch.full((2, _TOKENS), 3), torch.ones(2, _TOKENS, dtype=torch.float32)
+    recorder = Recorder(program.names, mask=mask)
+    with torch.no_grad(), error_context(model, meta_model.name), _Lookups() as lookups:
+        if self_made:
+            with masks_left_out() as wanted:
+                program.run(recorder, ids)
+            if any(find_rule(f, 0, causal=False, positions=positions or _LONGEST) != MaskRule() for f in wanted):
+                raise CaptureError("its mask hides more than padding, which its own attention cannot be told of here")
+        else:
+            with mask_requests():
+                program.run(recorder, ids)
+    first = _first_position([torch.arange(_TOKENS).expand(2, -1)] * len(lookups.indices), lookups.indices)
+    if self_made:
+        return Probed(program, _usable(positions, first), True)
+    if not recorder.calls:
+        raise SelfMadeAttention(f"{meta_model.name}: no layer attends through transformers' interface")
+    with error_context(None, meta_model.name):
+        program.rules = mask_rules(recorder.calls, causal=False, positions=positions or _LONGEST)
+    return Probed(program, {"layers": len(recorder.calls)} | _usable(positions, first), False)
+
+
+def _usable(positions: int, first: int) -> dict[str, int]:
+    """Return how many tokens a table of positions serves: some begin to count after the number of padding."""
+    return {"max_positions": max(positions - first, 0)}
+
+
+class _Lookups(TorchFunctionMode):
+    """Collects the indices that embeddings are asked for, where they are known without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.embedding and not isinstance(args[0], FakeTensor):
+            self.indices.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _first_position(given: list[Tensor], default: list[Tensor]) -> int:
+    """Return how much later a model counts the first position by itself than when it is told 0."""
+    for told, own in zip(given, default, strict=False):
+        if {tuple(own.shape), tuple(told.shape)} <= {(2, _TOKENS), (1, _TOKENS), (_TOKENS,)}:
+            ahead = (own - told).flatten()
+            if len(set(own.flatten().tolist())) == _TOKENS and bool((ahead == ahead[0]).all()):
+                return max(int(ahead[0]), 0)
+    return 0
+
+
+def check_positions(graph: fx.Graph, program: DecoderProgram | EncoderProgram, name: str) -> None:
+    """Refuse a decoder that takes no positions and counts them itself, from 0 in each step.
+
+    Raises:
+        CaptureError: names the module and the line that count.
+    """
+    if isinstance(program, EncoderProgram) or program.takes_positions:
+        return
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith(("aten.arange", "aten.cumsum")):
+            where = " at ".join(filter(None, (module_path(node), source_line(node))))
+            raise CaptureError(f"{name}: {where or node.name} counts positions, and the model takes no position_ids")
+
+
+def bias_notes(graph: fx.Graph) -> list[str]:
+    """Tell the user of biases that are kept as numbers, because no rule expresses them."""
+    masked = graph.find_nodes(op="call_function", target=torch.ops.compressor.masked_attention.default)
+    biased = [node for node in masked if len(node.args) > 6 and node.args[6] is not None]
+    if not biased:
+        return []
+    return [
+        f"{len(biased)} attention layers add biases that no rule expresses: 4 bytes for each pair of tokens and head"
+    ]
+
+
+def check_numbers(graph: fx.Graph, name: str) -> None:
+    """Refuse a graph that reads a number out of a tensor: its shapes would depend on values.
+
+    Raises:
+        CaptureError: names the module and the line that do.
+    """
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            where = " at ".join(filter(None, (module_path(node), source_line(node))))
+            raise CaptureError(
+                f"{name}: {where or node.name} reads a number out of a tensor, which no program can follow; rewrite "
+                "the line, or capture the part you need as a module with an example of its inputs"
+            )
+
+
+def _require_arguments(meta_model: MetaModel, *names: str) -> None:
+    known = inspect.signature(meta_model.model.forward).parameters
+    absent = [name for name in names if name not in known]
+    if absent:
+        cls = type(meta_model.model)
+        raise CaptureError(
+            f"{meta_model.name}: {cls.__name__}.forward ({inspect.getsourcefile(cls)}) takes no {', '.join(absent)}; "
+            "capture it as a module with example inputs"
+        )

@@ -1,0 +1,124 @@
+"""Families of text models: captured, the graph computes what transformers' model does, in one prompt and in steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import DECODERS, ENCODERS, LENGTH, POSITIONS, VOCAB, make, save
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.errors import CaptureError
+from compressor.graph.caches import empty_caches
+
+TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
+# One or two of each cause; benchmarks/families.py runs them all, with kernels.
+SHOWN = {
+    "GPT-NeoX",  # a weight with another name in the file
+    "Cohere",  # repeated angles of rotary embeddings
+    "MiniCPM 3",  # keys and values of different width, made of latents
+    "GPT-BigCode",  # one head of keys
+    "GPT-Neo",  # attention from a table of its own, a window in a buffer
+    "Falcon, ALiBi",  # PyTorch's operator, biases inside its mask
+    "BLOOM",  # slopes, no positions
+    "MPT",  # slopes for a number of heads, a table of biases
+    "XGLM",  # heads and batch as one dimension
+    "Llama 4",  # chunks in some layers
+    "RoBERTa, decoder",  # positions that begin after the number of padding
+}
+SHOWN_ENCODERS = {
+    "RoBERTa",  # positions from the mask
+    "ModernBERT",  # windows
+    "T5 encoder",  # relative positions through the interface
+    "MPNet",  # relative positions, written out
+    "SqueezeBERT",  # keys that come turned
+    "NomicBERT",  # rows of one stored weight become three weights
+    "ESM",  # a name with a star in it
+}
+REFUSED = {
+    "Diffllama": "its keys and values are not those that it stores",
+    "OpenAI GPT": "takes no past_key_values",
+}
+REFUSED_ENCODERS = {
+    "DeBERTa": "reads a number out of a tensor",
+    "FNet": "takes no attention_mask",
+    "Nyströmformer": "cannot be captured: encoder",
+}
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def logits(graph: GraphModule, ids: torch.Tensor, steps: list[int]) -> torch.Tensor:
+    layers, begin, found = graph.meta["model"].layers, 0, []
+    caches = empty_caches(graph.meta["model"], len(ids), ids.shape[1])
+    for step in steps:
+        here = slice(begin, begin + step)
+        position = torch.arange(begin, begin + step)
+        out, keys, values = graph(ids[:, here], position, torch.arange(step), caches[:layers], caches[layers:])
+        for cache, new in zip(caches, [*keys, *values], strict=True):
+            cache[:, :, here] = new
+        found.append(out)
+        begin += step
+    return torch.cat(found, dim=1)
+
+
+def tokens() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(1).integers(3, VOCAB, (2, LENGTH)))
+
+
+def test_the_list_is_long() -> None:
+    assert len(DECODERS) + len(ENCODERS) >= 80
+    assert set(DECODERS) >= SHOWN | set(REFUSED) and set(ENCODERS) >= SHOWN_ENCODERS | set(REFUSED_ENCODERS)
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN))
+def test_decoder(name: str, tmp_path: Path) -> None:
+    model: Any = save(tmp_path, *DECODERS[name], True)
+    graph, ids = capture(tmp_path), tokens()
+    prompt = logits(graph, ids, [LENGTH])
+    assert relative(prompt, model(ids).logits) < TOLERANCE
+    assert relative(logits(graph, ids, [5, *[1] * (LENGTH - 5)]), prompt) < TOLERANCE
+    assert sum(node.target is torch.ops.compressor.cached_attention.default for node in graph.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN_ENCODERS))
+def test_encoder(name: str, tmp_path: Path) -> None:
+    model: Any = save(tmp_path, *ENCODERS[name], False)
+    mask = torch.ones(2, LENGTH)
+    mask[1, 8:] = 0
+    got, expected = capture(tmp_path)(tokens(), mask), model(tokens(), attention_mask=mask.long()).last_hidden_state
+    assert relative(got[mask.bool()], expected[mask.bool()]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_ENCODERS])
+def test_what_is_refused_says_why(name: str) -> None:
+    decoder = name in REFUSED
+    with pytest.raises(CaptureError, match={**REFUSED, **REFUSED_ENCODERS}[name]):
+        capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+
+
+def test_what_takes_more_memory_is_said(tmp_path: Path) -> None:
+    save(tmp_path / "latent", *DECODERS["MiniCPM 3"], True)
+    notes = " ".join(capture(tmp_path / "latent", weights=False).meta["notes"])
+    assert "latent attention" in notes and "16 channels a head, and are cached with 24" in notes
+    save(tmp_path / "relative", *ENCODERS["MPNet"], False)
+    assert "2 attention layers add biases" in capture(tmp_path / "relative", weights=False).meta["notes"][0]
+
+
+def test_positions_that_begin_late_leave_fewer_tokens(tmp_path: Path) -> None:
+    save(tmp_path, *DECODERS["RoBERTa, decoder"], True)
+    assert capture(tmp_path, weights=False).meta["model"].max_positions == POSITIONS - 1
+
+
+def test_biases_that_no_rule_expresses_are_refused() -> None:
+    """Falcon rounds ALiBi to bfloat16: beyond 256 positions it does not fall evenly."""
+    cls, options = DECODERS["Falcon, ALiBi"]
+    model = make(cls, {**options, "max_position_embeddings": 600}, True)
+    with pytest.raises(CaptureError, match="does not fall evenly with the distance"):
+        capture(model)

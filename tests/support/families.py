@@ -1,0 +1,233 @@
+"""Tiny random models of many text families, from transformers' own configurations, saved as folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH = 97, 12  # of each family; tokens of the prompts
+POSITIONS = 64
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_WIDE = {**_GROUPED, "head_dim": 16}
+_N = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+_N |= {"bos_token_id": 1, "eos_token_id": 2}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_DENSE_LATENT = {**_SIZES, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", _GROUPED),
+    "Llama, tied": ("Llama", {**_GROUPED, "tie_word_embeddings": True}),
+    "Gemma": ("Gemma", _WIDE),
+    "Gemma 2": ("Gemma2", {**_WIDE, "sliding_window": 4, "attn_logit_softcapping": 0.5}),
+    "Gemma 3": ("Gemma3Text", {**_WIDE, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    "Granite": ("Granite", _GROUPED),
+    "OLMo": ("Olmo", _GROUPED),
+    "OLMo 2": ("Olmo2", _GROUPED),
+    "OLMo 3": ("Olmo3", {**_GROUPED, "sliding_window": 4}),
+    "Phi": ("Phi", _SIZES),
+    "Phi 3": ("Phi3", {**_GROUPED, "sliding_window": 5}),
+    "Qwen 2": ("Qwen2", _GROUPED),
+    "Qwen 3": ("Qwen3", _WIDE),
+    "SmolLM 3": ("SmolLM3", _GROUPED),
+    "StableLM": ("StableLm", _GROUPED),
+    "Mistral": ("Mistral", {**_GROUPED, "sliding_window": 3}),
+    "Ministral": ("Ministral", {**_GROUPED, "head_dim": 16, "sliding_window": 3}),
+    "MiniCPM 3": ("MiniCPM3", {**_SIZES, **_LATENT, "num_key_value_heads": 4}),
+    "DeepSeek 3, dense": ("DeepseekV3", _DENSE_LATENT),
+    "DeepSeek 2, dense": ("DeepseekV2", _DENSE_LATENT),
+    "GPT-2": ("GPT2", {**_N, "n_inner": 64}),
+    "GPT-BigCode": ("GPTBigCode", {**_N, "n_inner": 64}),
+    "GPT-Neo": (
+        "GPTNeo",
+        {
+            **{k: v for k, v in _SIZES.items() if k not in ("num_hidden_layers", "num_attention_heads")},
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
+    ),
+    "GPT-NeoX": ("GPTNeoX", _SIZES),
+    "GPT-NeoX Japanese": ("GPTNeoXJapanese", {k: v for k, v in _SIZES.items() if k != "intermediate_size"}),
+    "GPT-J": ("GPTJ", {**_N, "rotary_dim": 8, "n_inner": 64}),
+    "CodeGen": ("CodeGen", {**_N, "rotary_dim": 8, "n_inner": 64, "n_head": 8}),
+    "Persimmon": ("Persimmon", _SIZES),
+    "XGLM": (
+        "XGLM",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "ffn_dim": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+    "BioGPT": ("BioGpt", _SIZES),
+    "Nemotron": ("Nemotron", _GROUPED),
+    "Starcoder 2": ("Starcoder2", {**_GROUPED, "sliding_window": 4}),
+    "InternLM kind": ("Llama", {**_GROUPED, "attention_bias": True, "bias": True}),
+    "Helium": ("Helium", {**_GROUPED, "head_dim": 16}),
+    "Cohere": ("Cohere", _GROUPED),
+    "Cohere 2": ("Cohere2", {**_GROUPED, "sliding_window": 4}),
+    "GLM": ("Glm", _WIDE),
+    "GLM 4": ("Glm4", _WIDE),
+    "Falcon": (
+        "Falcon",
+        {k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")},
+    ),
+    "Falcon, ALiBi": (
+        "Falcon",
+        {
+            **{k: v for k, v in _SIZES.items() if k != "intermediate_size"},
+            "alibi": True,
+            "new_decoder_architecture": False,
+            "multi_query": False,
+        },
+    ),
+    "MPT": (
+        "Mpt",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "expansion_ratio": 1,
+            "max_seq_len": POSITIONS,
+        },
+    ),
+    "BLOOM": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "OPT": ("OPT", {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 64}),
+    "ERNIE 4.5": ("Ernie4_5", _WIDE),
+    "EXAONE 4": ("Exaone4", {**_GROUPED, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "Seed-OSS": ("SeedOss", _WIDE),
+    "Arcee": ("Arcee", _GROUPED),
+    "Apertus": ("Apertus", _GROUPED),
+    "Bitnet": ("BitNet", _GROUPED),
+    "Diffllama": ("DiffLlama", _WIDE),
+    "Hunyuan": ("HunYuanDenseV1", _WIDE),
+    "VaultGemma": ("VaultGemma", {**_WIDE, "sliding_window": 4}),
+    "Llama 4": (
+        "Llama4Text",
+        {
+            **_WIDE,
+            "attention_chunk_size": 4,
+            "intermediate_size_mlp": 64,
+            "moe_layers": [],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "BERT, decoder": ("Bert", {**_SIZES, "is_decoder": True, "architectures": ["BertLMHeadModel"]}),
+    "RoBERTa, decoder": ("Roberta", {**_SIZES, "is_decoder": True, "architectures": ["RobertaForCausalLM"]}),
+    "OpenAI GPT": ("OpenAIGPT", _N),
+    "CTRL": ("CTRL", {**_N, "dff": 64}),
+    "Megatron GPT kinds (JAIS 2)": ("Jais2", _GROUPED),
+    "Youtu": ("Youtu", {**_SIZES, **_LATENT, "num_key_value_heads": 4}),
+}
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": ("Bert", _SIZES),
+    "RoBERTa": ("Roberta", _SIZES),
+    "ALBERT": ("Albert", {**_SIZES, "embedding_size": 32}),
+    "ModernBERT": (
+        "ModernBert",
+        {**_SIZES, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "MPNet": ("MPNet", _SIZES),
+    "ELECTRA": ("Electra", {**_SIZES, "embedding_size": 32}),
+    "DistilBERT": (
+        "DistilBert",
+        {
+            "vocab_size": VOCAB,
+            "dim": 64,
+            "hidden_dim": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+    "DeBERTa": ("Deberta", {**_SIZES, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "DeBERTa 2": (
+        "DebertaV2",
+        {
+            **_SIZES,
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+        },
+    ),
+    "XLM-RoBERTa": ("XLMRoberta", _SIZES),
+    "CamemBERT": ("Camembert", _SIZES),
+    "NomicBERT": ("NomicBert", {**_SIZES, "head_dim": 16}),
+    "ERNIE": ("Ernie", _SIZES),
+    "EuroBERT": ("EuroBert", _GROUPED),
+    "XLM-RoBERTa XL": ("XLMRobertaXL", _SIZES),
+    "RoBERTa pre-layer-norm": ("RobertaPreLayerNorm", _SIZES),
+    "SqueezeBERT": ("SqueezeBert", {**_SIZES, "embedding_size": 64}),
+    "MobileBERT": ("MobileBert", {**_SIZES, "embedding_size": 32, "intra_bottleneck_size": 32}),
+    "FNet": ("FNet", {k: v for k, v in _SIZES.items() if k != "num_attention_heads"}),
+    "Data2Vec text": ("Data2VecText", _SIZES),
+    "ESM": ("Esm", {**_SIZES, "mask_token_id": 3, "token_dropout": False, "position_embedding_type": "rotary"}),
+    "Nyströmformer": ("Nystromformer", {**_SIZES, "num_landmarks": 4, "segment_means_seq_len": 16}),
+    "RemBERT": ("RemBert", {**_SIZES, "input_embedding_size": 32, "output_embedding_size": 32}),
+    "ConvBERT": ("ConvBert", {**_SIZES, "embedding_size": 32}),
+    "I-BERT": ("IBert", _SIZES),
+    "T5 encoder": (
+        "T5",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+        },
+    ),
+    "MEGA kind (LUKE)": ("Luke", {**_SIZES, "entity_vocab_size": 10, "entity_emb_size": 32}),
+    "GTE kind (Jina 3)": ("JinaEmbeddingsV3", _SIZES),
+}
+
+
+def make(cls: str, options: dict[str, Any], decoder: bool) -> nn.Module:
+    """Build a random model whose weights are large enough for biases, windows and norms to matter."""
+    config = getattr(transformers, f"{cls}Config")(**options)
+    auto: Any = transformers.AutoModelForCausalLM if decoder else transformers.AutoModel
+    if cls == "T5":
+        auto = transformers.T5EncoderModel
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = (auto._from_config if cls == "T5" else auto.from_config)(config).eval()
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+    return model.requires_grad_(False)
+
+
+def save(folder: Path, cls: str, options: dict[str, Any], decoder: bool) -> nn.Module:
+    """Save a family's model in a folder, and return it."""
+    model: Any = make(cls, options, decoder)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
