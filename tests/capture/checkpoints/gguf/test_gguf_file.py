@@ -74,7 +74,7 @@ def head(name: str, shape: tuple[int, ...], number: int, offset: int = 0) -> byt
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "cannot be read"),
+        (b"", "it does not begin with GGUF"),
         (b"GGML" + bytes(60), "does not begin with GGUF"),
         (header(version=1), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648; 2 and 3 in little endian"),
