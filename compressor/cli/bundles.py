@@ -135,4 +135,17 @@ def sign(bundle: Path, key: Path, as_json: bool) -> None:
     emit(as_json, {"signature": str(file)}, lambda: click.echo(f"signed: {file}"))
 
 
-COMMANDS = (generate, serve, bench_command, inspect, verify, sign)
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
+@json_option
+@reported
+def check(model: Path, as_json: bool) -> None:
+    """Tell in seconds what MODEL is, what of it can be compressed, and which targets serve it."""
+    from compressor.cli.contents import check_model
+    from compressor.cli.show_run import show_inspection
+
+    content = check_model(model)
+    emit(as_json, content, lambda: show_inspection(content))
+
+
+COMMANDS = (generate, serve, bench_command, inspect, check, verify, sign)

@@ -1,10 +1,17 @@
-"""List what is in a bundle or which linears a model has, for `compress inspect`."""
+"""List what is in a bundle or which linears a model has, for `compress inspect` and `compress check`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import CompressorError, UsageError
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from compressor.graph.sites import Site
 
 
 def inspect_path(path: Path) -> dict[str, Any]:
@@ -93,3 +100,85 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
         "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],
     }
+
+
+def check_model(path: Path) -> dict[str, Any]:
+    """Return the kind of a model, its linears by class, what stays dense and why, and which targets serve it.
+
+    Args:
+        path: a Hugging Face folder, or a file that is a model of itself.
+    Raises:
+        CompressorError: it cannot be captured; the message names the module and its line.
+    """
+    from compressor.capture.capture import capture
+    from compressor.graph.model import weight_bytes
+    from compressor.graph.sites import linear_sites
+
+    if (path / "manifest.json").is_file():
+        raise UsageError(f"{path}: a bundle; `compress verify` checks it")
+    graph = capture(path, weights=False)
+    info = graph.meta["model"]
+    sites = linear_sites(graph)
+    own = {site.weight_name for site in sites if not site.tied}  # a tied weight stays for its other reader
+    total_bytes = weight_bytes(graph)
+    return {
+        "model": info.name,
+        "architecture": info.architecture,
+        "kind": info.kind,
+        "parameters": info.parameters,
+        "weight_bytes": total_bytes,
+        "dense_bytes": total_bytes - sum(graph.get_parameter(name).nbytes for name in own),
+        "notes": list(graph.meta.get("notes", [])),
+        "linears": _linears(graph, sites),
+        "stays_dense": _dense(graph),
+        "targets": _targets(graph),
+    }
+
+
+def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
+    """Count the linears that passes can compress, by class; a weight that several share counts once."""
+    rows: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    for site in sites:
+        row = rows.setdefault(site.module_class, {"class": site.module_class, "linears": 0, "bytes": 0})
+        row["linears"] += 1
+        if site.weight_name not in seen:
+            row["bytes"] += graph.get_parameter(site.weight_name).nbytes
+        seen.add(site.weight_name)
+    return list(rows.values())
+
+
+def _dense(graph: GraphModule) -> list[dict[str, str]]:
+    """List embeddings and convolutions that no pass compresses; norms and biases are not worth a line each."""
+    import torch
+
+    from compressor.capture.convolutions import dense_convolutions
+
+    tables = [node.args[0] for node in graph.graph.nodes if node.target is torch.ops.aten.embedding.default]
+    names = dict.fromkeys(str(table.target) for table in tables if getattr(table, "op", "") == "get_attr")
+    rows = [
+        {"weight": name, "why": "an embedding keeps its stored type, beside a packed linear that is tied to it"}
+        for name in names
+    ]
+    for line in dense_convolutions(graph):
+        name, _, why = line.partition(": stays dense: ")
+        rows.append({"weight": name, "why": why})
+    return rows
+
+
+def _targets(graph: GraphModule) -> list[dict[str, Any]]:
+    """Ask each target whether it serves the model as it is; formats are asked for when a recipe names one."""
+    from compressor.codegen.backend import make_backend
+    from compressor.registry import TARGETS
+
+    rows = []
+    for name in TARGETS.names():
+        if name == "null":
+            continue  # serves everything, and runs nothing
+        why = ""
+        try:
+            make_backend(TARGETS.find(name)()).check(graph)
+        except CompressorError as error:
+            why = str(error)
+        rows.append({"target": name, "serves": not why, "why": why})
+    return rows

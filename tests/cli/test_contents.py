@@ -1,0 +1,70 @@
+"""`compress check`: what a model is, without its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_models import save_model
+from torch import Tensor, nn
+
+from compressor.cli.commands import main
+from compressor.graph.model import weight_bytes
+
+transformers = pytest.importorskip("transformers")
+
+
+def check(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["check", *map(str, arguments)], prog_name="compress")
+
+
+def test_a_decoder_is_counted_from_its_headers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "some text to tokenise")
+    weights = folder / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:header] + b"\xff" * (size - header))  # NaN everywhere, unread
+    found = json.loads(check(folder, "--json").stdout)
+    assert (found["kind"], found["architecture"]) == ("decoder", "LlamaForCausalLM")
+    (row,) = found["linears"]
+    assert (row["class"], row["linears"]) == ("Linear", 8)
+    attention, mlp, table = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 64, 320 * 64
+    assert row["bytes"] == 2 * (attention + mlp + table)
+    assert found["weight_bytes"] - found["dense_bytes"] == 2 * (attention + mlp)  # the head is the embedding
+    assert [dense["weight"] for dense in found["stays_dense"]] == ["model.embed_tokens.weight"]
+    assert [(row["target"], row["serves"]) for row in found["targets"]] == [("webgpu", True), ("x86", True)]
+
+
+class Strided(nn.Module):
+    """A grouped convolution stays dense, and browsers do not serve modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped, self.head = nn.Conv2d(4, 4, 3, groups=2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.grouped(x).mean((2, 3)))
+
+
+def test_what_stays_dense_and_who_does_not_serve_it_have_reasons(tmp_path: Path) -> None:
+    module, file = Strided().eval(), tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(module, (torch.zeros(1, 4, 8, 8),)), file)
+    found = json.loads(check(file, "--json").stdout)
+    assert found["kind"] == "module" and found["weight_bytes"] == weight_bytes(module)
+    (dense,) = found["stays_dense"]
+    assert dense["weight"] == "grouped" and dense["why"]
+    serves = {row["target"]: row for row in found["targets"]}
+    assert serves["x86"]["serves"] and not serves["webgpu"]["serves"] and "webgpu" in serves["webgpu"]["why"]
+    shown = check(file)
+    assert shown.exit_code == 0 and "stays dense" in shown.stdout and "grouped" in shown.stdout
+
+
+def test_a_model_that_cannot_be_captured_is_one_message(tmp_path: Path) -> None:
+    config = transformers.FNetConfig(hidden_size=32, num_hidden_layers=1, intermediate_size=32, vocab_size=50)
+    transformers.FNetModel(config).save_pretrained(tmp_path / "fnet")
+    result = check(tmp_path / "fnet")
+    assert result.exit_code and "FNetModel.forward" in result.stderr and "Traceback" not in result.stderr
+    assert "no such folder" in check(tmp_path / "nowhere").stderr
