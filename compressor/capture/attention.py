@@ -48,7 +48,7 @@ class MaskRequest:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query sees, beside causality or padding.
+    """Say which keys a query sees, beside causality or padding.
 
     Attributes:
         window: keys no further away than ``window - 1`` positions; 0 for all.
@@ -284,7 +284,7 @@ def mask_rules(calls: list[AttentionCall], *, causal: bool, positions: int) -> d
 
 
 def find_rule(function: MaskFunction, window: int, *, causal: bool, positions: int) -> MaskRule | None:
-    """Return the rule of a mask, that of the stated window if it is one; None if there is no rule."""
+    """Return the rule of a mask, the stated window if that is the rule; None if no rule gives the mask."""
     candidates = [MaskRule(window), MaskRule()]
     try:
         if causal:

@@ -63,7 +63,7 @@ def capture(
             (:mod:`compressor.capture.convolutions`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
-    memory-mapped (or shared with the module given: do not write to them); other parameters are float32.  Those of a
+    memory-mapped (or shared with the module given: do not write to them); other parameters are float32.  Weights of a
     quantised checkpoint are dequantised, into mapped files of their own (:mod:`compressor.capture.checkpoints`).
     Parameters have their Hugging Face names, tied ones the first of theirs.
 

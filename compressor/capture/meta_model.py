@@ -150,7 +150,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     auto = autos.get(kind, AutoModel)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
-        make = partial(named._from_config, config, dtype=torch.float32)  # the other half is no part of it
+        make = partial(named._from_config, config, dtype=torch.float32)  # without the decoder, which is the other half
     else:
         make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     built, interface = _build(make, name, kind)

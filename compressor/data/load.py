@@ -1,4 +1,4 @@
-"""What a recipe's model is calibrated and evaluated on: text for models of text, images for modules."""
+"""Load the data that a recipe calibrates and evaluates on: text for models of text, images for modules."""
 
 from __future__ import annotations
 

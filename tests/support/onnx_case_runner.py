@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case.
+    """State what became of a case.
 
     Attributes:
         outcome: RIGHT, REFUSED or WRONG.

@@ -84,7 +84,7 @@ def image_size(config: PreTrainedConfig, folder: Path | None, place: str) -> tup
     """Return height and width of a model's images: its preprocessor's, else its configuration's.
 
     Raises:
-        CaptureError: neither states them, or they are no sizes.
+        CaptureError: neither states them, or they are not sizes.
     """
     file = None if folder is None else folder / PREPROCESSOR
     stated: Any = None

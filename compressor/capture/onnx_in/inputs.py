@@ -28,7 +28,7 @@ _ADVICE = "give an example of the inputs (example=), and dynamic_shapes where si
 
 
 def model_inputs(model: OnnxModel) -> list[ValueInfoProto]:
-    """Return the inputs that are no initializers."""
+    """Return the inputs that are not initializers."""
     held = {proto.name for proto in model.graph.initializer}
     return [value for value in model.graph.input if value.name not in held]
 
@@ -120,7 +120,7 @@ def narrow_sizes(error: BaseException, dynamic_shapes: Any) -> Any | None:
     """Return ``dynamic_shapes`` within the bounds that an export found, or None where it found others.
 
     A table of positions bounds a sequence; an operator may want two sizes equal.  A size that would be fixed to the
-    example's is no bound.
+    example's is not a bound.
     """
     refine = torch.export.dynamic_shapes.refine_dynamic_shapes_from_suggested_fixes
     found = _suggested(error)

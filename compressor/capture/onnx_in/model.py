@@ -1,4 +1,4 @@
-"""Read an ONNX file and refuse, by the name of the node, what is not served: before any weight is read."""
+"""Read an ONNX file; refuse operators that are not served by the name of the node, before any weight is read."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def read_model(file: Path) -> OnnxModel:
 
     Raises:
         UsageError: the package ``onnx`` is missing.
-        ModelFileError: there is no such file, it is no ONNX file, its opset is not served, an operator is not, or its
-            external data are missing or elsewhere.
+        ModelFileError: the file is missing or not ONNX, its opset or an operator is not served, or its external data are
+            missing or elsewhere.
     """
     onnx: Any = _package()
     if not file.is_file():
@@ -230,7 +230,7 @@ def _external_place(file: Path, proto: TensorProto) -> Place:
         offset = int(said.get("offset", 0))
         size_bytes = int(said.get("length", found.stat().st_size - offset))
     except ValueError as error:
-        raise ModelFileError(f"{what}: offset or length is no number; fetch the model again") from error
+        raise ModelFileError(f"{what}: offset or length is not a number; fetch the model again") from error
     if offset < 0 or size_bytes < 0 or offset + size_bytes > found.stat().st_size:
         raise ModelFileError(f"{what}: bytes {offset} to {offset + size_bytes} of {found}, which has "
                              f"{found.stat().st_size}; fetch it again")  # fmt: skip

@@ -109,7 +109,7 @@ def _cast(call: Call, x: _Array) -> Numbers | None:
 
 
 def _plain(*arrays: _Array | None) -> bool:
-    """Return whether numbers are no symbols: as an index, a symbol would become the number of the example."""
+    """Return whether numbers are not symbols: as an index, a symbol would become the number of the example."""
     return all(isinstance(n, int) for array in arrays if array is not None for n in array.reshape(-1))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _GRAPH, _INITIALIZER, _NAME, _RAW = 7, 5, 8, 9  # fields of ModelProto, GraphProto and TensorProto
 _SMALLEST_BYTES = 1024  # smaller tensors stay in the message
 _LARGEST_MESSAGE_BYTES = 1 << 30
-# TensorProto.DataType -> type; of others (strings, complex numbers) there are no tensors here.
+# TensorProto.DataType -> type; tensors of strings and of complex numbers are refused.
 DTYPES = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
     9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64, 16: torch.bfloat16,
@@ -50,7 +50,7 @@ def strip_weights(file: Path) -> tuple[bytes, dict[str, Place]]:
     """Return an ONNX file's message without its larger ``raw_data``, and where these are, by initializer.
 
     Raises:
-        ModelFileError: it is no protobuf message, or too large without its weights.
+        ModelFileError: it is not a protobuf message, or too large without its weights.
         OSError: it cannot be read.
     """
     places: dict[str, Place] = {}

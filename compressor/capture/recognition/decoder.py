@@ -106,7 +106,7 @@ def _refusal(place: WrittenOut, reason: str) -> CaptureError:
 
 
 def _inputs(graph: fx.Graph, batch: int, length: int) -> dict[str, Any]:
-    """Return ids, position and keep; caches are no part of what is evaluated."""
+    """Return ids, position and keep; caches are not evaluated."""
     ids, position, keep = (node.name for node in graph.find_nodes(op="placeholder")[:3])
     return {
         ids: torch.zeros(batch, length, dtype=torch.int64),

@@ -35,7 +35,7 @@ _TOKENS = 5
 
 @dataclass(frozen=True)
 class Probed:
-    """What one run has shown.
+    """State what one run has shown.
 
     Attributes:
         program: to export.

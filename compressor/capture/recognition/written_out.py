@@ -60,7 +60,7 @@ class WrittenOut:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is one call of PyTorch's operator; scores and product are that call too."""
+        """Tell whether it is one call of PyTorch's operator; scores and product are that call too."""
         return self.product is self.output
 
 

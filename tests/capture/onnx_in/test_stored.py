@@ -21,7 +21,7 @@ from compressor.errors import ModelFileError
 
 
 def mapped(file: Path, tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in a mapping of a file, by this process's memory map."""
+    """Tell whether a tensor lies in a mapping of a file, by this process's memory map."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, *rest = line.split(maxsplit=5)
         begin, end = (int(part, 16) for part in span.split("-"))

@@ -187,7 +187,7 @@ def _fall(slopes: Any, position: Any, heads: Any, tokens: Any, key: Any) -> Any:
 
 
 def _kept(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
-    """Tell whether a key is no padding and within the window, for 16 tokens."""
+    """Tell whether a key is not padding and within the window, for 16 tokens."""
     seen = T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
     if window:
         seen = T.And(seen, at_most(key, tokens + splat(window - 1, VECTOR)))
