@@ -60,8 +60,8 @@ def read_model(file: Path) -> OnnxModel:
 
     Raises:
         UsageError: the package ``onnx`` is missing.
-        ModelFileError: the file is missing or not ONNX, its opset or an operator is not served, or its external data are
-            missing or elsewhere.
+        ModelFileError: the file is missing or not ONNX, its opset or an operator is not served, or its external data
+            are missing or elsewhere.
     """
     onnx: Any = _package()
     if not file.is_file():
