@@ -231,7 +231,8 @@ class Bundle:
         ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
         session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
         session.make_room(ids.shape[1])
-        ends = dict.fromkeys(stops_of(stop)[0], "stop_sequence") | dict.fromkeys(self.model["eos_ids"], "eos_token")
+        ends: dict[int, str] = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
+        ends |= dict.fromkeys(self.model["eos_ids"], "eos_token")
         generator = np.random.default_rng(seed)
 
         def tokens() -> Generator[int, None, str]:
