@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.llama_852m import make_model
 
 RECIPES = (
-    "rtn_w4a16_g128_x86", "gptq_w4a16_g128_x86", "gptq_w4a8_g128_x86", "gptq_w3a16_g128_x86", "gptq_nf4_g64_x86",
-    "gptq_mxfp4_x86", "rtn_fp8_e4m3_x86", "smoothquant_w8a8_x86", "abq_bip2a8_x86", "kv_cache_int8_x86",
+    "gptq_w4a16_g128_x86", "awq_w4a16_g128_x86", "gptq_w4a8_g128_x86", "gptq_w3a16_g128_x86", "gptq_nf4_g64_x86",
+    "gptq_mxfp4_x86", "gptq_fp6_e2m3_g128_x86", "smoothquant_w8a8_x86", "abq_bip2a8_x86", "rotation_w4a8_g64_x86",
 )  # fmt: skip
 PHASES = {"prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
 COMPRESS = Path(sys.executable).with_name("compress")
@@ -130,7 +130,9 @@ def main() -> None:
                     rows.append(row)
                     print(described(row), file=sys.stderr, flush=True)
             for recipe in RECIPES[:2]:
-                tried += remedies(recipe, model)
+                for tried_one in remedies(recipe, model):
+                    tried.append(tried_one)
+                    print(tried_one, file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps({"speeds": rows, "remedies": tried}, indent=2))
         return

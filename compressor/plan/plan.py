@@ -59,11 +59,11 @@ def make_plan(
     source = recipe.model_source() if model is None else model
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
+    backend = make_backend(recipe.target.build())
+    planned = plan_passes(graph, recipe, backend)  # first, as the model's positions limit what is advised
     info: ModelInfo = graph.meta["model"]
     if "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
         load_data(recipe, info)  # what does not do as data is said now; a data set on the hub is not fetched for a plan
-    backend = make_backend(recipe.target.build())
-    planned = plan_passes(graph, recipe, backend)
     return plan_graph(graph, recipe, backend, planned, output, measure=measure, reporter=reporter)
 
 

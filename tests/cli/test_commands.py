@@ -349,6 +349,10 @@ MODEL_REFUSES = [
         "calibration.sequence_length=65",
         r"sequence_length: 65 tokens are more than the 64 positions of .*; give at most 64",
     ),
+    (  # the text is too short as well, and would allow more than 64
+        "calibration.sequence_length=100000",
+        r"sequence_length: 100000 tokens are more than the 64 positions of .*; give at most 64",
+    ),
     ("gates={accuracy: '>= 0.5'}", r"gates\.accuracy: is not measured on a decoder; what is: perplexity"),
     ("gates={top1_agreement: '>= 150%'}", "'>= 150%' never holds: top1_agreement is at most 100%"),
     ("model=refernce", "'refernce' is neither a folder .* nearest shipped model: reference"),
