@@ -37,11 +37,9 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
-_LONGEST = (
-    "max_position_embeddings",
-    "max_seq_len",
-)  # names of a configuration for the tokens that a model is made for
-_WRAPPER = "hf"  # where the programs of capture_shadow hold the model
+_LONGEST = ("max_position_embeddings", "max_seq_len")
+"""What configurations call the tokens that a model is made for."""
+_WRAPPER = "hf"  # where the programs of capture/meta_model.py hold the model
 
 
 def capture(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import tempfile
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,8 +72,29 @@ class StoredArrays:
             digest.update(np.ascontiguousarray(self.arrays[place]).tobytes())
 
 
+class _Encoded(ABC):
+    """Pictures that are kept as the bytes of PNG or JPEG."""
+
+    @abstractmethod
+    def name(self, place: int) -> str:
+        """Return what a message calls one."""
+
+    @abstractmethod
+    def _bytes(self, place: int) -> bytes:
+        """Read one, encoded."""
+
+    def array(self, place: int) -> NDArray[Any]:
+        """Read and decode one."""
+        return decode(self._bytes(place), self.name(place))
+
+    def hash_into(self, digest: Any, places: Sequence[int]) -> None:
+        """Feed the bytes of some to a ``hashlib`` object."""
+        for place in places:
+            digest.update(self._bytes(place))
+
+
 @dataclass(frozen=True)
-class PictureFiles:
+class PictureFiles(_Encoded):
     """Pictures that are files."""
 
     files: tuple[Path, ...]
@@ -85,15 +107,6 @@ class PictureFiles:
         """Return the file."""
         return str(self.files[place])
 
-    def array(self, place: int) -> NDArray[Any]:
-        """Read and decode one."""
-        return decode(self._bytes(place), self.name(place))
-
-    def hash_into(self, digest: Any, places: Sequence[int]) -> None:
-        """Feed the bytes of some files to a ``hashlib`` object."""
-        for place in places:
-            digest.update(self._bytes(place))
-
     def _bytes(self, place: int) -> bytes:
         try:
             return self.files[place].read_bytes()
@@ -102,7 +115,7 @@ class PictureFiles:
 
 
 @dataclass
-class EncodedRows:
+class EncodedRows(_Encoded):
     """Pictures of a data set's rows, kept encoded in one temporary file without a name."""
 
     source: str
@@ -122,15 +135,6 @@ class EncodedRows:
     def name(self, place: int) -> str:
         """Return the source and the row, from 0."""
         return f"{self.source}, row {place}"
-
-    def array(self, place: int) -> NDArray[Any]:
-        """Read and decode one."""
-        return decode(self._bytes(place), self.name(place))
-
-    def hash_into(self, digest: Any, places: Sequence[int]) -> None:
-        """Feed the bytes of some to a ``hashlib`` object."""
-        for place in places:
-            digest.update(self._bytes(place))
 
     def _bytes(self, place: int) -> bytes:
         self.file.seek(self.ends[place])
