@@ -26,7 +26,7 @@ from benchmarks.llama_852m import make_model
 
 RECIPES = (
     "gptq_w4a16_g128_x86", "awq_w4a16_g128_x86", "gptq_w4a8_g128_x86", "gptq_w3a16_g128_x86", "gptq_nf4_g64_x86",
-    "gptq_mxfp4_x86", "gptq_fp6_e2m3_g128_x86", "smoothquant_w8a8_x86", "abq_bip2a8_x86", "rotation_w4a8_g64_x86",
+    "gptq_mxfp4_x86", "gptq_fp6_e2m3_g128_x86", "smoothquant_w8a8_x86", "abq_bip2a8_x86", "gptq_nvfp4_x86",
 )  # fmt: skip
 PHASES = {"prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
 COMPRESS = Path(sys.executable).with_name("compress")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
-from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples
+from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.recipe.data_spec import DataSource
@@ -36,8 +36,7 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
             raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
         return samples, images
-    spare = min(LEAST_TOKENS, wanted.tokens) if wanted.kind is None else 0
-    samples = None if given is None else load_samples(given, info.source, info.vocab_size, spare)
+    samples = None if given is None else load_samples(given, info.source, info.vocab_size, _spare(recipe))
     if wanted.kind is None and samples is None:
         return None, None
     if info.kind == "encoder":
@@ -45,6 +44,25 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         return samples, texts
     text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
     return samples, text
+
+
+def _spare(recipe: Recipe) -> int:
+    """Return the tokens that calibration must leave, for an evaluation without a text of its own."""
+    return min(LEAST_TOKENS, recipe.evaluation.tokens) if recipe.evaluation.kind is None else 0
+
+
+def longest_samples(recipe: Recipe, info: ModelInfo) -> int:
+    """Return the longest ``sequence_length`` that both the model's positions and the text to calibrate on allow.
+
+    A data set on the hub is not fetched for it.
+
+    Raises:
+        UsageError: the text cannot be read, or is too short for any.
+    """
+    given = recipe.calibration
+    if given is None or given.kind == "hub":
+        return info.max_positions
+    return longest_window(given, info.source, info.vocab_size, _spare(recipe), info.max_positions)
 
 
 def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:

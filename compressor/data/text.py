@@ -86,6 +86,19 @@ def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int 
     return Samples(ids, rest, tokens_sha256(ids), source)
 
 
+def longest_window(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int, spare: int, at_most: int) -> int:
+    """Return the ``sequence_length``, up to ``at_most``, of which a text has as many windows as samples are wanted.
+
+    Raises:
+        UsageError: as :func:`load_samples`, or no length will do.
+    """
+    wanted = spec.model_copy(update={"sequence_length": at_most})
+    usable = max(0, len(_read_tokens(wanted, tokenizer_folder, vocab_size, at_most * spec.samples + spare)) - spare)
+    if usable < 2 * spec.samples:
+        load_samples(wanted, tokenizer_folder, vocab_size, spare)  # raises, and says what would do
+    return min(at_most, usable // spec.samples)
+
+
 def _fewer_samples(spec: TextSpec, tokens: int) -> str:
     """Name the settings with which so many tokens suffice."""
     count, length = tokens // spec.sequence_length, tokens // spec.samples

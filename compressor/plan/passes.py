@@ -77,10 +77,12 @@ def check_recipe(recipe: Recipe, info: ModelInfo) -> None:
     """
     longest = 0 if recipe.calibration is None or info.kind == "module" else recipe.calibration.sequence_length
     if 0 < info.max_positions < longest:
+        from compressor.data.load import longest_samples
+
         raise recipe.problem(
             ("calibration", "sequence_length"),
             f"{longest} tokens are more than the {info.max_positions} positions of {info.name}; give at most "
-            f"{info.max_positions}",
+            f"{longest_samples(recipe, info)}",
         )
     for gate in recipe.gates:
         if info.kind not in METRICS[gate.metric].kinds:

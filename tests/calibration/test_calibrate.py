@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
-from compressor.data.text import load_evaluation, load_samples
+from compressor.data.text import load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
@@ -140,6 +140,22 @@ def test_settings_that_a_refusal_names_work(samples: int, spare: int, tokenizer:
         assert drawn.ids.shape == (asked["samples"], asked["sequence_length"]) and len(drawn.rest) >= spare
         with pytest.raises(UsageError, match="samples are wanted"):
             load_samples(spec(text=str(file), **{**asked, key: int(value) + 1}), tokenizer, 0, spare)
+
+
+@pytest.mark.parametrize(("samples", "at_most"), [(2, 30), (2, 100_000), (7, 100_000)])
+def test_the_longest_window_works_and_no_longer_one(samples: int, at_most: int, tokenizer: Path, file: Path) -> None:
+    given = spec(text=str(file), samples=samples, sequence_length=1_000_000)
+    longest = longest_window(given, tokenizer, 0, 5, at_most)
+    drawn = load_samples(spec(text=str(file), samples=samples, sequence_length=longest), tokenizer, 0, 5)
+    assert drawn.ids.shape == (samples, longest) and longest <= at_most
+    if longest < at_most:
+        with pytest.raises(UsageError, match="samples are wanted"):
+            load_samples(spec(text=str(file), samples=samples, sequence_length=longest + 1), tokenizer, 0, 5)
+
+
+def test_a_text_too_short_for_any_window_is_refused_as_such(tokenizer: Path, file: Path) -> None:
+    with pytest.raises(UsageError, match=r"9999 samples are wanted.*give more text"):
+        longest_window(spec(text=str(file), samples=9999), tokenizer, 0, 0, 64)
 
 
 def test_a_foreign_tokenizer_is_refused(tokenizer: Path, file: Path, tmp_path: Path) -> None:
