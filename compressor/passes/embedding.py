@@ -64,9 +64,7 @@ class Embedding(Pass):
                 def replace(graph: GraphModule, _site: object, packed: PackedWeight, table: Table = table) -> None:
                     replace_table(graph, table, packed)
 
-                compress_site(
-                    graph, ctx, table.site, packed, "embedding", error=error, notes=notes, replace=replace
-                )
+                compress_site(graph, ctx, table.site, packed, "embedding", error=error, notes=notes, replace=replace)
                 release([stored])
                 task.advance()
         graph.recompile()

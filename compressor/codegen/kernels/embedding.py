@@ -103,7 +103,16 @@ class _PackedRow:
         T.buffer_store(factor, zero, [1])
 
     def chunk(
-        self, parts: Mapping[str, Any], factor: Any, y: Any, token: Any, tile: Any, g: Any, c: Any, lane: Any, count: int
+        self,
+        parts: Mapping[str, Any],
+        factor: Any,
+        y: Any,
+        token: Any,
+        tile: Any,
+        g: Any,
+        c: Any,
+        lane: Any,
+        count: int,
     ) -> None:
         """Write the first ``count`` columns of a chunk."""
         fmt, codes = self.fmt, parts["codes"]

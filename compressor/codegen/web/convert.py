@@ -187,7 +187,9 @@ class WebConverter:
         kernel = embedding.packed_embedding(rows, width, fmt)
         operands = [ids, *(stored[name] for name in packed_linear.stored_parts(fmt))]
         dispatch = Dispatch((kernel,), (*range(len(operands)), -1), lambda shapes: [_product(shapes[0])])
-        return self._call(importer, kernel.name, [dispatch], operands, relax.TensorType([*ids.ty.shape, width], "float32"))
+        return self._call(
+            importer, kernel.name, [dispatch], operands, relax.TensorType([*ids.ty.shape, width], "float32")
+        )
 
 
 def _of_rows(kernels: tuple[Kernel, ...], operands: int, outputs: int) -> Dispatch:
