@@ -2,10 +2,10 @@
 
     python benchmarks/embedding.py [--rounds 5] [--json]
 
-Runs the quickstart with its table dense (float16), in W8A16 as it ships, and in 4 bits, then times the bundles by turns
-(``compress bench``, 128 tokens of prompt, 64 new ones, medians of the rounds).  Perplexities are of the bundles' kernels
-on the held-out text.  The bound of a decoding speed is the memory's bandwidth, as measured by the bundle, over the bytes
-that a token reads; the whole model fits the caches of this machine, so that speeds stay far from it.
+Runs the quickstart with its table dense (float16), in W8A16 as it ships, and in 4 bits, then times the bundles by
+turns (``compress bench``, 128 tokens of prompt, 64 new ones, medians of the rounds).  Perplexities are of the bundles'
+kernels on the held-out text.  The bound of a decoding speed is the memory's bandwidth over the bytes that a token
+reads; the whole model fits the caches of this machine, so that speeds stay far from it.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Embedding(Pass):
         wrong = "a scale for many rows together" if fmt.block_tiles else wrong
         if fmt.extras or fmt.has_input_scale or fmt.block_tiles:
             raise UsageError(
-                f"embedding: format {fmt.name} has {wrong}, which a table cannot have; take W8A16, W4A16_G64 or the like"
+                f"embedding: format {fmt.name} has {wrong}, which a table cannot have; take W8A16, W4A16_G64 or alike"
             )
         return fmt
 

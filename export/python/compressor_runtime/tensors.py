@@ -91,7 +91,7 @@ def read_parameters(root: Path, manifest: dict[str, Any]) -> list[NDArray[Any]]:
 
 
 def rows_of(part: NDArray[Any]) -> int:
-    """Return the rows of a table of floats, or of the codes of a packed one, in tiles of 16 rows; 0 of anything else."""
+    """Return the rows of a table of floats, or of the codes of a packed one (whole tiles); 0 of anything else."""
     if part.ndim == 2:
         return int(part.shape[0])
     is_codes = part.ndim == 4 and part.dtype == np.int32 and part.shape[3] == _TILE_ROWS
