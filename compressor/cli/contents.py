@@ -113,12 +113,16 @@ def check_model(path: Path) -> dict[str, Any]:
     from compressor.capture.capture import capture
     from compressor.graph.model import weight_bytes
     from compressor.graph.sites import linear_sites
+    from compressor.graph.tables import embedding_tables
 
     if (path / "manifest.json").is_file():
         raise UsageError(f"{path}: a bundle; `compress verify` checks it")
     graph = capture(path, weights=False)
     info = graph.meta["model"]
-    sites = linear_sites(graph)
+    tables = embedding_tables(graph)
+    packable = [table.site for table in tables if not table.others]
+    tied = {table.site.weight_name for table in tables if table.linears}
+    sites = [site for site in linear_sites(graph) if site.weight_name not in tied] + packable
     own = {site.weight_name for site in sites if not site.tied}  # a tied weight stays for its other reader
     total_bytes = weight_bytes(graph)
     return {
@@ -136,7 +140,7 @@ def check_model(path: Path) -> dict[str, Any]:
 
 
 def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
-    """Count the linears that passes can compress, by class; a weight that several share counts once."""
+    """Count the linears and tables that passes can compress, by class; a weight that several share counts once."""
     rows: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     for site in sites:
@@ -149,16 +153,14 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 
 
 def _dense(graph: GraphModule) -> list[dict[str, str]]:
-    """List embeddings and convolutions that no pass compresses; norms and biases are not worth a line each."""
-    import torch
-
+    """List tables and convolutions that no pass compresses; norms and biases are not worth a line each."""
     from compressor.capture.convolutions import dense_convolutions
+    from compressor.graph.tables import embedding_tables
 
-    tables = [node.args[0] for node in graph.graph.nodes if node.target is torch.ops.aten.embedding.default]
-    names = dict.fromkeys(str(table.target) for table in tables if getattr(table, "op", "") == "get_attr")
     rows = [
-        {"weight": name, "why": "an embedding keeps its stored type, beside a packed linear that is tied to it"}
-        for name in names
+        {"weight": table.site.weight_name, "why": f"{len(table.others)} other operators read the table as it is"}
+        for table in embedding_tables(graph)
+        if table.others
     ]
     for line in dense_convolutions(graph):
         name, _, why = line.partition(": stays dense: ")

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import PREPROCESSOR, ModelInfo
+from compressor.graph.tables import rows_of_tables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,12 +110,7 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 
 def weight_bytes_per_token(graph: GraphModule) -> int:
     """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
-    total = 0
-    users: dict[str, set[Any]] = {}
-    for node in graph.graph.find_nodes(op="get_attr"):
-        users.setdefault(str(node.target), set()).update(user.target for user in node.users)
+    total, rows = 0, rows_of_tables(graph)
     for name, parameter in graph.named_parameters():
-        size_bytes = parameter.numel() * parameter.element_size()
-        only_embedding = users.get(name) == {torch.ops.aten.embedding.default}
-        total += size_bytes // parameter.shape[0] if only_embedding else size_bytes
+        total += parameter.numel() * parameter.element_size() // rows.get(name, 1)
     return total

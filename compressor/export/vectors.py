@@ -41,6 +41,7 @@ _TRIALS = 4
 _PIECE_ELEMENTS = 1 << 22
 
 _DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
+_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.compressor.packed_embedding.default)
 _PACK_CACHE = torch.ops.compressor.pack_cache.default
 
 
@@ -130,7 +131,7 @@ class _Exact(Interpreter):
             return self._packed(*args)
         if target is _PACK_CACHE:  # rounds, as linears of 8-bit activations do
             args = (self._disturbed(args[0].double()), *args[1:])
-        if target is not torch.ops.aten.embedding.default:  # a table is not worth widening for a few rows
+        if target not in _LOOKUPS:  # a table is not worth widening for a few rows
             args, kwargs = tree_map(_widened, (args, kwargs))
         return tree_map(_widened, super().call_function(target, args, kwargs))
 

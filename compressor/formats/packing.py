@@ -109,7 +109,16 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     fmt, (rows, columns) = packed.format, packed.shape
     tiles, chunks = packed.parts["codes"].shape[:2]
     words = packed.parts["codes"].permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
-    quads: Tensor | None = None  # of four columns each, int32 [tiles, 16, chunks, quads]
+    codes = _quads(words, fmt).view(torch.uint8).view(tiles * TILE_ROWS, chunks * fmt.chunk_columns)
+    zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
+    scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
+    scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])
+    return codes[:rows, :columns], scales.float(), zeros
+
+
+def _quads(words: Tensor, fmt: Format) -> Tensor:
+    """Take words apart: int32 [..., chunks, words] -> the codes of four columns each, int32 [..., chunks, quads]."""
+    quads: Tensor | None = None
     offset = first = 0
     for width in fmt.planes:
         count, mask = fmt.chunk_columns * width // 32, _every_byte((1 << width) - 1)
@@ -118,11 +127,7 @@ def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
         quads = found if quads is None else quads | found << offset
         offset, first = offset + width, first + count
     assert quads is not None
-    codes = quads.view(torch.uint8).view(tiles * TILE_ROWS, chunks * fmt.chunk_columns)
-    zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
-    scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
-    scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])
-    return codes[:rows, :columns], scales.float(), zeros
+    return quads
 
 
 def _every_byte(value: int) -> int:
@@ -133,7 +138,7 @@ def _every_byte(value: int) -> int:
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
-    size, tiles = fmt.columns(columns), max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
+    tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
     tiled = {name: (part, 1 if name == "codes" else block) for name, part in packed.parts.items() if name in TILED}
@@ -142,13 +147,25 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         piece = {name: part[first // span : (first + tiles) // span] for name, (part, span) in tiled.items()}
         codes, scales, zeros = unpack(PackedWeight(piece, fmt, (end - begin, columns)))
         if fmt.codebook:
-            groups = enumerate(torch.split(codes.long(), size, dim=1))
-            yield slice(begin, end), torch.cat([scales[:, g].gather(1, part) for g, part in groups], dim=1)
+            yield slice(begin, end), _listed(codes, scales, fmt)
             continue
-        if "tensor_scale" in packed.parts:
-            scales = scales * packed.parts["tensor_scale"]
-        zero = None if zeros is None else _spread(zeros.float(), size, columns)
-        yield slice(begin, end), unscaled(codes, zero, fmt).mul_(_spread(scales, size, columns))
+        scale, zero = _spread_out(scales, zeros, packed)
+        yield slice(begin, end), unscaled(codes, zero, fmt).mul_(scale)
+
+
+def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
+    """Look codes [..., in] up in the codebooks of their groups, [..., groups, levels]."""
+    groups = enumerate(torch.split(codes.long(), fmt.columns(codes.shape[-1]), dim=-1))
+    return torch.cat([codebooks[..., g, :].gather(-1, part) for g, part in groups], dim=-1)
+
+
+def _spread_out(scales: Tensor, zeros: Tensor | None, packed: PackedWeight) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and the zero point of each column, float32 [..., in], from those of its group."""
+    columns = packed.shape[1]
+    size = packed.format.columns(columns)
+    if "tensor_scale" in packed.parts:
+        scales = scales * packed.parts["tensor_scale"]
+    return _spread(scales, size, columns), None if zeros is None else _spread(zeros.float(), size, columns)
 
 
 def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
@@ -187,9 +204,32 @@ def dequantize(packed: PackedWeight) -> Tensor:
     return weight
 
 
+def take_rows(packed: PackedWeight, rows: Tensor) -> Tensor:
+    """Return some rows of what a packed weight stands for: whole numbers [...] -> float32 [..., in].
+
+    Raises:
+        ValueError: the format stores floats beside the codes, or scales of blocks of rows.
+    """
+    fmt, columns = packed.format, packed.shape[1]
+    if fmt.extras or fmt.block_tiles:
+        raise ValueError(f"{fmt.name}: rows cannot be taken one by one")
+    tile, place = rows // TILE_ROWS, rows % TILE_ROWS
+    taken = {name: packed.parts[name][tile, ..., place] for name in TILED if name in packed.parts}
+    quads = _quads(taken["codes"], fmt)
+    codes = torch.stack([(quads >> 8 * byte) & 0xFF for byte in range(4)], dim=-1).flatten(-3)[..., :columns]
+    scales = taken["codebook" if fmt.codebook else "scales"]
+    scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])
+    if fmt.codebook:
+        return _listed(codes, scales.float(), fmt)
+    scale, zero = _spread_out(scales.float(), taken.get("zeros"), packed)
+    if fmt.element is not None:
+        return unscaled(codes, None, fmt) * scale
+    return (codes - (fmt.zero_point if zero is None else zero)) * scale  # nothing in place, so that its flow is proven
+
+
 def _spread(per_group: Tensor, size: int, columns: int) -> Tensor:
-    """[out, groups] -> [out, columns], each value over its group's columns."""
-    return per_group[:, :, None].expand(-1, -1, size).flatten(1)[:, :columns]
+    """[..., groups] -> [..., columns], each value over its group's columns."""
+    return per_group[..., None].expand(*per_group.shape, size).flatten(-2)[..., :columns]
 
 
 def _tile(per_row: Tensor, fmt: Format) -> Tensor:

@@ -23,7 +23,7 @@ from compressor.graph.model import ModelInfo
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
 _ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _OPS.masked_attention.default)
-_EMBEDDING = torch.ops.aten.embedding.default
+_EMBEDDING, _LOOKED_UP = torch.ops.aten.embedding.default, _OPS.packed_embedding.default
 _PASSES: dict[Any, int] = {
     _OPS.rms_norm.default: 4,
     torch.ops.aten.layer_norm.default: 2,
@@ -127,6 +127,10 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
         return _attention_cost(cost, node, inputs, past)
     if node.target is _EMBEDDING:
         return dataclasses.replace(cost, kind="embedding", weight_bytes=_bytes(result))
+    if node.target is _LOOKED_UP:
+        args: Any = node.args
+        read = inputs[args[0]].numel() * sum(_bytes(inputs[part]) for part in args[1]) // int(args[3])
+        return dataclasses.replace(cost, kind="embedding", weight_bytes=read)
     return cost
 
 

@@ -63,12 +63,16 @@ def replace_weight(graph: GraphModule, site: Site, weight: Tensor) -> None:
 
 def call_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, bias: Any) -> Node:
     """Add a packed linear at the point of insertion, with its parameters ``<name>.codes``, ``<name>.scales``..."""
-    stored = []
-    for part, value in packed.parts.items():
-        set_parameter(graph, f"{name}.{part}", value)
-        stored.append(graph.graph.get_attr(f"{name}.{part}"))
+    stored = store_parts(graph, name, packed)
     out_features, in_features = packed.shape
     return graph.graph.call_function(_PACKED, (x, stored, bias, packed.format.name, in_features, out_features))
+
+
+def store_parts(graph: GraphModule, name: str, packed: PackedWeight) -> list[Node]:
+    """Store a packed weight as ``<name>.codes``, ``<name>.scales``..., and return the nodes that read them."""
+    for part, value in packed.parts.items():
+        set_parameter(graph, f"{name}.{part}", value)
+    return [graph.graph.get_attr(f"{name}.{part}") for part in packed.parts]
 
 
 def drop_dead_parameters(graph: GraphModule) -> list[str]:

@@ -21,6 +21,7 @@ from compressor.graph.provenance import owner
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
+_LOOKED_UP = torch.ops.compressor.packed_embedding.default
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
 
@@ -74,7 +75,9 @@ def packed_sites(graph: GraphModule) -> list[Site]:
         args: Any = node.args
         x, (codes, *_), bias, _, in_features, out_features = args
         name = codes.target.removesuffix(".codes")
-        module_class = _owner(node, f"{name}.weight")[1]
+        owner_name, module_class = _owner(node, f"{name}.weight")
+        if any(user.target is _LOOKED_UP for user in codes.users):
+            name = owner_name  # the codes are named after the table
         bias_name = bias.target if _is_attribute(bias) else None
         sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
     return sites

@@ -51,12 +51,14 @@ def choose_sites(
     targets: str | Sequence[str],
     ignore: str | Sequence[str],
     find: Callable[[GraphModule], list[Site]] = linear_sites,
+    what: str = "linear",
 ) -> list[Site]:
     """Return the linears that match ``targets`` and not ``ignore``, in dataflow order.
 
     Args:
         fmt: format whose group size has to fit; None if nothing is quantised.
         find: lists the linears to choose from.
+        what: word for what it lists, in messages.
     Raises:
         UsageError: a pattern is malformed, or matches nothing (the nearest names are given), nothing is left, or the
             group size divides the inputs of none of the linears.
@@ -73,12 +75,12 @@ def choose_sites(
         if taken:
             raise UsageError(
                 f"{pass_name}: {', '.join(map(repr, taken))}: an earlier pass has packed every linear that matches; "
-                f"put {pass_name} before it, or give each of the two other linears"
+                f"put {pass_name} before it, or give each of the two other ones"
             )
         if not known:
-            raise UsageError(f"{pass_name}: the model has no linear that can be compressed")
+            raise UsageError(f"{pass_name}: the model has no {what} that can be compressed")
         hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
-        raise UsageError(f"{pass_name}: patterns that match no linear of the model: {hints}")
+        raise UsageError(f"{pass_name}: patterns that match no {what} of the model: {hints}")
     if not matched:
         raise UsageError(f"{pass_name}: every linear that `targets` matches is ignored as well; nothing to compress")
     if fmt is not None and fmt.group_size and all(site.in_features % fmt.group_size for site in matched):
@@ -86,7 +88,7 @@ def choose_sites(
         fitting = [size for size in (256, 128, 64, 32, 16, 8) if any(width % size == 0 for width in widths)]
         advice = f"; sizes that divide some: {', '.join(map(str, fitting))}" if fitting else "; use one scale a channel"
         raise UsageError(
-            f"{pass_name}: group size {fmt.group_size} divides the inputs of none of the matched linears "
+            f"{pass_name}: group size {fmt.group_size} divides the inputs of none of the matched {what}s "
             f"(their inputs: {', '.join(map(str, widths))}){advice}"
         )
     return matched
@@ -123,6 +125,7 @@ def compress_site(
     error_of: str = "weight",
     rtn_error: float | None = None,
     notes: Sequence[str] = (),
+    replace: Callable[[GraphModule, Site, PackedWeight], None] = replace_linear,
 ) -> None:
     """Replace a dense weight by a packed one and record it, with notes on anything unusual."""
     if set(packed.parts) != set(packed.format.parts(*packed.shape)):
@@ -133,7 +136,7 @@ def compress_site(
     weight = graph.get_parameter(site.weight_name)
     before = weight.numel() * weight.element_size()
     notes = [*notes, *site_notes(site, packed, before)]
-    replace_linear(graph, site, packed)
+    replace(graph, site, packed)
     record = SiteRecord(
         site.name,
         pass_name,

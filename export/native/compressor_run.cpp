@@ -451,6 +451,8 @@ std::map<std::string, ffi::Tensor> read_safetensors(const fs::path& path) {
   return tensors;
 }
 
+constexpr int64_t kTileRows = 16;
+
 // In the entry's order, each with the type and shape that the kernels were made for.
 ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object& manifest, int64_t vocabulary) {
   fs::path file = member(root, "weights.safetensors");
@@ -476,6 +478,8 @@ ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object
       }
     }
     if (shape.size() == 2) largest_table = std::max(largest_table, shape[0]);
+    bool is_codes = shape.size() == 4 && shape[3] == kTileRows;  // of a packed table: its kernel keeps ids inside
+    if (is_codes) largest_table = std::max(largest_table, kTileRows * shape[0]);
     parameters.push_back(found->second);
   }
   if (vocabulary > largest_table) {  // the kernels do not check ids

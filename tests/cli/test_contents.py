@@ -29,12 +29,13 @@ def test_a_decoder_is_counted_from_its_headers(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:header] + b"\xff" * (size - header))  # NaN everywhere, unread
     found = json.loads(check(folder, "--json").stdout)
     assert (found["kind"], found["architecture"]) == ("decoder", "LlamaForCausalLM")
-    (row,) = found["linears"]
-    assert (row["class"], row["linears"]) == ("Linear", 8)
+    linears, tables = found["linears"]
+    assert (linears["class"], linears["linears"]) == ("Linear", 7)
+    assert (tables["class"], tables["linears"]) == ("Embedding", 1)  # and the head, which is tied to it
     attention, mlp, table = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 64, 320 * 64
-    assert row["bytes"] == 2 * (attention + mlp + table)
-    assert found["weight_bytes"] - found["dense_bytes"] == 2 * (attention + mlp)  # the head is the embedding
-    assert [dense["weight"] for dense in found["stays_dense"]] == ["model.embed_tokens.weight"]
+    assert (linears["bytes"], tables["bytes"]) == (2 * (attention + mlp), 2 * table)
+    assert found["weight_bytes"] - found["dense_bytes"] == 2 * (attention + mlp + table)
+    assert found["stays_dense"] == []
     assert [(row["target"], row["serves"]) for row in found["targets"]] == [("webgpu", True), ("x86", True)]
 
 

@@ -34,7 +34,9 @@ from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites
+from compressor.graph.tables import embedding_tables
 from compressor.host.resources import resource
+from compressor.passes.embedding import Embedding
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import EvaluationSpec
@@ -77,8 +79,9 @@ def one_thread() -> Iterator[None]:
 
 
 def packs(step: Any) -> bool:
-    """Whether it stores linears: a pass with a scheme but without targets is about caches."""
-    return hasattr(step, "targets") and (hasattr(step, "scheme") or hasattr(step, "schemes"))
+    """Whether it stores linears: a pass with a scheme but without targets is about caches, and one is about tables."""
+    has_scheme = hasattr(step, "scheme") or hasattr(step, "schemes")
+    return hasattr(step, "targets") and has_scheme and not isinstance(step, Embedding)
 
 
 def is_whole(name: str) -> bool:
@@ -151,12 +154,17 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     result = run(name)
     metrics, sites = result.outcome.metrics, result.outcome.sites
     *_, step = filter(packs, result.recipe.passes)
-    everything = linear_sites(captured(result.recipe.model_source()))
-    assert len(sites) == (len(match_sites(everything, step.targets, step.ignore)[0]) if is_whole(name) else 4)
+    dense = captured(result.recipe.model_source())
+    everything, tables = linear_sites(dense), [table.site.name for table in embedding_tables(dense)]
+    assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
+    assert len(sites) - len(tables) == (
+        len(match_sites(everything, step.targets, step.ignore)[0]) if is_whole(name) else 4
+    )
     formats = {site["format"] for site in sites}
+    tabled = {step.scheme for step in result.recipe.passes if isinstance(step, Embedding)}
     assert formats == set(result.manifest["formats"])
     schemes = set(step.schemes) if hasattr(step, "schemes") else {step.scheme}  # a pass may add columns in float16
-    assert all({name, Format.parse(name).without_outliers.name} & schemes for name in formats)
+    assert all({name, Format.parse(name).without_outliers.name} & {*schemes, *tabled} for name in formats)
     assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
     info: ModelInfo = result.graph.meta["model"]
     if info.kind == "decoder":
@@ -205,7 +213,9 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
 
 
 def test_gptq_is_below_rtn_at_every_site(run: Callable[[str], Run]) -> None:
-    for site in run(FULL).outcome.sites:
+    *linears, table = run(FULL).outcome.sites
+    assert table["site"] == "model.embed_tokens" and table["error_of"] == "weight"
+    for site in linears:
         assert site["error_of"] == "output"
         assert site["error"] < site["rtn_error"], site["site"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.vector import splat, splat_float
+from compressor.codegen.kernels.vector import splat, splat_float, widen
 from compressor.formats.format import Format
 
 
@@ -90,12 +90,12 @@ def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
         bits = T.shift_left(T.Cast(f"int32x{lanes}", stored), splat(23, lanes))
         scale = T.reinterpret(bits, dtype=floats)
     else:  # E4M3, never negative: float16's fields, 2^8 too small
-        bits = T.shift_left(T.Cast(f"uint16x{lanes}", stored), T.broadcast(T.uint16(7), lanes))
+        bits = T.shift_left(T.Cast(f"uint16x{lanes}", stored), widen(T.uint16(7), lanes))
         half = T.Cast(floats, T.reinterpret(bits, dtype=f"float16x{lanes}"))
-        scale = half * T.broadcast(T.float32(2.0**8), lanes)
+        scale = half * widen(T.float32(2.0**8), lanes)
     if fmt.element is None or not fmt.element.is_float:
         return scale
-    return scale * T.broadcast(T.float32(2.0 ** (15 - fmt.element.bias)), lanes)
+    return scale * widen(T.float32(2.0 ** (15 - fmt.element.bias)), lanes)
 
 
 def dot4(acc: Any, codes: Any, activation: Any, fmt: Format, isa: Isa) -> Any:

@@ -45,7 +45,7 @@ def splat_float(value: float, lanes: int) -> Any:
 def splat(value: Any, lanes: int) -> Any:
     """Return a vector of ``lanes`` equal int32 constants."""
     value &= 0xFFFFFFFF
-    return T.broadcast(T.int32(value - (1 << 32) if value >> 31 else value), lanes)
+    return widen(T.int32(value - (1 << 32) if value >> 31 else value), lanes)
 
 
 def exp(x: Any, lanes: int) -> Any:

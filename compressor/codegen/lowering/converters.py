@@ -17,6 +17,7 @@ from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.linear_converters import LinearConverter
 from compressor.formats.cache import CacheFormat
+from compressor.formats.format import Format
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
@@ -40,6 +41,7 @@ class Converter(LinearConverter):
             "packed_attention.default": self._packed_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
+            "packed_embedding.default": self._packed_embedding,
             "slice.Tensor": slice_rows,
             "reshape.default": reshape,
             "view.default": reshape,
@@ -143,16 +145,33 @@ class Converter(LinearConverter):
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
-        bb = importer.block_builder
         rows, width = (int(n) for n in table.ty.shape)
         storage = str(table.ty.dtype)
         name = f"embedding_{rows}x{width}_{storage}"
         make = lambda: (embedding.embedding(rows, width, storage), {"family": "embedding"})  # noqa: E731
-        kernel = self.kernel(importer, name, make)
-        flat = ids if len(ids.ty.shape) == 2 else bb.emit(relax.op.reshape(ids, [1, *ids.ty.shape]))
-        out = relax.TensorType([*flat.ty.shape, width], "float32")
-        y = bb.emit(relax.call_tir(kernel, [table, flat], out_ty=out))
-        return y if flat is ids else bb.emit(relax.op.reshape(y, [*ids.ty.shape, width]))
+        return _look_up(importer, self.kernel(importer, name, make), ids, width, [table, ids])
+
+    def _packed_embedding(self, node: fx.Node, importer: Any) -> Any:
+        ids, parts, format_name, rows, width = importer.retrieve_args(node)
+        fmt = Format.parse(format_name)
+        self._count_packed(rows * width)
+        name = f"packed_embedding_{rows}x{width}_{fmt.name.replace('.', 'p')}"
+
+        def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            func = embedding.packed_embedding(rows, width, fmt, self.isa)
+            return func, {"family": "packed_embedding", "format": fmt.name}
+
+        return _look_up(importer, self.kernel(importer, name, make), ids, width, [ids, *parts])
+
+
+def _look_up(importer: Any, kernel: Any, ids: Any, width: int, operands: list[Any]) -> Any:
+    """Call a kernel that gives a row of ``width`` for each of ids, which it takes as [d0, d1]."""
+    bb, sizes = importer.block_builder, list(ids.ty.shape)
+    folded = [math.prod(sizes[:-1], start=tvm.tirx.IntImm("int64", 1)), sizes[-1]] if sizes else [1, 1]
+    flat = ids if len(sizes) == 2 else bb.emit(relax.op.reshape(ids, folded))
+    out = relax.TensorType([*folded, width], "float32")
+    y = bb.emit(relax.call_tir(kernel, [flat if operand is ids else operand for operand in operands], out_ty=out))
+    return y if flat is ids else bb.emit(relax.op.reshape(y, [*sizes, width]))
 
 
 def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:

@@ -72,6 +72,7 @@ class WebConverter:
             "cached_attention.default": self._cached_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
+            "packed_embedding.default": self._packed_embedding,
             "slice.Tensor": slice_rows,
             "split.Tensor": _split,
             "index.Tensor": index_rows,
@@ -177,6 +178,18 @@ class WebConverter:
         dispatch = Dispatch((kernel,), (0, 1, -1), lambda shapes: [_product(shapes[1])])
         out = relax.TensorType([*ids.ty.shape, width], "float32")
         return self._call(importer, kernel.name, [dispatch], [table, ids], out)
+
+    def _packed_embedding(self, node: fx.Node, importer: Any) -> Any:
+        ids, parts, format_name, rows, width = importer.retrieve_args(node)
+        self.smallest_packed = min(rows * width, self.smallest_packed or rows * width)
+        fmt = Format.parse(format_name)
+        stored = dict(zip(fmt.parts(rows, width), parts, strict=True))
+        kernel = embedding.packed_embedding(rows, width, fmt)
+        operands = [ids, *(stored[name] for name in packed_linear.stored_parts(fmt))]
+        dispatch = Dispatch((kernel,), (*range(len(operands)), -1), lambda shapes: [_product(shapes[0])])
+        return self._call(
+            importer, kernel.name, [dispatch], operands, relax.TensorType([*ids.ty.shape, width], "float32")
+        )
 
 
 def _of_rows(kernels: tuple[Kernel, ...], operands: int, outputs: int) -> Dispatch:

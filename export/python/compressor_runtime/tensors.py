@@ -14,6 +14,7 @@ from compressor_runtime.manifest import LARGEST_HEADER_BYTES, MANIFEST, WEIGHTS,
 from compressor_runtime.vm import tvm_ffi
 
 ALIGNMENT_BYTES = 64  # the kernels use aligned vector loads: an array at any other address ends the process
+_TILE_ROWS = 16
 _MOST_DIMENSIONS = 16  # no model has more
 _DTYPES = {  # safetensors name -> numpy's
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -83,10 +84,18 @@ def read_parameters(root: Path, manifest: dict[str, Any]) -> list[NDArray[Any]]:
         if dtype not in _DTYPES or _DTYPES[dtype] != stored[name].dtype or shape != stored[name].shape:
             actual = f"{stored[name].dtype} {list(stored[name].shape)}"
             raise DamagedBundleError(f"{file}: {name!r} is {actual}, the kernels take {dtype} {list(shape)}")
-    tables = [stored[name].shape[0] for name in names if stored[name].ndim == 2]
+    tables = [rows_of(stored[name]) for name in names]
     if manifest["kind"] != "module" and manifest["model"]["vocab_size"] > max(tables, default=0):
         raise DamagedBundleError(f"{MANIFEST}: `vocab_size` exceeds the rows of every table in {WEIGHTS}")
     return [stored[name] for name in names]
+
+
+def rows_of(part: NDArray[Any]) -> int:
+    """Return the rows of a table of floats, or of the codes of a packed one (whole tiles); 0 of anything else."""
+    if part.ndim == 2:
+        return int(part.shape[0])
+    is_codes = part.ndim == 4 and part.dtype == np.int32 and part.shape[3] == _TILE_ROWS
+    return _TILE_ROWS * int(part.shape[0]) if is_codes else 0
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

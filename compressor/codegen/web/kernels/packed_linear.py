@@ -67,8 +67,7 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
         buffers = [Buffer("x", "vec4<u32>" if layout.is_vector else "u32"), Buffer("numbers")]
     else:
         step, buffers = fmt.chunk_columns, [Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")]
-    kinds = fmt.parts(rows, columns)
-    buffers += [Buffer(name, "f32" if kinds[name][0] == "float32" else "u32") for name in stored_parts(fmt)]
+    buffers += part_buffers(fmt)
     buffers += [Buffer("bias")] * has_bias
     buffers.append(Buffer("y", written=True))
     tiles = -(-rows // TILE_ROWS)
@@ -89,6 +88,12 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
 def stored_parts(fmt: Format) -> list[str]:
     """Names of the parts that products read: all but the scale with which activations were rounded."""
     return [name for name in fmt.parts(TILE_ROWS, fmt.chunk_columns) if name != "input_scale"]
+
+
+def part_buffers(fmt: Format) -> list[Buffer]:
+    """Return the buffers of the parts that products read, as words."""
+    kinds = fmt.parts(TILE_ROWS, fmt.chunk_columns)
+    return [Buffer(name, "f32" if kinds[name][0] == "float32" else "u32") for name in stored_parts(fmt)]
 
 
 def _space(tiles: int, chunks: int, columns: int, default: dict[str, int], tokens: int) -> list[dict[str, int]]:
@@ -113,7 +118,7 @@ def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
     return f"""
 {HALF}
 {loop.functions()}
-{_scale(fmt)}
+{scale_function(fmt)}
 var<workgroup> sums: array<f32, LANES * {TILE_ROWS}u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * {TILE_ROWS}u)
@@ -151,8 +156,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 """
 
 
-def _scale(fmt: Format) -> str:
-    """``scale_at``: the factor at a place of the scales."""
+def scale_function(fmt: Format) -> str:
+    """Return ``scale_at``: the factor at a place of the scales."""
     if fmt.codebook:
         value = "1.0"
     elif fmt.scale_type == "F16":

@@ -162,6 +162,18 @@ def test_embedding(storage: torch.dtype, width: int, require_adapter: None) -> N
     assert np.array_equal(got, table[ids].float().numpy())
 
 
+@pytest.mark.parametrize("name", ["W8A16", "W4A16_G64", "W3A16_ASYM_G32", "NF4_G64", "MXFP4", "NVFP4", "LUT3", "W8A8"])
+def test_packed_embedding(name: str, require_adapter: None) -> None:
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(len(name))
+    for rows, width in ((33, 130), (16, 31)):
+        packed = random_packed(fmt, rows, width, rng)
+        ids = torch.randint(rows, (2, 3), generator=rng)
+        kernel = embedding.packed_embedding(rows, width, fmt)
+        got = run([kernel], [ids, *(packed.parts[part] for part in stored_parts(fmt))], [6], (2, 3, width))
+        expected = OPS.packed_embedding(ids, list(packed.parts.values()), name, rows, width)
+        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("width", [1, 64, 100])
 @pytest.mark.parametrize(("centred", "has_bias"), [(False, False), (True, False), (True, True)])
 def test_norms(width: int, centred: bool, has_bias: bool, require_adapter: None) -> None:
@@ -259,6 +271,7 @@ def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
         *attention.cached_attention(4, 2, 16, 0.25, 5, 2.0, True)[:1],
         norm.norm(64, 1e-5, True, True),
         embedding.embedding(11, 6, "bfloat16"),
+        embedding.packed_embedding(11, 6, Format.parse("W3A16_ASYM_G32")),
         argmax.argmax(97),
         top_k.top_k(97),
     ],
