@@ -1,13 +1,13 @@
-"""Tiny random models of many text families through capture, RTN W4A16 and a bundle, against transformers in float64.
+"""Tiny random models of many text families through capture, GPTQ W4A16 and a bundle, against transformers in float64.
 
     python benchmarks/families.py [NAME ...] [--markdown FILE]
 
 Families are those of tests/support/families.py, built from transformers' own configurations and saved as folders.  Each
-is captured, its linears (but for the head) are quantised to W4A16_G32 with RTN, and its x86 bundle is written with
-`tune: off`.  The oracle is transformers' model in float64 (float32 where it cannot), with the weights that the packed
-ones stand for.  A row has the bundle's error in the logits of a prompt (in the hidden states of padded texts, for
-encoders), and the difference between a prompt at once and in single steps; both are relative, root mean square.  Where
-a family is refused, the row has the message.
+is captured, its linears (but for the head) are quantised to W4A16_G32 with GPTQ on random tokens, and its x86 bundle is
+written with `tune: off`.  The oracle is transformers' model in float64 (float32 where it cannot), with the weights that
+the packed ones stand for.  A row has the bundle's error in the logits of a prompt (in hidden states of padded texts,
+for encoders), and the difference between a prompt at once and in single steps; both are relative, root mean square.
+Where a family is refused, the row has the message.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import families
 import compressor
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
+from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import CompressorError
 from compressor.recipe.recipe import Recipe
 
@@ -84,11 +85,11 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
         model = families.save(folder, cls, given, decoder)
         head = model.get_output_embeddings() if decoder else None
         heads = [name for name, module in model.named_modules() if module is head and head is not None]
-        passes = [{"rtn": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
+        passes = [{"gptq": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
         recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
         dense = capture(folder)
         make_backend(recipe.target.build(), None).check(dense)
-        graph, _ = write_bundle(dense, recipe, None, Path(scratch) / "bundle")
+        graph, _ = write_bundle(dense, recipe, random_samples(), Path(scratch) / "bundle")
         take_packed_weights(model, graph)
         bundle = compressor.load(Path(scratch) / "bundle")
         ids = np.random.default_rng(1).integers(3, families.VOCAB, (2, families.LENGTH))
@@ -102,6 +103,12 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
         session = bundle.session(batch=2)
         steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
         return relative(prompt, oracle(model, ids, None)), relative(np.concatenate(steps, 1), prompt)
+
+
+def random_samples() -> Samples:
+    """Return tokens to calibrate on."""
+    ids = torch.from_numpy(np.random.default_rng(2).integers(3, families.VOCAB, (8, families.LENGTH)))
+    return Samples(ids, ids.flatten(), tokens_sha256(ids), "random tokens")
 
 
 def take_packed_weights(model: Any, graph: Any) -> None:
