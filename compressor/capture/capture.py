@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
+from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
@@ -76,6 +77,8 @@ def capture(
     Raises:
         CaptureError: what stopped it, in which module and line, and what to do.
     """
+    if isinstance(model, str | Path):
+        check_path(model)
     if is_onnx(model):
         return _capture_onnx(Path(model), example_inputs, dynamic_shapes, weights)  # type: ignore[arg-type]
     if isinstance(model, nn.Module):

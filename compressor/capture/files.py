@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import CaptureError
+from compressor.errors import CaptureError, UsageError
 from compressor.host.json_files import read_object
 
 _LONGEST_NAME_BYTES = 255
@@ -79,3 +79,12 @@ def _numbers(value: dict[str, Any]) -> Iterator[tuple[str, int]]:
         elif isinstance(current, dict):
             left.extend(current.values())
             yield from ((key, number) for key, number in current.items() if type(number) is int)
+
+
+def check_path(model: str | Path) -> None:
+    """Raise a UsageError where the system cannot be asked about a path: too long, a home that nobody has, no right."""
+    try:
+        Path(model).expanduser().exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"model: {str(model)!r:.80}: no path that can be looked up ({reason})") from error

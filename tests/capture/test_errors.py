@@ -187,3 +187,9 @@ def test_plain_module_needs_inputs_and_float32() -> None:
         capture(nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=r"call module\.float\(\) first"):
         capture(nn.Linear(4, 4).half(), (torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~nobody_of_that_name/model", Path("a\0b")], ids=["long", "home", "NUL"])
+def test_what_cannot_be_a_path_is_refused(path: str | Path) -> None:
+    with pytest.raises((UsageError, CaptureError), match=r"no path that can be looked up|no such folder"):
+        capture(path)
