@@ -36,6 +36,8 @@ from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.recurrence.functions import functions_replaced
+from compressor.capture.recurrence.states import StateKey
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
@@ -71,7 +73,10 @@ def cache_argument(model: nn.Module) -> str:
 
 
 class DecoderProgram(nn.Module):
-    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values)."""
+    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values).
+
+    Where it has recurrent layers, their states follow the caches, and the new states the new values.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,13 +87,24 @@ class DecoderProgram(nn.Module):
         self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
         self.rules: dict[str, MaskRule] = {}
+        self.layers: list[int] = []  # those with keys and values
+        self.state_keys: list[StateKey] = []
 
     def forward(
-        self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self,
+        ids: Tensor,
+        position: Tensor,
+        keep: Tensor,
+        k_cache: list[Tensor],
+        v_cache: list[Tensor],
+        states: list[Tensor] | None = None,
+    ) -> tuple[Any, ...]:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
-        return self.run(recorder, ids, keep)
+        k, v = (dict(zip(self.layers, caches, strict=True)) for caches in (k_cache, v_cache))
+        held = dict(zip(self.state_keys, states or [], strict=True))
+        recorder = Recorder(self.names, position=position, k_cache=k, v_cache=v, rules=self.rules, states=held)
+        result = self.run(recorder, ids, keep)
+        return (*result, [recorder.new_states[key] for key in self.state_keys]) if self.state_keys else result
 
     def run(
         self, recorder: Recorder, ids: Tensor, keep: Tensor, own_positions: bool = False
@@ -104,8 +120,9 @@ class DecoderProgram(nn.Module):
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
-        with recording(recorder):
+        with recording(recorder), functions_replaced(self.hf, recorder):
             out = self.hf(input_ids=ids, use_cache=True, **extra)
+        recorder.check_states()
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
@@ -91,8 +91,8 @@ def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, p
         ids = torch.zeros(batch, length, dtype=torch.int64)
         if info.kind == "encoder":
             return [ids, torch.ones(batch, length)]
-        caches = empty_caches(info, batch, max(1, past))
-        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *caches]
+        kept = [*empty_caches(info, batch, max(1, past)), *empty_states(info, batch)]
+        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *kept]
 
 
 class _Shapes(Interpreter):
