@@ -137,6 +137,8 @@ class DropNoOp:
             return why_not((bool(args[1] != 0.0) and args[2] is not False, "it drops values"))
         if target is _aten.slice.Tensor:
             first, last = args[2:3] in ((), (None,), (0,)), len(args) < 4 or args[3] in (None, 2**63 - 1)
+            if len(args) == 3 and isinstance(args[2], fx.Node):  # the last so many: all, if there are as many as before
+                first = shape_of(args[0].meta["val"]) == shape_of(match.meta["val"])  # type: ignore[union-attr]
             return why_not((not (first and last and len(args) < 5), "it takes a part of the dimension"))
         before = args[0].meta.get("val") if args and isinstance(args[0], fx.Node) else None
         after = match.meta.get("val")

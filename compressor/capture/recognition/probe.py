@@ -87,7 +87,7 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
             program.first_position = _first_position(given.indices, default.indices)
     layers = len(recorder.keys)
     program.layers, program.state_keys = sorted(recorder.keys), sorted(recorder.new_states)
-    if not layers and not program.state_keys or not program.state_keys and program.layers != list(range(layers)):
+    if not program.state_keys and (not layers or program.layers != list(range(layers))):
         raise CaptureError(
             f"{meta_model.name}: {layers} layers of {type(model).__name__} store keys and values in a cache; every "
             "layer must, or keep a state that it computes by one of the functions that our operators replace "

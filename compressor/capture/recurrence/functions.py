@@ -35,7 +35,12 @@ _NORM_EPS = 1e-6  # of transformers' l2norm
 
 
 def _convolve(
-    recorder: StateRecorder, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **_: Any
+    recorder: StateRecorder,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    **_: Any,
 ) -> Tensor:
     """Convolve [B, C, S]."""
     key, x, (channels, width) = recorder.of_convolution(hidden_states), hidden_states.transpose(1, 2), weight.shape
@@ -71,7 +76,7 @@ def _scan_channels(
     steps = softplus(steps) if delta_softplus else steps
     key = recorder.of_scan()
     state = recorder.state(key, x, x.shape[0], 1, A.shape[1], A.shape[0])
-    y, state = _OPS.selective_scan(x, steps, A.t().unsqueeze(0), write, read, state)
+    y, state = _OPS.selective_scan(x, steps, A.transpose(0, 1).unsqueeze(0), write, read, state)
     recorder.keep(key, state)
     y = (y if D is None else y + x * D).squeeze(2).transpose(1, 2)
     y = y if z is None else y * silu(z)

@@ -15,14 +15,14 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
-from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.codegen.lowering.recurrence import RecurrenceConverter
 from compressor.formats.cache import CacheFormat
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
 
 
-class Converter(LinearConverter):
+class Converter(RecurrenceConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -45,6 +45,7 @@ class Converter(LinearConverter):
             "view.default": reshape,
             "cumsum.default": running_sum,
             "index.Tensor": index_rows,
+            **self.recurrences(),
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
