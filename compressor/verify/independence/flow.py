@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compressor.errors import first_line
 from compressor.verify.independence.call import Call, pointwise
+from compressor.verify.independence.induction import follow_one_token, loops_over_tokens
 from compressor.verify.independence.labels import (
     SHARED,
     CannotProve,
@@ -222,6 +223,8 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._mark_each([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], known)
             return out
+        if loops_over_tokens(func):
+            return self._induct(func, args, kwargs, definition)
         before = len(self.reasons), len(self.escaped)
         state = self._code, self._outside
         self._code, self._outside = _is_custom(func), False
@@ -236,6 +239,23 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if before == (len(self.reasons), len(self.escaped)):
             self._known[key] = [self.label(result) for result in results]
+        return out
+
+    def _induct(self, func: OpOverload, args: Any, kwargs: Any, definition: Callable[..., Any]) -> Any:
+        """Follow one token through a loop over tokens, and label the results of all."""
+        state = self._code, self._outside
+
+        def follow(**given: Any) -> Any:
+            self._code, self._outside = True, False
+            try:
+                with self:
+                    return definition(**given)
+            finally:
+                self._code, self._outside = state
+
+        labels = follow_one_token(func, _bind(func, args, kwargs), self.label, self.mark, follow)
+        out = func(*args, **kwargs)
+        self._mark_each(list(out), labels)
         return out
 
     def _key(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
