@@ -37,6 +37,7 @@ from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
 from compressor.capture.recurrence.functions import functions_replaced
+from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
@@ -68,8 +69,12 @@ class MetaModel:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``.
+
+    RWKV has a list of states in its place, ``state``, which is left out (:mod:`compressor.capture.recurrence.rwkv`).
+    """
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "state") if name in known), "past_key_values")
 
 
 class DecoderProgram(nn.Module):
@@ -86,6 +91,7 @@ class DecoderProgram(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
+        leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}
         self.layers: list[int] = []  # those with keys and values
         self.state_keys: list[StateKey] = []
@@ -116,12 +122,16 @@ class DecoderProgram(nn.Module):
         """
         assert recorder.position is not None
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
-        extra[self.cache_argument] = recorder
+        extra |= (
+            {"use_cache": False}
+            if self.cache_argument == "state"
+            else {self.cache_argument: recorder, "use_cache": True}
+        )
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
         with recording(recorder), functions_replaced(self.hf, recorder):
-            out = self.hf(input_ids=ids, use_cache=True, **extra)
+            out = self.hf(input_ids=ids, **extra)
         recorder.check_states()
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
@@ -187,6 +197,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
     """Build the meta model of a transformers model in memory and share its tensors; heads of encoders are left out."""
     kind = model_kind(model.config, type(model).__name__, type(model).__name__)
+    check_unscaled(model)
     whole = model if kind != "encoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from torch.utils._pytree import tree_map_only
 
+from compressor.capture.recurrence.rwkv import shifts_replaced, weigh_tokens
 from compressor.capture.recurrence.states import StateRecorder
 from compressor.errors import CaptureError
 
@@ -142,6 +143,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _scan_heads,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
+    "rwkv_linear_attention": weigh_tokens,
 }
 
 
@@ -153,7 +155,8 @@ def functions_replaced(model: nn.Module, recorder: StateRecorder) -> Iterator[No
     try:
         for module, name, original in before:
             setattr(module, name, _replacement(original, name, recorder))
-        yield
+        with shifts_replaced(model, recorder):
+            yield
     finally:
         for module, name, original in before:
             setattr(module, name, original)
