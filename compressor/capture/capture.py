@@ -30,6 +30,7 @@ from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps
 from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
+from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_past
@@ -287,7 +288,8 @@ def _capture_module(
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        exported = export_program(module, args, dynamic_shapes, name)
+        with recurrent_modules_unrolled(module):
+            exported = export_program(module, args, dynamic_shapes, name)
     finally:
         for part, training in modes:
             part.training = training
