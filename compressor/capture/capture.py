@@ -34,6 +34,7 @@ from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_past
+from compressor.graph.gate_projections import gate_notes
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
@@ -198,7 +199,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
-    captured.meta["notes"] = [*probed.notes, *bias_notes(graph)]
+    captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
 

@@ -149,10 +149,11 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 
 
 def _dense(graph: GraphModule) -> list[dict[str, str]]:
-    """List embeddings and convolutions that no pass compresses; norms and biases are not worth a line each."""
+    """List embeddings, convolutions and gates that stay dense; norms and biases are not worth a line each."""
     import torch
 
     from compressor.capture.convolutions import dense_convolutions
+    from compressor.graph.gate_projections import WHY_DENSE, gate_projections
 
     tables = [node.args[0] for node in graph.graph.nodes if node.target is torch.ops.aten.embedding.default]
     names = dict.fromkeys(str(table.target) for table in tables if getattr(table, "op", "") == "get_attr")
@@ -160,6 +161,7 @@ def _dense(graph: GraphModule) -> list[dict[str, str]]:
         {"weight": name, "why": "an embedding keeps its stored type, beside a packed linear that is tied to it"}
         for name in names
     ]
+    rows += [{"weight": name, "why": WHY_DENSE} for name in sorted(gate_projections(graph))]
     for line in dense_convolutions(graph):
         name, _, why = line.partition(": stays dense: ")
         rows.append({"weight": name, "why": why})

@@ -174,7 +174,7 @@ def _replacement(original: Callable[..., Any], name: str, recorder: StateRecorde
         about = str({k: v.shape if isinstance(v, Tensor) else v for k, v in given.items()})
         if recorder.states is None and about not in checked:
             checked.add(about)
-            _compare(original, ours, name, given)
+            _compare(inspect.unwrap(original), ours, name, given)
         return ours(recorder, **given)
 
     return call

@@ -40,7 +40,7 @@ def recurrent_modules_unrolled(root: nn.Module) -> Iterator[None]:
             for name in _names(cast(nn.RNNBase, module)):
                 module.add_module(f"input_{name}", Linear())
                 module.add_module(f"hidden_{name}", Linear())
-            module.__dict__["forward"] = _Unrolled(cast(nn.RNNBase, module))
+            module.__dict__["forward"] = _Unrolled(cast(nn.RNNBase, module)).forward
         yield
     finally:
         for module in found:
@@ -62,7 +62,7 @@ class _Unrolled:
     def __init__(self, module: nn.RNNBase) -> None:
         self.module, self.kind = module, type(module).__name__
 
-    def __call__(self, input: Tensor, hx: Any = None) -> Any:
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
         """Return what the module returns: all outputs of the last layer, and the last states of all."""
         module = self.module
         if not isinstance(input, Tensor):

@@ -76,7 +76,7 @@ def test_a_stream_of_single_steps_is_packed_and_lowered() -> None:
 
 def test_what_is_refused() -> None:
     module, x = nn.GRU(12, 16, batch_first=True), torch.randn(2, 4, 12)
-    with pytest.raises(CaptureError, match="runs over .* steps; a fixed number of up to 1024"):
+    with pytest.raises(CaptureError, match=r"runs over .* steps; a fixed number of up to 1024"):
         capture(module, x, dynamic_shapes=({1: Dim("steps", min=2)},))
     with pytest.raises(CaptureError, match="runs over 1025 steps"):
         capture(module, torch.zeros(1, 1025, 12))
