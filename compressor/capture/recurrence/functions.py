@@ -168,7 +168,10 @@ def _replacement(original: Callable[..., Any], name: str, recorder: StateRecorde
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CaptureError(f"transformers' {name} takes other arguments than it did: {error}") from error
         bound.apply_defaults()
         given = {key: value for key, value in bound.arguments.items() if key != "kwargs"}
         about = str({k: v.shape if isinstance(v, Tensor) else v for k, v in given.items()})
