@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
@@ -209,6 +210,7 @@ def _attention_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], past
 def _recurrence_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result: Any) -> NodeCost:
     """Return the cost of an operator with a state, its last operand, through which PyTorch goes token by token."""
     args: Any = node.args
+    operations = _STATE_OPS[cast(OpOverload, node.target)]
     state, length = inputs[args[-1]], result[0].shape[1]
     touched = length * (
         state.numel() if node.target is not _CONVOLUTION else result[0].shape[0] * inputs[args[1]].numel()
@@ -216,9 +218,9 @@ def _recurrence_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], res
     return dataclasses.replace(
         cost,
         kind="recurrence",
-        flops=float(_STATE_OPS[node.target] * touched),
+        flops=float(operations * touched),
         cache_bytes=_bytes(state),
-        passes=cost.passes + 2 * _STATE_OPS[node.target] * 4 * touched,
+        passes=cost.passes + 2 * 4 * operations * touched,
         calls=_CALLS_A_TOKEN * length,
     )
 

@@ -48,12 +48,12 @@ def _convolve(
     state = recorder.state(key, x, x.shape[0], width - 1, channels)
     y, state = _OPS.causal_convolution(x, weight, bias, state)
     recorder.keep(key, state)
-    y = y.transpose(1, 2)
+    turned: Tensor = y.transpose(1, 2)
     if activation is None:
-        return y
+        return turned
     from transformers.activations import ACT2FN
 
-    activated: Tensor = ACT2FN[activation](y)
+    activated: Tensor = ACT2FN[activation](turned)
     return activated
 
 

@@ -75,7 +75,7 @@ class _Unrolled:
                 f"{self.kind} runs over {x.shape[1]} steps; a fixed number of up to {MOST_STEPS} is unrolled: leave "
                 "the steps out of dynamic_shapes, or capture the module around one step"
             )
-        states, lasts = self._states(x, hx, batched), []
+        states, lasts = self._states(x, hx, batched), list[list[Tensor]]()
         names = _names(module)
         for layer in range(module.num_layers):
             outputs = []

@@ -21,7 +21,7 @@ class StateKey(NamedTuple):
 
     layer: int
     kind: str  # "conv", "recurrent"
-    index: int
+    number: int
 
 
 class StateRecorder:
