@@ -51,6 +51,7 @@ _MAYBE_NOTHING = frozenset(
 _PLAIN: dict[Any, Any] = {
     _aten.repeat_interleave.self_int: None,
     _aten._unsafe_view.default: _aten.reshape.default,
+    _aten.concatenate.default: _aten.cat.default,
     _aten.new_empty.default: _aten.new_zeros.default,
 }
 
@@ -60,6 +61,7 @@ class PlainForm:
 
     repeat_interleave(x, n, d)      becomes      flatten(expand(unsqueeze(x, d + 1)), d, d + 1)
     _unsafe_view(x, shape)          becomes      reshape(x, shape)
+    concatenate(tensors)            becomes      cat(tensors)
     new_empty(x, shape)             becomes      new_zeros(x, shape)      (all of it is written over)
     """
 
