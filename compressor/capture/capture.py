@@ -30,6 +30,7 @@ from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps
 from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
+from compressor.capture.recurrence.decays import store_decays
 from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
@@ -251,6 +252,7 @@ def _bind(
         tensors[name] = nn.Parameter(tensor, requires_grad=False)
     cast_half_embeddings(graph, {name: tensor.dtype for name, tensor in tensors.items()})
     module = GraphModule(tensors, graph, class_name=info.architecture)
+    store_decays(module)
     drop_dead_parameters(module)
     count = sum(parameter.numel() for parameter in module.parameters())
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
