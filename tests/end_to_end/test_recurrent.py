@@ -18,6 +18,7 @@ from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.targets.x86 import X86
+from compressor.codegen.web.convert import why_unsupported
 from compressor.data.text import Samples
 from compressor.evaluate.quality import GraphLogits
 from compressor.export.bundle import write_bundle
@@ -116,6 +117,7 @@ def test_a_model_without_any_attention() -> None:
     graph, context = by_gptq(capture(families.make(*families.RECURRENT["Mamba"], True)), recipe_of("Mamba"))
     packed = {record.site.rpartition(".")[2] for record in context.records}
     assert packed == {"in_proj", "out_proj", "lm_head"} and graph.meta["model"].layers == 0
+    assert "the target webgpu has no kernels for recurrent layers" in why_unsupported(graph)
     library, ids, expected = compile_graph(graph, X86(), tune="off"), tokens(), GraphLogits(graph)(tokens()).numpy()
     program = Program(graph, library)
     for steps in ([LENGTH], [5, 1, 1, 3, 2]):
