@@ -223,9 +223,12 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._mark_each([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], known)
             return out
-        if loops_over_tokens(func):
-            return self._induct(func, args, kwargs, definition)
         before = len(self.reasons), len(self.escaped)
+        if loops_over_tokens(func):
+            out, labels = self._induct(func, args, kwargs, definition)
+            if before == (len(self.reasons), len(self.escaped)):
+                self._known[key] = labels
+            return out
         state = self._code, self._outside
         self._code, self._outside = _is_custom(func), False
         try:
@@ -241,8 +244,10 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[key] = [self.label(result) for result in results]
         return out
 
-    def _induct(self, func: OpOverload, args: Any, kwargs: Any, definition: Callable[..., Any]) -> Any:
-        """Follow one token through a loop over tokens, and label the results of all."""
+    def _induct(
+        self, func: OpOverload, args: Any, kwargs: Any, definition: Callable[..., Any]
+    ) -> tuple[Any, list[Label]]:
+        """Follow one token through a loop over tokens, label the results of all, and return both."""
         state = self._code, self._outside
 
         def follow(**given: Any) -> Any:
@@ -256,7 +261,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         labels = follow_one_token(func, _bind(func, args, kwargs), self.label, self.mark, follow)
         out = func(*args, **kwargs)
         self._mark_each(list(out), labels)
-        return out
+        return out, labels
 
     def _key(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         def describe(leaf: Any) -> Any:
