@@ -54,7 +54,10 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     passed, total, share = 0, 0, "no family of that name"
-    for kind, table in (("decoder", families.DECODERS), ("encoder", families.ENCODERS)):
+    for kind, table in (
+        ("decoder", {**families.DECODERS, **families.RECURRENT}),
+        ("encoder", families.ENCODERS),
+    ):
         for name, (cls, given) in table.items():
             if options.names and name not in options.names:
                 continue

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
@@ -229,7 +229,7 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
     if info.kind == "encoder":
         return [ids, torch.ones(batch, length, dtype=torch.float32)]
     position = torch.arange(length)
-    return [ids, position, position, *empty_caches(info, batch)]
+    return [ids, position, position, *empty_caches(info, batch), *empty_states(info, batch)]
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.recurrence.states import StateKey, StateRecorder
 from compressor.errors import CaptureError
 
 ATTENTION_NAME = "compressor"
@@ -71,10 +72,10 @@ class AttentionCall:
     mask: MaskRequest | None
 
 
-class Recorder:
-    """Stands in for a transformers cache, and collects what the attention layers do.
+class Recorder(StateRecorder):
+    """Stands in for a transformers cache, and collects what the layers do.
 
-    A cache entry list of None means that no cache is fed in (the first, shape-finding run, and encoders).
+    Caches by layer; None means that no cache is fed in (the first, shape-finding run, and encoders).
     """
 
     is_compileable = False
@@ -85,10 +86,12 @@ class Recorder:
         *,
         position: Tensor | None = None,
         mask: Tensor | None = None,
-        k_cache: list[Tensor] | None = None,
-        v_cache: list[Tensor] | None = None,
+        k_cache: Mapping[int, Tensor] | None = None,
+        v_cache: Mapping[int, Tensor] | None = None,
         rules: Mapping[str, MaskRule] | None = None,
+        states: Mapping[StateKey, Tensor] | None = None,
     ) -> None:
+        super().__init__(states)
         self.names, self.position, self.mask, self.rules = names, position, mask, rules or {}
         self.k_cache, self.v_cache = k_cache, v_cache
         self.keys: dict[int, Tensor] = {}  # layer -> [B, Hkv, S, D]

@@ -31,9 +31,12 @@ from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps
 from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
+from compressor.capture.recurrence.decays import store_decays
+from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_past
+from compressor.graph.gate_projections import gate_notes
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
@@ -56,7 +59,8 @@ def capture(
     Forward of the graph:
         decoder: ``(ids i64[B, S], position i64[S], keep i64[R], k_cache, v_cache) -> (logits f32[B, R, V], k, v)``,
             caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
-            indices along S whose logits are wanted;
+            indices along S whose logits are wanted; where it has recurrent layers, ``states`` follow the caches, and
+            the new ones the new values: lists of f32[B, ...], of zeros before the first token;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolutions`).
@@ -147,10 +151,10 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
         return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
     sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
     rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
-    caches = empty_caches(info, 2, 7)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
-    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
-    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
+    states = [[{0: batch}] * len(info.states)] if info.states else []
+    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *empty_past(info, 2, 7))
+    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape, *states)
 
 
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
@@ -174,7 +178,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
-    argument_names = list(inspect.signature(program.forward).parameters)
+    argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
@@ -199,7 +203,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
-    captured.meta["notes"] = [*probed.notes, *bias_notes(graph)]
+    captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
 
@@ -251,6 +255,7 @@ def _bind(
         tensors[name] = nn.Parameter(tensor, requires_grad=False)
     cast_half_embeddings(graph, {name: tensor.dtype for name, tensor in tensors.items()})
     module = GraphModule(tensors, graph, class_name=info.architecture)
+    store_decays(module)
     drop_dead_parameters(module)
     count = sum(parameter.numel() for parameter in module.parameters())
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
@@ -289,7 +294,8 @@ def _capture_module(
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        exported = export_program(module, args, dynamic_shapes, name)
+        with recurrent_modules_unrolled(module):
+            exported = export_program(module, args, dynamic_shapes, name)
     finally:
         for part, training in modes:
             part.training = training

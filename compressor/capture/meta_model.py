@@ -36,6 +36,9 @@ from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.recurrence.functions import functions_replaced
+from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
+from compressor.capture.recurrence.states import StateKey
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
@@ -66,12 +69,19 @@ class MetaModel:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``.
+
+    RWKV has a list of states in its place, ``state``, which is left out (:mod:`compressor.capture.recurrence.rwkv`).
+    """
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "state") if name in known), "past_key_values")
 
 
 class DecoderProgram(nn.Module):
-    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values)."""
+    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values).
+
+    Where it has recurrent layers, their states follow the caches, and the new states the new values.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,14 +91,26 @@ class DecoderProgram(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
+        leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}
+        self.layers: list[int] = []  # those with keys and values
+        self.state_keys: list[StateKey] = []
 
     def forward(
-        self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self,
+        ids: Tensor,
+        position: Tensor,
+        keep: Tensor,
+        k_cache: list[Tensor],
+        v_cache: list[Tensor],
+        states: list[Tensor] | None = None,
+    ) -> tuple[Any, ...]:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
-        return self.run(recorder, ids, keep)
+        k, v = (dict(zip(self.layers, caches, strict=True)) for caches in (k_cache, v_cache))
+        held = dict(zip(self.state_keys, states or [], strict=True))
+        recorder = Recorder(self.names, position=position, k_cache=k, v_cache=v, rules=self.rules, states=held)
+        result = self.run(recorder, ids, keep)
+        return (*result, [recorder.new_states[key] for key in self.state_keys]) if self.state_keys else result
 
     def run(
         self, recorder: Recorder, ids: Tensor, keep: Tensor, own_positions: bool = False
@@ -100,12 +122,17 @@ class DecoderProgram(nn.Module):
         """
         assert recorder.position is not None
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
-        extra[self.cache_argument] = recorder
+        extra |= (
+            {"use_cache": False}
+            if self.cache_argument == "state"
+            else {self.cache_argument: recorder, "use_cache": True}
+        )
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
-        with recording(recorder):
-            out = self.hf(input_ids=ids, use_cache=True, **extra)
+        with recording(recorder), functions_replaced(self.hf, recorder):
+            out = self.hf(input_ids=ids, **extra)
+        recorder.check_states()
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]
@@ -170,6 +197,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
     """Build the meta model of a transformers model in memory and share its tensors; heads of encoders are left out."""
     kind = model_kind(model.config, type(model).__name__, type(model).__name__)
+    check_unscaled(model)
     whole = model if kind != "encoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)

@@ -83,7 +83,7 @@ def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
     model = manifest["model"]
-    known = ("cache_format", "cache_bytes_per_token") if manifest["kind"] == "decoder" else ()
+    known = ("cache_format", "cache_bytes_per_token", "state_bytes") if manifest["kind"] == "decoder" else ()
     cache = {key: model[key] for key in known if key in model}  # bundles from before caches had formats lack them
     keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
     return {
@@ -153,8 +153,9 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 
 
 def _dense(graph: GraphModule) -> list[dict[str, str]]:
-    """List tables and convolutions that no pass compresses; norms and biases are not worth a line each."""
+    """List tables, convolutions and gates that stay dense; norms and biases are not worth a line each."""
     from compressor.capture.convolutions import dense_convolutions
+    from compressor.graph.gate_projections import WHY_DENSE, gate_projections
     from compressor.graph.tables import embedding_tables
 
     rows = [
@@ -162,6 +163,7 @@ def _dense(graph: GraphModule) -> list[dict[str, str]]:
         for table in embedding_tables(graph)
         if table.others
     ]
+    rows += [{"weight": name, "why": WHY_DENSE} for name in sorted(gate_projections(graph))]
     for line in dense_convolutions(graph):
         name, _, why = line.partition(": stays dense: ")
         rows.append({"weight": name, "why": why})

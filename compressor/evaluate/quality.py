@@ -21,7 +21,7 @@ from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.evaluate.mean import Mean
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_past
 from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.progress import Reporter, Silent
@@ -269,9 +269,7 @@ class GraphLogits:
         """Return the logits of one batch."""
         info: ModelInfo = self.graph.meta["model"]
         position = torch.arange(ids.shape[1])
-        caches = empty_caches(info, len(ids))
-        keys, values = caches[: info.layers], caches[info.layers :]
-        result: Tensor = self.run(torch.as_tensor(ids), position, position, keys, values)[0]
+        result: Tensor = self.run(torch.as_tensor(ids), position, position, *empty_past(info, len(ids)))[0]
         return result
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:

@@ -90,7 +90,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
     def finish_decoder() -> dict[str, Any]:
         peak = peak_rss_bytes()  # before the probe takes memory of its own
         positions = prompt_tokens + new_tokens / 2
-        cache_bytes = model["cache_bytes_per_token"] * positions
+        cache_bytes = model["cache_bytes_per_token"] * positions + model.get("state_bytes", 0)
         return {
             "bytes_per_token": int(model["weight_bytes_per_token"] + cache_bytes),
             "read_bandwidth_bytes_per_s": bundle.read_bandwidth(),

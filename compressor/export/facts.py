@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.model import PREPROCESSOR, ModelInfo
+from compressor.graph.model import PREPROCESSOR, ModelInfo, state_bytes
 from compressor.graph.tables import rows_of_tables
 
 if TYPE_CHECKING:
@@ -91,7 +91,12 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
     if info.kind == "module":
         read |= {"inputs": input_facts(graph)}
         read |= {"outputs": graph.meta["outputs"]} if graph.meta["outputs"] else {}
-    return {**dataclasses.asdict(info), **read}
+    facts = {**dataclasses.asdict(info), **read}
+    if not facts["states"]:
+        del facts["states"]
+    else:
+        facts["state_bytes"] = state_bytes(info.states)
+    return facts
 
 
 def input_facts(graph: GraphModule) -> list[dict[str, Any]]:

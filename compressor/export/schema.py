@@ -73,6 +73,8 @@ class ModelEntry(_Entry):
     head_dim: Count
     cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
     cache_bytes_per_token: Count | None = None
+    states: list[list[Count]] | None = None  # of recurrent layers, without the batch; absent where there are none
+    state_bytes: Count | None = None
     outputs: list[str] | None = None  # of a plain module that returns its outputs by name
     inputs: list[InputEntry] | None = None  # of a plain module; bundles from before arrays were compared say nothing
     entry_bytes: Count = 0  # bundles from before batches were divided say nothing

@@ -8,22 +8,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
 _ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _OPS.masked_attention.default)
 _EMBEDDING, _LOOKED_UP = torch.ops.aten.embedding.default, _OPS.packed_embedding.default
+_CONVOLUTION = _OPS.causal_convolution.default
+_STATE_OPS = {_CONVOLUTION: 2, _OPS.selective_scan.default: 6, _OPS.gated_delta_rule.default: 7, _OPS.wkv.default: 6}
+"""Operations for each number of a state and each token; of convolutions, for each factor."""
+_CALLS_A_TOKEN = 10  # of PyTorch's operators, in the definitions
 _PASSES: dict[Any, int] = {
     _OPS.rms_norm.default: 4,
     torch.ops.aten.layer_norm.default: 2,
@@ -37,10 +42,10 @@ class NodeCost:
     """What one node computes, reads and writes.
 
     Attributes:
-        kind: ``linear``, ``attention``, ``embedding`` or ``other``.
+        kind: ``linear``, ``attention``, ``recurrence``, ``embedding`` or ``other``.
         flops: a multiplication and an addition are two.
         weight_bytes: of parameters, as they are stored (of an embedding, the rows that are read).
-        cache_bytes: of keys and values of earlier tokens.
+        cache_bytes: of keys and values of earlier tokens, or of the state that they left.
         activation_bytes: of all other inputs and outputs; 0 for views.
         held_bytes: new storage that the result takes.
         working_bytes: beyond inputs and result, while PyTorch runs it.
@@ -50,6 +55,7 @@ class NodeCost:
         passes: element-wise traffic of PyTorch's eager operators, bytes.
         ours: an operator of Compressor's.
         owner: the node whose storage a view shows; None for what has storage of its own.
+        calls: operators that PyTorch runs for it.
     """
 
     kind: str
@@ -65,6 +71,7 @@ class NodeCost:
     passes: int
     ours: bool
     owner: Node | None
+    calls: int = 1
 
 
 def node_costs(
@@ -91,8 +98,8 @@ def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, p
         ids = torch.zeros(batch, length, dtype=torch.int64)
         if info.kind == "encoder":
             return [ids, torch.ones(batch, length)]
-        caches = empty_caches(info, batch, max(1, past))
-        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *caches]
+        kept = [*empty_caches(info, batch, max(1, past)), *empty_states(info, batch)]
+        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *kept]
 
 
 class _Shapes(Interpreter):
@@ -125,6 +132,8 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
         return _linear_cost(cost, node, inputs, result)
     if node.target in _ATTENTION:
         return _attention_cost(cost, node, inputs, past)
+    if node.target in _STATE_OPS:
+        return _recurrence_cost(cost, node, inputs, result)
     if node.target is _EMBEDDING:
         return dataclasses.replace(cost, kind="embedding", weight_bytes=_bytes(result))
     if node.target is _LOOKED_UP:
@@ -202,6 +211,24 @@ def _attention_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], past
     )
 
 
+def _recurrence_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result: Any) -> NodeCost:
+    """Return the cost of an operator with a state, its last operand, through which PyTorch goes token by token."""
+    args: Any = node.args
+    operations = _STATE_OPS[cast(OpOverload, node.target)]
+    state, length = inputs[args[-1]], result[0].shape[1]
+    touched = length * (
+        state.numel() if node.target is not _CONVOLUTION else result[0].shape[0] * inputs[args[1]].numel()
+    )
+    return dataclasses.replace(
+        cost,
+        kind="recurrence",
+        flops=float(operations * touched),
+        cache_bytes=_bytes(state),
+        passes=cost.passes + 2 * 4 * operations * touched,
+        calls=_CALLS_A_TOKEN * length,
+    )
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -227,6 +254,6 @@ def eager_work(costs: Iterable[NodeCost]) -> dict[str, float]:
         if cost.format:
             work["dequantize_element"] += cost.weights
         work["stream_byte"] += cost.passes + 6 * cost.cast
-        work["node"] += 1
+        work["node"] += cost.calls
         work["custom_op"] += cost.ours
     return work

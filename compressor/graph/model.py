@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +29,7 @@ class ModelInfo:
     kv_heads: int = 0
     head_dim: int = 0
     cache_format: str = DENSE_CACHE  # of keys and values
+    states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -37,6 +40,11 @@ class ModelInfo:
     classes: int = 0  # of such a module, whose one output is a row of logits for each image
     class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
+
+
+def state_bytes(states: Iterable[Sequence[int]]) -> int:
+    """Return the bytes of the recurrent layers' states of one sequence, however long it is."""
+    return 4 * sum(prod(shape) for shape in states)
 
 
 def weight_bytes(graph: GraphModule) -> int:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
+from compressor.graph.gate_projections import WHY_DENSE, gate_projections
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import Site, linear_sites, match_sites
 from compressor.numerics.range_search import Work
@@ -84,13 +85,14 @@ def plan_sites(
         work, working_bytes: functions of (out_features, in_features, format), see :class:`SitePlan`.
     """
     ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
-    plans = []
+    gates, plans = gate_projections(graph), []
     for site in linear_sites(graph):
         weight = graph.get_parameter(site.weight_name)
         shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
         if site.name not in formats:
-            why = "stays dense: ignored" if site.name in ignored else "stays dense: no target matches it"
+            why = f"stays dense: {WHY_DENSE}" if site.name in gates else "stays dense: no target matches it"
+            why = "stays dense: ignored" if site.name in ignored else why
             plans.append(SitePlan(site.name, *shape, "", before, before, why))
             continue
         fmt = formats[site.name]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compressor.graph.costs import NodeCost, eager_work, node_costs
-from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.model import ModelInfo, state_bytes, weight_bytes
 from compressor.numerics.range_search import Work
 from compressor.plan.durations import (
     bundle_seconds,
@@ -212,9 +212,10 @@ def _pass_work(
 
 
 def _session_bytes(info: ModelInfo) -> int:
-    """Count the bytes of logits, keys and values in the process that times the bundle."""
+    """Count the bytes of logits, keys, values and states in the process that times the bundle."""
     positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
-    return 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    caches = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    return caches + 2 * state_bytes(info.states)
 
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:

@@ -22,6 +22,7 @@ from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import Format
 from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
+from compressor.graph.model import state_bytes
 from compressor.verify.smoke import SmokeResult, smoke_test
 from compressor.verify.web import NOT_EXECUTED, web_bytes, web_files, web_schema
 
@@ -172,6 +173,8 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
     if manifest.kind == "decoder" and model.cache_bytes_per_token is not None:
         expected = cache_bytes_per_token(model.cache_format, model.layers, model.kv_heads, model.head_dim)
         _equal("cache_bytes_per_token", model.cache_bytes_per_token, expected, f"{model.cache_format} takes")
+    if model.states is not None:
+        _equal("state_bytes", model.state_bytes or 0, state_bytes(model.states), "states take")
     # Every dense weight is either still here or was one that a site replaced; a tied one is both.
     left = manifest.weight_bytes - sum(site.bytes_after for site in latest.values())
     most = left + sum(site.bytes_before for site in latest.values())

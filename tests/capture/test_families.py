@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import DECODERS, ENCODERS, LENGTH, POSITIONS, VOCAB, make, save
+from families import DECODERS, ENCODERS, LENGTH, POSITIONS, RECURRENT, VOCAB, make, save
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import CaptureError
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_past
 
 TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
 # One or two of each cause; benchmarks/families.py runs them all, with kernels.
@@ -30,6 +30,14 @@ SHOWN = {
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
 }
+SHOWN_RECURRENT = {  # with the operators that have a state
+    "LFM2": {"causal_convolution", "cached_attention"},
+    "Mamba": {"causal_convolution", "selective_scan"},
+    "Mamba 2": {"causal_convolution", "selective_scan"},
+    "Qwen3-Next, dense": {"causal_convolution", "gated_delta_rule", "cached_attention"},
+    "Falcon H1": {"causal_convolution", "selective_scan", "cached_attention"},
+    "RWKV": {"causal_convolution", "wkv"},
+}
 SHOWN_ENCODERS = {
     "RoBERTa",  # positions from the mask
     "ModernBERT",  # windows
@@ -42,6 +50,7 @@ SHOWN_ENCODERS = {
 REFUSED = {
     "Diffllama": "its keys and values are not those that it stores",
     "OpenAI GPT": "takes no past_key_values",
+    "Recurrent Gemma": "keep a state that it computes by one of the functions",
 }
 REFUSED_ENCODERS = {
     "DeBERTa": "reads a number out of a tensor",
@@ -55,14 +64,15 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def logits(graph: GraphModule, ids: torch.Tensor, steps: list[int]) -> torch.Tensor:
-    layers, begin, found = graph.meta["model"].layers, 0, []
-    caches = empty_caches(graph.meta["model"], len(ids), ids.shape[1])
+    begin, found = 0, []
+    past = empty_past(graph.meta["model"], len(ids), ids.shape[1])
     for step in steps:
         here = slice(begin, begin + step)
         position = torch.arange(begin, begin + step)
-        out, keys, values = graph(ids[:, here], position, torch.arange(step), caches[:layers], caches[layers:])
-        for cache, new in zip(caches, [*keys, *values], strict=True):
-            cache[:, :, here] = new
+        out, *new = graph(ids[:, here], position, torch.arange(step), *past)
+        for cache, rows in zip([*past[0], *past[1]], [*new[0], *new[1]], strict=True):
+            cache[:, :, here] = rows
+        past[2:] = new[2:]
         found.append(out)
         begin += step
     return torch.cat(found, dim=1)
@@ -73,8 +83,9 @@ def tokens() -> torch.Tensor:
 
 
 def test_the_list_is_long() -> None:
-    assert len(DECODERS) + len(ENCODERS) >= 80
-    assert set(DECODERS) >= SHOWN | set(REFUSED) and set(ENCODERS) >= SHOWN_ENCODERS | set(REFUSED_ENCODERS)
+    assert len(DECODERS) + len(ENCODERS) + len(RECURRENT) >= 80
+    assert set(RECURRENT) >= set(SHOWN_RECURRENT)
+    assert {*DECODERS, *RECURRENT} >= SHOWN | set(REFUSED) and set(ENCODERS) >= SHOWN_ENCODERS | set(REFUSED_ENCODERS)
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN))
@@ -85,6 +96,17 @@ def test_decoder(name: str, tmp_path: Path) -> None:
     assert relative(prompt, model(ids).logits) < TOLERANCE
     assert relative(logits(graph, ids, [5, *[1] * (LENGTH - 5)]), prompt) < TOLERANCE
     assert sum(node.target is torch.ops.compressor.cached_attention.default for node in graph.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN_RECURRENT))
+def test_recurrent(name: str) -> None:
+    model: Any = make(*RECURRENT[name], True)
+    graph, ids = capture(model), tokens()
+    prompt = logits(graph, ids, [LENGTH])
+    assert relative(logits(graph, ids, [5, *[1] * (LENGTH - 5)]), prompt) < TOLERANCE
+    assert relative(prompt, model(ids).logits) < TOLERANCE
+    called = {str(node.target).split(".")[1] for node in graph.graph.nodes if "compressor." in str(node.target)}
+    assert called & set.union(*SHOWN_RECURRENT.values()) == SHOWN_RECURRENT[name]
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN_ENCODERS))
@@ -98,9 +120,9 @@ def test_encoder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_ENCODERS])
 def test_what_is_refused_says_why(name: str) -> None:
-    decoder = name in REFUSED
+    decoder, table = name in REFUSED, {**DECODERS, **RECURRENT} if name in REFUSED else ENCODERS
     with pytest.raises(CaptureError, match={**REFUSED, **REFUSED_ENCODERS}[name]):
-        capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+        capture(make(*table[name], decoder))
 
 
 def test_what_takes_more_memory_is_said(tmp_path: Path) -> None:

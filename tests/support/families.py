@@ -144,6 +144,96 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Youtu": ("Youtu", {**_SIZES, **_LATENT, "num_key_value_heads": 4}),
 }
 
+_STATES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+_STATES |= {"bos_token_id": 1, "eos_token_id": 2}
+_SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_DELTA = {
+    **_WIDE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {  # with states, some with attention as well
+    "LFM2": ("Lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "Mamba": ("Mamba", {**_STATES, "time_step_rank": 8}),
+    "Falcon Mamba": ("FalconMamba", {**_STATES, "time_step_rank": 8}),
+    "Mamba 2": ("Mamba2", {**_STATES, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 4}),
+    "Qwen3-Next, dense": ("Qwen3Next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1]}),
+    "Qwen 3.5": ("Qwen3_5Text", _DELTA),
+    "OLMo hybrid": ("OlmoHybrid", _DELTA),
+    "Falcon H1": (
+        "FalconH1",
+        {**_WIDE, **_SCAN, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    ),
+    "Bamba": ("Bamba", {**_GROUPED, **_SCAN, "attn_layer_indices": [1]}),
+    "Granite 4, dense": (
+        "GraniteMoeHybrid",
+        {
+            **_GROUPED,
+            **_SCAN,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "Nemotron-H": (
+        "NemotronH",
+        {
+            **_WIDE,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "Jamba, dense": (
+        "Jamba",
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 100,
+            "expert_layer_offset": 99,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "Zamba 2": (
+        "Zamba2",
+        {
+            **_GROUPED,
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 1,
+            "chunk_size": 4,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+        },
+    ),
+    "RWKV": (
+        "Rwkv",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "context_length": POSITIONS,
+            "attention_hidden_size": 64,
+            "intermediate_size": 64,
+        },
+    ),
+    "Recurrent Gemma": ("RecurrentGemma", {**_GROUPED, "lru_width": 64, "attention_window_size": 4}),
+}
+
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("Bert", _SIZES),
     "RoBERTa": ("Roberta", _SIZES),

@@ -25,7 +25,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, dequantize, pack
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
 from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor
@@ -207,6 +207,10 @@ class Program:
         return self.vm["main"](*given, self.parameters).numpy()
 
     def caches(self, batch: int, capacity: int) -> list[Any]:
-        """Make caches of NaN, and of 255 in packed ones, which show if a kernel reads what nothing has written."""
+        """Make caches of NaN, and of 255 in packed ones, which show if a kernel reads what nothing has written; and
+        states, of zeros.
+        """
         empty = [cache.numpy() for cache in empty_caches(self.info, batch, capacity)]
-        return [tvm.runtime.tensor(np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype)) for x in empty]
+        unread = [np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype) for x in empty]
+        states = [state.numpy() for state in empty_states(self.info, batch)]
+        return [tvm.runtime.tensor(x) for x in (*unread, *states)]

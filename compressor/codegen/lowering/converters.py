@@ -15,7 +15,7 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
-from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.codegen.lowering.recurrence import RecurrenceConverter
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
 from compressor.graph.matching import shape_of
@@ -23,7 +23,7 @@ from compressor.graph.matching import shape_of
 _ATEN = torch.ops.aten
 
 
-class Converter(LinearConverter):
+class Converter(RecurrenceConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -47,6 +47,9 @@ class Converter(LinearConverter):
             "view.default": reshape,
             "cumsum.default": running_sum,
             "index.Tensor": index_rows,
+            "rsub.Scalar": subtract_from,
+            "select_scatter.default": put_in_place,
+            **self.recurrences(),
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -258,6 +261,26 @@ def index_rows(node: fx.Node, importer: Any) -> Any:
         return importer._index_tensor(node)
     ((axis, index),) = given
     return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
+
+
+def subtract_from(node: fx.Node, importer: Any) -> Any:
+    """Emit a number less a tensor; TVM's own converter takes a whole number for an int32."""
+    x, number, *scale = importer.retrieve_args(node)
+    if scale and scale[0] != 1:
+        return importer._rsub(node)
+    return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
+
+
+def put_in_place(node: fx.Node, importer: Any) -> Any:
+    """Emit a tensor with another in one place of a dimension of fixed size, which TVM's own converters lack."""
+    x, part, axis, place = importer.retrieve_args(node)
+    emit, count = importer.block_builder.emit, int(x.ty.shape[axis])
+    pieces = [emit(relax.op.expand_dims(part, axis))]
+    for before, begin, end in ((True, 0, place % count), (False, place % count + 1, count)):
+        if begin < end:
+            piece = emit(relax.op.strided_slice(x, [axis], [begin], [end]))
+            pieces = [piece, *pieces] if before else [*pieces, piece]
+    return emit(relax.op.concat(pieces, axis))
 
 
 def _same_symbol(one: object, other: object) -> bool:

@@ -21,7 +21,9 @@ from compressor.codegen.web.kernels import activations, attention, dense_linear,
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 
+_RECURRENT = ("causal_convolution.default", "selective_scan.default", "gated_delta_rule.default", "wkv.default")
 _ABSENT = {
+    **dict.fromkeys(_RECURRENT, "recurrent layers"),
     "patches.default": "convolutions",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",

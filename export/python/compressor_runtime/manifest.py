@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -115,7 +116,10 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         DamagedBundleError: one is missing or impossible.
     """
     model: dict[str, Any] = field(manifest, "model", dict)
-    sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
+    caches = ("layers", "kv_heads", "head_dim")
+    # Where all layers are recurrent, there are no caches at all.
+    is_recurrent = manifest["kind"] == "decoder" and "states" in model and all(model.get(size) == 0 for size in caches)
+    sizes = {"decoder": ("vocab_size", *(() if is_recurrent else caches)), "encoder": ("vocab_size",), "module": ()}
     field(model, "max_positions", int)
     field({"entry_bytes": 0, **model}, "entry_bytes", int)
     others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", "vocab_size")}
@@ -132,6 +136,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         items(model, "eos_ids", int)
     if manifest["kind"] == "decoder" and not wrong:
         wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
+        wrong += [] if _states_fit(model) else ["states"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
@@ -150,6 +155,15 @@ def _cache_fits(model: dict[str, Any]) -> bool:
         for key, default in (("cache_format", DENSE_CACHE), ("cache_bytes_per_token", dense_bytes))
     )
     return bool(cache_bytes == dense_bytes if cache_format == DENSE_CACHE else cache_bytes > 0 == cache_bytes % rows)
+
+
+def _states_fit(model: dict[str, Any]) -> bool:
+    """Return whether the states of recurrent layers, where there are any, have sizes and the bytes that are stated."""
+    if "states" not in model:
+        return "state_bytes" not in model
+    shapes = items(model, "states", list)
+    right = all(shape and all(type(size) is int and 0 < size < 1 << 31 for size in shape) for shape in shapes)
+    return bool(right and shapes) and field(model, "state_bytes", int) == 4 * sum(map(math.prod, shapes))
 
 
 def read_json(data: bytes) -> Any:
