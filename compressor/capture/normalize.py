@@ -20,6 +20,7 @@ from torch import fx
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
+from compressor.capture.recognition.experts import TopK
 from compressor.graph.matching import is_float, is_parameter, replace_by, shape_of
 from compressor.graph.rules import Outcome, Rule, apply, why_not
 
@@ -53,7 +54,7 @@ def normalize(graph: fx.Graph) -> Normalized:
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]
-    done.outcomes += apply([Linear(), Addmm(transposable, done.transposed), *norms, PoolToMean()], graph)
+    done.outcomes += apply([Linear(), Addmm(transposable, done.transposed), *norms, PoolToMean(), TopK()], graph)
     graph.eliminate_dead_code()
     graph.lint()
     return done

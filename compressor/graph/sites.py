@@ -108,8 +108,8 @@ def match_sites(
 ) -> tuple[list[Site], list[str]]:
     """Return the sites that a target names and no ignore pattern does, and the patterns that matched nothing.
 
-    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` too), a module name
-    or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
+    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` and each ``Expert`` too, but
+    no ``Router``), a module name or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
     matches from the name's beginning, as in llm-compressor.
 
     Raises:
@@ -142,7 +142,7 @@ def _find(pattern: str, sites: Sequence[Site]) -> list[Site]:
 
 
 def _matches(pattern: str, site: Site) -> bool:
-    if pattern == site.module_class or (pattern == "Linear" and site.module_class == "Conv1D"):
+    if pattern == site.module_class or (pattern == "Linear" and site.module_class in ("Conv1D", "Expert")):
         return True
     name = site.name.partition("@")[0]
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

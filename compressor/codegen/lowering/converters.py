@@ -15,14 +15,14 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
-from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.codegen.lowering.experts.converter import ExpertConverter
 from compressor.formats.cache import CacheFormat
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
 
 
-class Converter(LinearConverter):
+class Converter(ExpertConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -31,6 +31,9 @@ class Converter(LinearConverter):
             "dense_linear.default": self.dense_linear,
             "packed_linear.default": self.packed_linear,
             "fused_linear": self.fused_linear,
+            "routed_linear.default": self.routed_linear,
+            "packed_routed_linear.default": self.packed_routed_linear,
+            "top_k.default": self.top_k,
             "patches.default": self.patches,
             fused_convolution.__name__: self.convolution,
             "rms_norm.default": self._rms_norm,
