@@ -108,13 +108,37 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:
-    """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
-    total = 0
+    """Bytes of parameters that one token reads.
+
+    These are all, but of a table that only an embedding uses one row, and of experts as many as a token has.
+    """
+    total, shares = 0, _expert_shares(graph)
     users: dict[str, set[Any]] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         users.setdefault(str(node.target), set()).update(user.target for user in node.users)
     for name, parameter in graph.named_parameters():
         size_bytes = parameter.numel() * parameter.element_size()
         only_embedding = users.get(name) == {torch.ops.aten.embedding.default}
+        if name in shares:
+            each, experts = shares[name]
+            size_bytes = size_bytes * each // experts
         total += size_bytes // parameter.shape[0] if only_embedding else size_bytes
     return total
+
+
+def _expert_shares(graph: GraphModule) -> dict[str, tuple[int, int]]:
+    """Return, for each parameter of stacked experts, how many experts a token has, and of how many.
+
+    Where the experts of a weight are stored in several formats, each format's are read as often as all are.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    ours = torch.ops.compressor
+    for target in (ours.routed_linear.default, ours.packed_routed_linear.default):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            index: Any = node.args[1]
+            stored = [source for source in node.all_input_nodes if source.op == "get_attr"]
+            experts = len(graph.get_parameter(str(stored[0].target)))
+            if index.target is torch.ops.aten.index.Tensor:  # numbers the experts of a format
+                experts = len(graph.get_buffer(str(index.args[0].target)))
+            found |= {str(source.target): (int(node.meta["val"].shape[1]), experts) for source in stored}
+    return found

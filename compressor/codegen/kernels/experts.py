@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import to_float
-from compressor.codegen.kernels.linear import bit_planes, packed
+from compressor.codegen.kernels.linear import bit_planes
 from compressor.codegen.kernels.linear.dense import _add
 from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block, vector_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
@@ -64,11 +64,6 @@ class _Gathered:
 
     def __getitem__(self, at: tuple[Any, Any]) -> Any:
         return self.x[self.row(at[0]), at[1]]
-
-
-def supports(fmt: Format, isa: Isa) -> str:
-    """Say what this kernel does not read of a format; an empty text if it reads all."""
-    return packed.supports(fmt, isa)
 
 
 def packed_routed_linear(
