@@ -21,6 +21,9 @@ from compressor.graph.provenance import owner
 
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
+_ROWS = torch.ops.compressor.expert_rows.default
+EXPERT, ROUTER = "Expert", "Router"
+"""Classes of the linear of one expert, and of a linear that chooses experts."""
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
 
@@ -32,7 +35,7 @@ class Site:
     name: str  # module name, "model.layers.0.self_attn.q_proj"; "@2", ... when a module is called again
     node: Node
     input: Node
-    module_class: str  # "Linear", "Conv1D", ...
+    module_class: str  # "Linear", "Conv1D", "Expert", "Router", ...
     weight_name: str
     bias_name: str | None
     in_features: int
@@ -42,7 +45,7 @@ class Site:
 
 def linear_sites(graph: GraphModule) -> list[Site]:
     """List the dense linears whose weight is a parameter, in dataflow order."""
-    sites, seen = [], dict[str, int]()
+    sites, seen, routers = [], dict[str, int](), _routers(graph)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is not _DENSE or not _is_attribute(node.args[1]):
             continue
@@ -56,7 +59,7 @@ def linear_sites(graph: GraphModule) -> list[Site]:
                 name=name if seen[name] == 1 else f"{name}@{seen[name]}",
                 node=node,
                 input=x,
-                module_class=module_class,
+                module_class=ROUTER if node in routers else module_class,
                 weight_name=weight.target,
                 bias_name=bias.target if _is_attribute(bias) else None,
                 in_features=in_features,
@@ -65,6 +68,21 @@ def linear_sites(graph: GraphModule) -> list[Site]:
             )
         )
     return sites
+
+
+def _routers(graph: GraphModule) -> set[Node]:
+    """Find the linears that choose experts: the last ones in front of the index of experts."""
+    ahead = list({cast(Node, node.args[1]) for node in graph.graph.find_nodes(op="call_function", target=_ROWS)})
+    seen, found = set(ahead), set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node.target in (_DENSE, _PACKED):
+            found.add(node)
+            continue
+        sources = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(sources)
+        ahead += sources
+    return found
 
 
 def packed_sites(graph: GraphModule) -> list[Site]:
@@ -101,6 +119,12 @@ def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:
     for site in sites:
         groups.setdefault(site.input, []).append(site)
     return list(groups.values())
+
+
+def family(site: Site) -> tuple[Node, ...]:
+    """Return what a linear reads: its input, or what all experts of its weight pick their rows from."""
+    args = site.input.args
+    return cast("tuple[Node, ...]", args[:2]) if site.input.target is _ROWS else (site.input,)
 
 
 def match_sites(
@@ -142,7 +166,7 @@ def _find(pattern: str, sites: Sequence[Site]) -> list[Site]:
 
 
 def _matches(pattern: str, site: Site) -> bool:
-    if pattern == site.module_class or (pattern == "Linear" and site.module_class in ("Conv1D", "Expert")):
+    if pattern == site.module_class or (pattern == "Linear" and site.module_class in ("Conv1D", EXPERT)):
         return True
     name = site.name.partition("@")[0]
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

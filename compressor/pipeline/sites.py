@@ -123,6 +123,7 @@ def compress_site(
     error_of: str = "weight",
     rtn_error: float | None = None,
     notes: Sequence[str] = (),
+    tokens: int | None = None,
 ) -> None:
     """Replace a dense weight by a packed one and record it, with notes on anything unusual."""
     if set(packed.parts) != set(packed.format.parts(*packed.shape)):
@@ -144,6 +145,7 @@ def compress_site(
         error_of,
         None if rtn_error is None else _short(rtn_error),
         "; ".join(notes),
+        tokens,
     )
     ctx.records.append(record)
 

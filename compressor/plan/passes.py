@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
-from compressor.codegen.lowering.experts.stack import has_experts, stack_experts
+from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import RecipeError, UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
@@ -41,7 +41,7 @@ class PlannedPasses:
     Attributes:
         passes: a plan for each, in order.
         before: the graph before each pass, without weights.
-        final: after the last.
+        final: after the last, as it will be lowered.
     """
 
     passes: tuple[PassPlan, ...]
@@ -58,7 +58,7 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
     meta = _without_weights(graph)
     check_recipe(recipe, graph.meta["model"])
     with _at(recipe, ("target",), ""):
-        backend.check(_stacked(meta))
+        backend.check(meta)
     context = Context(seed=recipe.seed, target=recipe.target.name, prices=_SecondsByUnit())
     passes: list[PassPlan] = []
     before: list[GraphModule] = []
@@ -66,17 +66,8 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         before.append(clone_graph(meta))
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
-            backend.check(_stacked(meta))
-    return PlannedPasses(tuple(passes), tuple(before), _stacked(meta))
-
-
-def _stacked(graph: GraphModule) -> GraphModule:
-    """Return the graph as it will be lowered: with experts, a copy in which they are stacked."""
-    if not has_experts(graph):
-        return graph
-    copied = clone_graph(graph)
-    stack_experts(copied)
-    return copied
+            backend.check(meta)
+    return PlannedPasses(tuple(passes), tuple(before), as_lowered(meta))
 
 
 def check_recipe(recipe: Recipe, info: ModelInfo) -> None:

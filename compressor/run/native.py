@@ -17,6 +17,7 @@ from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
@@ -73,6 +74,7 @@ class NativeBackend:
 
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
+        graph = as_lowered(graph)
         check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
         formats = {site.name: str(site.node.args[3]) for site in packed_sites(graph)}
         routed = torch.ops.compressor.packed_routed_linear.default

@@ -23,10 +23,9 @@ from compressor.errors import CaptureError
 from compressor.graph.matching import is_parameter, replace_by
 from compressor.graph.provenance import module_path, source_line
 from compressor.graph.rules import why_not
+from compressor.graph.sites import EXPERT
 
 EXPERTS_NAME = "compressor"
-EXPERT_CLASS = "Expert"
-"""Class of the linear of one expert, as patterns of recipes name it."""
 
 _aten, _ours = torch.ops.aten, torch.ops.compressor
 _PRODUCTS = (_aten.bmm.default, _aten.matmul.default, _aten.baddbmm.default, _aten._grouped_mm.default)
@@ -165,7 +164,7 @@ def _split(graph: fx.Graph, node: fx.Node, slices: dict[str, ExpertSlice]) -> No
     with graph.inserting_before(node):
         for expert in range(weight.meta["val"].shape[0]):  # type: ignore[union-attr]
             site = f"{stored.target}.{expert}"
-            meta = {**node.meta, "nn_module_stack": {**stack, site: (site, EXPERT_CLASS)}}
+            meta = {**node.meta, "nn_module_stack": {**stack, site: (site, EXPERT)}}
 
             def parameter(leaf: str, whole: fx.Node, view: Any, turned: bool, meta: Any = meta, e: int = expert) -> Any:
                 name = f"{stored.target}.{e}.{leaf}"

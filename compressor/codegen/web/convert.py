@@ -23,6 +23,10 @@ from compressor.formats.format import Format
 
 _ABSENT = {
     "patches.default": "convolutions",
+    "join_experts.default": "experts",
+    "routed_linear.default": "experts",
+    "packed_routed_linear.default": "experts",
+    "top_k.default": "a choice of the largest (top-k)",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }

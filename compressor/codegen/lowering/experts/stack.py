@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.errors import CompressorError
+from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import delete_parameter, set_parameter
 from compressor.host.tensor_files import Spill, release
 
@@ -43,6 +44,15 @@ class _Kind:
 def has_experts(graph: GraphModule) -> bool:
     """Return whether a graph holds experts one by one."""
     return bool(graph.graph.find_nodes(op="call_function", target=_ours.join_experts.default))
+
+
+def as_lowered(graph: GraphModule) -> GraphModule:
+    """Return a graph as kernels see it: itself, or a copy whose experts are stacked (its parameters may be meta)."""
+    if not has_experts(graph):
+        return graph
+    copied = clone_graph(graph)
+    stack_experts(copied)
+    return copied
 
 
 def stack_experts(graph: GraphModule, spill: Spill | None = None) -> None:
