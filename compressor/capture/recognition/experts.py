@@ -59,13 +59,13 @@ def _run_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) ->
 
 
 class TopK:
-    """The largest elements of rows become an operator of ours, which has a kernel, and their lookup."""
+    """The largest elements of rows, or the largest one, become an operator of ours, which has a kernel, and a lookup."""
 
     name = "top-k"
 
     def pattern(self, node: fx.Node) -> fx.Node | None:
-        """Match PyTorch's topk."""
-        return node if node.target is _aten.topk.default else None
+        """Match PyTorch's topk, and its maximum with its place."""
+        return node if node.target in (_aten.topk.default, _aten.max.dim) else None
 
     def check(self, match: fx.Node) -> str:
         """Ask for a fixed number of the largest, along the last dimension of floats."""
@@ -83,11 +83,15 @@ class TopK:
         """Call ``top_k``, and ``gather`` where values are read."""
         x, k, *_ = _topk_arguments(match)
         values, places = match.meta["val"]
+        is_flat = places.dim() < x.meta["val"].dim()
         with graph.inserting_before(match):
             index = graph.call_function(_ours.top_k.default, (x, k))
-            index.meta = {**match.meta, "val": places}
+            index.meta = {**match.meta, "val": places.unsqueeze(-1) if is_flat else places}
             gathered = graph.call_function(_aten.gather.default, (x, -1, index))
-            gathered.meta = {**match.meta, "val": values}
+            gathered.meta = {**match.meta, "val": values.unsqueeze(-1) if is_flat else values}
+            if is_flat:
+                gathered, index = (graph.call_function(_aten.squeeze.dim, (y, -1)) for y in (gathered, index))
+                gathered.meta, index.meta = ({**match.meta, "val": y} for y in (values, places))
         for user in list(match.users):
             user.replace_all_uses_with((gathered, index)[int(user.args[1])])  # type: ignore[arg-type]
             graph.erase_node(user)
@@ -97,6 +101,8 @@ class TopK:
 
 def _topk_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return (x, k, dim, largest, sorted)."""
+    if node.target is _aten.max.dim:
+        return node.args[0], 1, node.args[1], True, True
     names = ("self", "k", "dim", "largest", "sorted")
     given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True, **dict(zip(names, node.args, strict=False))}
     given |= node.kwargs

@@ -26,7 +26,7 @@ _ABSENT = {
     "join_experts.default": "experts",
     "routed_linear.default": "experts",
     "packed_routed_linear.default": "experts",
-    "top_k.default": "a choice of the largest (top-k)",
+    "top_k.default": "experts (the choice of the largest scores)",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
