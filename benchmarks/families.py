@@ -133,7 +133,6 @@ def take_packed_experts(model: Any, graph: Any, node: Any) -> None:
             held.copy_(dense if is_turned else dense.t())
 
 
-
 def oracle(model: Any, ids: Any, mask: Any) -> Any:
     """Return logits, or hidden states, of transformers' model."""
     given = {} if mask is None else {"attention_mask": torch.from_numpy(mask).long()}

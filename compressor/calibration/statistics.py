@@ -35,7 +35,7 @@ S = TypeVar("S", bound=Statistic)
 
 
 def pool_experts(groups: Sequence[list[Site]], statistics: list[S]) -> None:
-    """Give experts that saw fewer than :data:`FEW_TOKENS` tokens the statistic of all experts of their weight, in place.
+    """Give experts that saw fewer than :data:`FEW_TOKENS` tokens the statistic of all of their weight's, in place.
 
     Statistics that cannot be pooled stay as they are.
 

@@ -23,12 +23,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
-from compressor.capture.recognition.experts import check_experts, split_experts
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.weights import map_weights

@@ -33,10 +33,10 @@ from compressor.capture.attention import (
 )
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
-from compressor.capture.recognition.experts import EXPERTS_NAME, register_experts
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line

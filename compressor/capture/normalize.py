@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
-from compressor.capture.recognition.experts import TopK
 from compressor.graph.matching import is_float, is_parameter, replace_by, shape_of
 from compressor.graph.rules import Outcome, Rule, apply, why_not
 

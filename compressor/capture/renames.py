@@ -93,8 +93,8 @@ def _convert_slice(
 ) -> Tensor:
     """Read one slice along the first dimension of what :func:`_convert` returns.
 
-    It is a view of the mapped file if one stored tensor is all of it, else it lies in a mapped file in the cache folder:
-    a model's experts together may exceed the memory.
+    It is a view of the mapped file if one stored tensor is all of it, else it lies in a mapped file in the cache
+    folder: a model's experts together may exceed the memory.
     """
     of_this = {pattern: [names[place]] for pattern, names in collected.items()}
     if len(of_this) == 1 and len(converter.operations) == 1:

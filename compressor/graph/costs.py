@@ -121,7 +121,6 @@ class _Shapes(Interpreter):
             self.costs[n] = _cost(n, inputs, result, self.past)
         return result
 
-
     def _expected_rows(self, node: Node) -> Tensor:
         """Return the rows of one of several experts, as if all got equally many."""
         args: Any = node.args
@@ -192,7 +191,7 @@ def _linear_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result:
 
 
 def _routed_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result: Tensor) -> NodeCost:
-    """Return the cost of a routed linear, of whose experts no more are read than there are pairs of token and expert."""
+    """Return the cost of a routed linear, which reads no more experts than there are pairs of token and expert."""
     args: Any = node.args
     pairs, is_packed = inputs[args[1]].numel(), node.target is _ROUTED[1]
     stored = [inputs[part] for part in (args[2] if is_packed else args[2:3])]

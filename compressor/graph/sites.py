@@ -133,8 +133,8 @@ def match_sites(
     """Return the sites that a target names and no ignore pattern does, and the patterns that matched nothing.
 
     A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` and each ``Expert`` too, but
-    no ``Router``), a module name or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
-    matches from the name's beginning, as in llm-compressor.
+    no ``Router``), a module name or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a
+    regular expression that matches from the name's beginning, as in llm-compressor.
 
     Raises:
         re.error: a regular expression does not compile, or takes seconds to match (some take years).

@@ -1,7 +1,7 @@
 """Experts, of which each token takes a few: schema, eager definition and fake kernel.
 
-A routed linear has one weight for each expert.  Passes see it taken apart, so that each expert is a linear like any other
-(:mod:`compressor.capture.recognition.experts`):
+A routed linear has one weight for each expert.  Passes see it taken apart, so that each expert is a linear like any
+other (:mod:`compressor.capture.experts.split`):
 
     routed_linear(x, index, weight [E, out, in])   is   join_experts(index, [dense_linear(expert_rows(x, index, e),
                                                                              weight[e]) for e in range(E)])

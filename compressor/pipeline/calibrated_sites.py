@@ -14,7 +14,7 @@ from compressor.calibration.guided_rows import guided_rows
 from compressor.calibration.statistics import Hessian, expert_notes, expert_tokens
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import Site, linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
@@ -104,4 +104,3 @@ def quantize_calibrated(
                 tokens=expert_tokens(site, statistic),
             )
             blocks.task.advance()
-

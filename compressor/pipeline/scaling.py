@@ -61,7 +61,8 @@ def scale_inputs(
         The scale as applied, float32 [in], or None if it cannot be folded. Notes say so, and name copied norms.
     """
     if group[0].module_class == EXPERT:
-        note = f"{pass_name}: {group[0].name.rpartition('.')[0]}: inputs of experts are not scaled: each reads chosen rows"
+        weight = group[0].name.rpartition(".")[0]
+        note = f"{pass_name}: {weight}: inputs of experts are not scaled: each reads chosen rows"
         ctx.notes += [] if note in ctx.notes else [note]
         return None
     names = ", ".join(site.name for site in group)

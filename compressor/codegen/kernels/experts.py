@@ -1,15 +1,16 @@
 """Routed linears: of the weights of all experts, those of a token's experts are read.
 
-One token runs the products of the packed linear (:mod:`compressor.codegen.kernels.linear.packed`) for each of its experts,
-in the tiles that it takes for one token.  Several tokens are sorted by expert first (a stable counting sort of the pairs
-of token and expert), so that each code is unpacked once for a block of an expert's rows.  Every thread takes some tiles of
-all experts: however unevenly tokens are spread, threads have the same work.
+One token runs the products of the packed linear (:mod:`compressor.codegen.kernels.linear.packed`) for each of its
+experts, in the tiles that it takes for one token.  Several tokens are sorted by expert first (a stable counting sort of
+the pairs of token and expert), so that each code is unpacked once for a block of an expert's rows.  Every thread takes
+some tiles of all experts: however unevenly tokens are spread, threads have the same work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import tvm
@@ -18,7 +19,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import to_float
 from compressor.codegen.kernels.linear import bit_planes
-from compressor.codegen.kernels.linear.dense import _add
+from compressor.codegen.kernels.linear.dense import add_vector
 from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block, vector_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.weights import Weight, Weights, parameter
@@ -132,7 +133,7 @@ def packed_routed_linear(
             for s in T.parallel(begin[experts]):
                 source = T.meta_var(T.bind(routing.source(order[s])))
                 of_slot = T.meta_var(_of_expert(stored, bias, rows, chosen[order[s]], held, 0))
-                row = T.meta_var(_Gathered(x, lambda _slot: source))
+                row = T.meta_var(_Gathered(x, partial(_always, source)))
                 at = T.meta_var(Prepared([row], [], a, operands, halves, sums, factor, of_slot.parts))
                 prepare(at, s)
             for i in T.parallel(experts * gemm_steps):
@@ -159,9 +160,9 @@ def dense_routed_linear(
 ) -> tvm.tirx.PrimFunc:
     """Write TIR for :func:`compressor.ops.experts.routed_linear`: pair after pair, so many rows of a weight at once.
 
-    Parameters of the result: x float32 [t, columns] or [t, K, columns], index int64 [t, K], weight [E, rows, columns] of
-    dtype ``storage`` ("float32", "float16", or "uint16" for the bits of bfloat16), bias float32 [E, rows] (where there is
-    one), y float32 [t, K, rows].
+    Parameters of the result: x float32 [t, columns] or [t, K, columns], index int64 [t, K], weight [E, rows, columns]
+    of dtype ``storage`` ("float32", "float16", or "uint16" for the bits of bfloat16), bias float32 [E, rows] (where
+    there is one), y float32 [t, K, rows].
     """
     experts, each, every = routing.experts, routing.each, T.ramp(0, 1, VECTOR)
     vectors, tail = columns // VECTOR, columns % VECTOR
@@ -187,7 +188,7 @@ def dense_routed_linear(
                     for r in T.unroll(gemv_rows):
                         acc[0, r, every] = T.broadcast(T.float32(0), VECTOR)
                     for k in range(vectors):
-                        _add(acc, x, weight, row0, rows, routing.source(p), pairs, gemv_rows, 1, k, storage)
+                        add_vector(acc, x, weight, row0, rows, routing.source(p), pairs, gemv_rows, 1, k, storage)
                     for r in T.unroll(gemv_rows):
                         emit_tree_sum(acc, VECTOR, 0, r)
                         if row0 + r < rows:
@@ -199,6 +200,10 @@ def dense_routed_linear(
         _clear_others(chosen, y, pairs, rows, experts)
 
     return kernel
+
+
+def _always(row: Any, _slot: Any) -> Any:
+    return row
 
 
 def _is_expert(index: Any, experts: int) -> Any:

@@ -21,12 +21,10 @@ def top_k(n: int, k: int) -> tvm.tirx.PrimFunc:
         for j in range(k):
             best[0] = T.int32(-1)
             for i in range(n):
-                if taken[i] == T.int8(0):
-                    if best[0] < 0:
-                        best[0] = i
-                    elif T.Or(
-                        x[m, i] > x[m, best[0]],
-                        T.And(T.isnan(x[m, i]), T.Not(T.isnan(x[m, best[0]]))),
+                if taken[i] == T.int8(0):  # noqa: SIM102  (TVM reads both sides of `and`)
+                    if best[0] < 0 or T.Or(
+                        x[m, i] > x[m, T.max(best[0], 0)],
+                        T.And(T.isnan(x[m, i]), T.Not(T.isnan(x[m, T.max(best[0], 0)]))),
                     ):
                         best[0] = i
             taken[best[0]] = T.int8(1)

@@ -3,8 +3,8 @@
     join_experts(index, [packed_linear(expert_rows(x, index, e), parts e)])
                             becomes    packed_routed_linear(x, index, [E, ...] of each part)
 
-Experts of one weight may be stored in several formats, or some of them dense: then there is one call for each format, to
-which the experts of the others are -1, and the sum of all.
+Experts of one weight may be stored in several formats, or some of them dense: then there is one call for each format,
+to which the experts of the others are -1, and the sum of all.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _site(linear: Any) -> str:
 
 
 def _local(graph: GraphModule, name: str, index: Node, experts: Sequence[int], count: int) -> Node:
-    """Number the experts of a kind anew; all others are -1."""
+    """Renumber the experts of a kind; all others are -1."""
     table = torch.full((count,), -1, dtype=torch.int64)
     table[list(experts)] = torch.arange(len(experts))
     path, _, leaf = name.rpartition(".")

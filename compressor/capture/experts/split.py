@@ -1,13 +1,9 @@
-"""Make experts ours: through transformers' interface for them, one linear for each expert.
+"""Take routed linears apart: one linear for each expert, on its own slice of the stored weight.
 
-    experts(x, index, weights)      becomes    y = routed_linear(x, index, gate_up)                         [T, K, 2 I]
-                                               y = routed_linear(silu(y[..., :I]) * y[..., I:], index, down)
-                                               sum(y * weights, over K)
     routed_linear(x, index, W)      becomes    join_experts(index, [dense_linear(expert_rows(x, index, e), W.e)])
-    topk(x, k)                      becomes    top_k(x, k), gather(x, top_k)
 
-The second step comes when weights are bound: passes then see each expert as a linear (class ``Expert``), on its own slice
-of the stored weight, that reads the rows of its tokens and nothing else.
+This comes when weights are bound.  Passes then see each expert as a linear (class ``Expert``) that reads the rows of
+its tokens and nothing else.
 """
 
 from __future__ import annotations
@@ -17,96 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from compressor.errors import CaptureError
-from compressor.graph.matching import is_parameter, replace_by
+from compressor.graph.matching import is_parameter
 from compressor.graph.provenance import module_path, source_line
-from compressor.graph.rules import why_not
 from compressor.graph.sites import EXPERT
-
-EXPERTS_NAME = "compressor"
 
 _aten, _ours = torch.ops.aten, torch.ops.compressor
 _PRODUCTS = (_aten.bmm.default, _aten.matmul.default, _aten.baddbmm.default, _aten._grouped_mm.default)
 _VIEWS = (_aten.transpose.int, _aten.permute.default, _aten.contiguous.default, _aten.to.dtype)
-
-
-def register_experts() -> None:
-    """Make the experts' implementation ``compressor`` known to transformers (idempotent)."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _run_experts)
-
-
-def _run_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Run experts as transformers asks: hidden [T, H], index [T, K], weights [T, K] -> [T, H]."""
-
-    def routed(x: Tensor, name: str) -> Tensor:
-        weight = getattr(module, name)
-        if module.is_transposed:
-            weight = weight.transpose(1, 2)
-        bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        out: Tensor = _ours.routed_linear(x, index, weight, bias)
-        return out
-
-    y = routed(hidden, "gate_up_proj" if module.has_gate else "up_proj")
-    y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-    y = routed(y, "down_proj")
-    if module.has_post_expert_norm:
-        y = module.post_expert_norm(y)
-    return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
-
-
-class TopK:
-    """The largest elements of rows, or the largest one, become an operator of ours, which has a kernel, and a lookup."""
-
-    name = "top-k"
-
-    def pattern(self, node: fx.Node) -> fx.Node | None:
-        """Match PyTorch's topk, and its maximum with its place."""
-        return node if node.target in (_aten.topk.default, _aten.max.dim) else None
-
-    def check(self, match: fx.Node) -> str:
-        """Ask for a fixed number of the largest, along the last dimension of floats."""
-        x, k, dim, largest, _ = _topk_arguments(match)
-        val = x.meta["val"]
-        return why_not(
-            (not isinstance(k, int), "how many it takes is not fixed"),
-            (val.dtype != torch.float32, "its rows are not float32"),
-            (dim % val.dim() != val.dim() - 1, "it looks along another dimension than the last"),
-            (not largest, "it takes the smallest"),
-            (any(user.target.__name__ != "getitem" for user in match.users), "its results are used as one"),  # type: ignore[union-attr]
-        )
-
-    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
-        """Call ``top_k``, and ``gather`` where values are read."""
-        x, k, *_ = _topk_arguments(match)
-        values, places = match.meta["val"]
-        is_flat = places.dim() < x.meta["val"].dim()
-        with graph.inserting_before(match):
-            index = graph.call_function(_ours.top_k.default, (x, k))
-            index.meta = {**match.meta, "val": places.unsqueeze(-1) if is_flat else places}
-            gathered = graph.call_function(_aten.gather.default, (x, -1, index))
-            gathered.meta = {**match.meta, "val": values.unsqueeze(-1) if is_flat else values}
-            if is_flat:
-                gathered, index = (graph.call_function(_aten.squeeze.dim, (y, -1)) for y in (gathered, index))
-                gathered.meta, index.meta = ({**match.meta, "val": y} for y in (values, places))
-        for user in list(match.users):
-            user.replace_all_uses_with((gathered, index)[int(user.args[1])])  # type: ignore[arg-type]
-            graph.erase_node(user)
-        graph.erase_node(match)
-        return index
-
-
-def _topk_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return (x, k, dim, largest, sorted)."""
-    if node.target is _aten.max.dim:
-        return node.args[0], 1, node.args[1], True, True
-    names = ("self", "k", "dim", "largest", "sorted")
-    given: dict[str, Any] = {"dim": -1, "largest": True, "sorted": True, **dict(zip(names, node.args, strict=False))}
-    given |= node.kwargs
-    return tuple(given[name] for name in names)
 
 
 @dataclass(frozen=True)
@@ -205,4 +121,3 @@ def _stored(node: Any) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.op == "get_attr" else None
-
