@@ -135,6 +135,7 @@ def take_packed_experts(model: Any, graph: Any, node: Any) -> None:
 
 def oracle(model: Any, ids: Any, mask: Any) -> Any:
     """Return logits, or hidden states, of transformers' model."""
+    model.set_experts_implementation("eager")  # others lack float64
     given = {} if mask is None else {"attention_mask": torch.from_numpy(mask).long()}
     for kind in (torch.float64, torch.float32):
         try:
