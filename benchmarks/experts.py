@@ -1,11 +1,11 @@
-"""Decode time of an expert model against the dense model of equal active size, in turns, and its bytes a token.
+"""Decode time of an expert model against the dense model of equal active size, in turns, and bytes a token.
 
-    python benchmarks/experts.py [--scheme W4A8_G128] [--experts 16] [--each 4] [--layers 4] [--repeats 40] [--json FILE]
+    python benchmarks/experts.py [--scheme W4A8_G128] [--experts 16] [--each 4] [--layers 4] [--json FILE]
 
-Both are Qwen 3 with random weights, hidden size 1,024: one with experts of width 512, of which a token takes ``each``; the
-dense one with a perceptron of ``each`` times that width.  All linears but router and head are packed with RTN, kernels are
-tuned quickly.  In one process the two bundles decode 16 tokens in turns; the ratio is that of each pair of turns, and its
-median is what counts: on a busy machine neither time alone means much.
+Both are Qwen 3 with random weights, hidden size 1,024: one with experts of width 512, of which a token takes ``each``;
+the dense one with a perceptron of ``each`` times that width.  All linears but router and head are packed with RTN, and
+kernels are tuned quickly.  In one process the two bundles decode 16 tokens in turns.  The ratio is that of each pair of
+turns, and its median is what counts: on a busy machine neither time alone means much.
 """
 
 from __future__ import annotations

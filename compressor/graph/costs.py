@@ -125,7 +125,8 @@ class _Shapes(Interpreter):
         """Return the rows of one of several experts, as if all got equally many."""
         args: Any = node.args
         x, index = self.env[args[0]], self.env[args[1]]
-        return x.new_empty(max(1, -(-index.numel() // self.experts.get(node, 1))), x.shape[-1])
+        rows: Tensor = x.new_empty(max(1, -(-index.numel() // self.experts.get(node, 1))), x.shape[-1])
+        return rows
 
 
 def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:

@@ -72,25 +72,25 @@ def stack_experts(graph: GraphModule, spill: Spill | None = None) -> None:
 
 
 def _stack(graph: GraphModule, join: Node, spill: Spill | None) -> None:
-    index, linears = join.args
-    kinds = _kinds(linears)  # type: ignore[arg-type]
-    rows: Any = linears[0].args[0]  # type: ignore[index,union-attr]
-    x, site = rows.args[0], _site(linears[0])  # type: ignore[index]
+    arguments: Any = join.args
+    index, linears = arguments
+    kinds = _kinds(linears)
+    x, site = linears[0].args[0].args[0], _site(linears[0])
     total: Any = None
     with graph.graph.inserting_before(join):
         for number, kind in enumerate(kinds):
             name, chosen = site, index
             if len(kinds) > 1:
                 name = f"{site}.kind{number}"
-                chosen = _local(graph, f"{name}_experts", index, kind.experts, len(linears))  # type: ignore[arg-type]
+                chosen = _local(graph, f"{name}_experts", index, kind.experts, len(linears))
             call = _call(graph, name, x, chosen, kind, spill)
             call.meta = dict(join.meta)
             total = call if total is None else graph.graph.call_function(torch.ops.aten.add.Tensor, (total, call))
             total.meta = dict(join.meta)
     join.replace_all_uses_with(total)
     graph.graph.erase_node(join)
-    for linear in linears:  # type: ignore[union-attr]
-        _erase(graph, linear)  # type: ignore[arg-type]
+    for linear in linears:
+        _erase(graph, linear)
 
 
 def _kinds(linears: Sequence[Node]) -> list[_Kind]:
