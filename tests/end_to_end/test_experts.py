@@ -20,6 +20,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.recipe.recipe import Recipe
 from compressor.run.job import run_recipe
+from compressor.verify.bundle import verify_bundle
 
 FORMAT, SAMPLES, EACH, KEPT = Format.parse("W4A16_G32"), (8, 48), 2, "model.layers.0.mlp.experts.down_proj.1"
 
@@ -95,3 +96,9 @@ def test_the_report_counts_tokens_and_the_proof_holds(run: tuple[Any, Any, Path]
         assert ("calibrated on the 768 of all experts" in note) is (count < 256)
     assert sites["model.layers.0.self_attn.q_proj"]["tokens"] is None
     assert "model.layers.0.mlp.gate" not in sites and KEPT not in sites
+
+
+def test_the_bundle_verifies(run: tuple[Any, Any, Path]) -> None:
+    assert {
+        check.name: check.passed for check in verify_bundle(run[2]).checks if check.passed is not None
+    } == dict.fromkeys(("schema", "files", "bytes", "kernels", "evidence"), True)
