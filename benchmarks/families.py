@@ -38,6 +38,7 @@ from compressor.recipe.recipe import Recipe
 
 SCHEME, LIMIT = "W4A16_G32", 1e-4  # of the error; AMX takes 16 of the 24 bits of activations
 _PACKED = torch.ops.compressor.packed_linear.default
+_ROUTED = torch.ops.compressor.packed_routed_linear.default
 
 
 def main() -> None:
@@ -117,6 +118,8 @@ def random_samples() -> Samples:
 def take_packed_weights(model: Any, graph: Any) -> None:
     """Give the model the weights that the graph's packed ones stand for."""
     modules = dict(model.named_modules())
+    for node in graph.graph.find_nodes(op="call_function", target=_ROUTED):
+        take_packed_experts(model, graph, node)
     for node in graph.graph.nodes:
         if node.target is not _PACKED:
             continue
@@ -129,8 +132,20 @@ def take_packed_weights(model: Any, graph: Any) -> None:
             module.weight.copy_((dense if is_turned else dense.t()).reshape(module.weight.shape))
 
 
+def take_packed_experts(model: Any, graph: Any, node: Any) -> None:
+    """Give the model's experts the weights that one stacked weight stands for."""
+    parts = [graph.get_parameter(part.target) for part in node.args[2]]
+    name = node.args[2][0].target.rpartition(".")[0]
+    is_turned = model.get_submodule(name.rpartition(".")[0]).is_transposed
+    for expert, held in enumerate(model.get_parameter(name)):
+        dense = _PACKED(torch.eye(node.args[5]), [part[expert] for part in parts], None, *node.args[4:])  # [in, out]
+        with torch.no_grad():
+            held.copy_(dense if is_turned else dense.t())
+
+
 def oracle(model: Any, ids: Any, mask: Any) -> Any:
     """Return logits, or hidden states, of transformers' model."""
+    model.set_experts_implementation("eager")  # others lack float64
     given = {} if mask is None else {"attention_mask": torch.from_numpy(mask).long()}
     for kind in (torch.float64, torch.float32):
         try:

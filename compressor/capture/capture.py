@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
@@ -182,6 +183,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
+    check_experts(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if probed is not None and probed.self_made:
         with error_context(None, meta_model.name):
@@ -196,8 +198,13 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     weights = map_weights(meta_model.source, stored, needed, model.base_model_prefix, ignored, unstored)
+    slices = split_experts(graph)
+    layout.transposed |= {name for name, part in slices.items() if part.transposed}
 
     def read(name: str) -> Tensor:
+        part = slices.get(name)
+        if part is not None:
+            return weights.read(part.stored, shapes_of[part.stored], part.expert)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)

@@ -33,6 +33,7 @@ from compressor.capture.attention import (
 )
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
@@ -241,6 +242,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
         The model, and whether it was built with our attention; else its class knows only attention of its own.
     """
     register_attention()
+    register_experts()
     implementations = ("eager",) if kind == "module" else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
@@ -256,7 +258,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
         with torch.random.fork_rng(devices=[]), error_context(None, name):
             for implementation in implementations:
                 try:
-                    built = make(attn_implementation=implementation).eval()
+                    built = make(attn_implementation=implementation, experts_implementation=EXPERTS_NAME).eval()
                 except (KeyError, ValueError) as error:  # what its own table lacks, or what it says not to support
                     if implementation == "eager" or (isinstance(error, KeyError) and error.args != (implementation,)):
                         raise

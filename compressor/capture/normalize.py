@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
 from compressor.capture.recurrence.turned import DropTranspositions, WeightTimesTokens
@@ -56,7 +57,7 @@ def normalize(graph: fx.Graph) -> Normalized:
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]
     products: list[Rule] = [Linear(), Addmm(transposable, done.transposed), WeightTimesTokens(), DropTranspositions()]
-    done.outcomes += apply([*products, *norms, PoolToMean()], graph)
+    done.outcomes += apply([*products, *norms, PoolToMean(), TopK()], graph)
     graph.eliminate_dead_code()
     graph.lint()
     return done

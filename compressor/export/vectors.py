@@ -43,6 +43,7 @@ _PIECE_ELEMENTS = 1 << 22
 _DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.compressor.packed_embedding.default)
 _PACK_CACHE = torch.ops.compressor.pack_cache.default
+_ROUTED, _PACKED_ROUTED = torch.ops.compressor.routed_linear.default, torch.ops.compressor.packed_routed_linear.default
 
 
 def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
@@ -98,7 +99,8 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
     prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.kind == "decoder" else 0)))
     length = min(prompt + _STEPS, limit) if info.kind == "decoder" else prompt
     ids = np.random.default_rng(0).integers(0, info.vocab_size, (_BATCH, length))
-    repeated, run = np.tile(ids, (1 + _TRIALS, 1)), _Exact(graph, noisy_from=_BATCH).run
+    repeated = np.tile(ids, (1 + _TRIALS, 1))
+    run = _Exact(graph, noisy_from=_BATCH, entries=len(repeated)).run
     if info.kind == "decoder":
         inputs = {"prompt": torch.tensor([prompt])}
         outputs = torch.as_tensor(GraphLogits(graph, run)(repeated))
@@ -116,12 +118,13 @@ class _Exact(Interpreter):
     Args:
         noisy_from: batch entries from here on have every packed linear's output, and what caches pack, off by about
             2^-20; None for none.
+        entries: of the batch; a tensor's first dimension may hold each entry's tokens one after another.
         seed: of the noise.
     """
 
-    def __init__(self, graph: GraphModule, noisy_from: int | None = None, seed: int = 0) -> None:
+    def __init__(self, graph: GraphModule, noisy_from: int | None = None, entries: int = 1, seed: int = 0) -> None:
         super().__init__(graph)
-        self._noisy_from = noisy_from
+        self._noisy_from, self._entries = noisy_from, entries
         self._generator = torch.Generator().manual_seed(seed)
 
     def call_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,6 +132,8 @@ class _Exact(Interpreter):
             return self._dense(*args)
         if target is _PACKED:
             return self._packed(*args)
+        if target in (_ROUTED, _PACKED_ROUTED):  # weights are widened expert by expert
+            return self._routed(target, *args)
         if target is _PACK_CACHE:  # rounds, as linears of 8-bit activations do
             args = (self._disturbed(args[0].double()), *args[1:])
         if target not in _LOOKUPS:  # a table is not worth widening for a few rows
@@ -155,12 +160,21 @@ class _Exact(Interpreter):
         release(parts)
         return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
 
+    def _routed(self, target: Any, x: Tensor, index: Tensor, weight: Any, bias: Tensor | None, *rest: Any) -> Tensor:
+        y: Tensor = target(x.double(), index, weight, bias, *rest)
+        if target is _ROUTED:
+            release([weight])
+            return y
+        release(weight)
+        return self._disturbed(y, _ROUNDING if Format.parse(rest[0]).integer_products else _SPLIT)
+
     def _disturbed(self, y: Tensor, size: float = _ROUNDING) -> Tensor:
         """Return the tensor with noise in the batch entries from ``noisy_from`` on, float64."""
         if self._noisy_from is None:
             return y
-        noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
-        return torch.cat([y[: self._noisy_from], y[self._noisy_from :] * (1 + size * noise)])
+        first = self._noisy_from * len(y) // self._entries
+        noise = torch.randn(y[first:].shape, dtype=torch.float32, generator=self._generator)
+        return torch.cat([y[:first], y[first:] * (1 + size * noise)])
 
 
 def _widened(value: Any) -> Any:

@@ -29,6 +29,8 @@ _CONVOLUTION = _OPS.causal_convolution.default
 _STATE_OPS = {_CONVOLUTION: 2, _OPS.selective_scan.default: 6, _OPS.gated_delta_rule.default: 7, _OPS.wkv.default: 6}
 """Operations for each number of a state and each token; of convolutions, for each factor."""
 _CALLS_A_TOKEN = 10  # of PyTorch's operators, in the definitions
+_ROUTED = (_OPS.routed_linear.default, _OPS.packed_routed_linear.default)
+_ROWS, _JOIN = _OPS.expert_rows.default, _OPS.join_experts.default
 _PASSES: dict[Any, int] = {
     _OPS.rms_norm.default: 4,
     torch.ops.aten.layer_norm.default: 2,
@@ -108,6 +110,8 @@ class _Shapes(Interpreter):
     def __init__(self, graph: GraphModule, mode: FakeTensorMode, past: int) -> None:
         super().__init__(graph)
         self.mode, self.past, self.costs = mode, past, dict[Node, NodeCost]()
+        joins = graph.graph.find_nodes(op="call_function", target=_JOIN)
+        self.experts = {linear.args[0]: len(join.args[1]) for join in joins for linear in join.args[1]}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return a fake tensor in place of a parameter, whose values nobody needs."""
@@ -118,11 +122,18 @@ class _Shapes(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node, and note its cost if it is a call."""
         with self.mode:
-            result = super().run_node(n)
+            result = self._expected_rows(n) if n.target is _ROWS else super().run_node(n)
         if n.op == "call_function":
             inputs = {source: self.env[source] for source in n.all_input_nodes}
             self.costs[n] = _cost(n, inputs, result, self.past)
         return result
+
+    def _expected_rows(self, node: Node) -> Tensor:
+        """Return the rows of one of several experts, as if all got equally many."""
+        args: Any = node.args
+        x, index = self.env[args[0]], self.env[args[1]]
+        rows: Tensor = x.new_empty(max(1, -(-index.numel() // self.experts.get(node, 1))), x.shape[-1])
+        return rows
 
 
 def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:
@@ -130,6 +141,8 @@ def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> Nod
     cost = _element_wise_cost(node, inputs, result)
     if node.target in (_DENSE, _PACKED):
         return _linear_cost(cost, node, inputs, result)
+    if node.target in _ROUTED:
+        return _routed_cost(cost, node, inputs, result)
     if node.target in _ATTENTION:
         return _attention_cost(cost, node, inputs, past)
     if node.target in _STATE_OPS:
@@ -189,6 +202,26 @@ def _linear_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result:
     temporaries = 3 if activations.element is None else 6  # tensors like x, while PyTorch rounds it
     working_bytes += temporaries * 4 * x.numel()
     return dataclasses.replace(cost, format=fmt, working_bytes=working_bytes, passes=2 * temporaries * _bytes(x))
+
+
+def _routed_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result: Tensor) -> NodeCost:
+    """Return the cost of a routed linear, which reads no more experts than there are pairs of token and expert."""
+    args: Any = node.args
+    pairs, is_packed = inputs[args[1]].numel(), node.target is _ROUTED[1]
+    stored = [inputs[part] for part in (args[2] if is_packed else args[2:3])]
+    read, columns = min(pairs, len(stored[0])), inputs[args[0]].shape[-1]
+    weights = read * columns * result.shape[-1]
+    return dataclasses.replace(
+        cost,
+        kind="linear",
+        flops=2.0 * pairs * columns * result.shape[-1],
+        weight_bytes=read * sum(map(_bytes, stored)) // len(stored[0]),
+        weights=weights,
+        format=str(args[4]) if is_packed else "",
+        cast=0 if is_packed or stored[0].dtype is torch.float32 else weights,
+        working_bytes=4 * columns * result.shape[-1],
+        passes=0,
+    )
 
 
 def _attention_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], past: int) -> NodeCost:

@@ -47,7 +47,7 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     graph.graph.erase_node(old)
     if not weight.users:
         graph.graph.erase_node(weight)
-        _delete_parameter(graph, site.weight_name)
+        delete_parameter(graph, site.weight_name)
 
 
 def replace_weight(graph: GraphModule, site: Site, weight: Tensor) -> None:
@@ -85,12 +85,13 @@ def drop_dead_parameters(graph: GraphModule) -> list[str]:
     held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
     dead = [name for name, _ in held if name not in used]
     for name in dead:
-        _delete_parameter(graph, name)
+        delete_parameter(graph, name)
     graph.recompile()
     return dead
 
 
-def _delete_parameter(graph: GraphModule, name: str) -> None:
+def delete_parameter(graph: GraphModule, name: str) -> None:
+    """Remove a parameter, and the modules that hold nothing without it."""
     path, _, leaf = name.rpartition(".")
     delattr(graph.get_submodule(path), leaf)
     while path and not list(graph.get_submodule(path).parameters()) and not list(graph.get_submodule(path).buffers()):

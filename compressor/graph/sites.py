@@ -22,6 +22,9 @@ from compressor.graph.provenance import owner
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
 _LOOKED_UP = torch.ops.compressor.packed_embedding.default
+_ROWS = torch.ops.compressor.expert_rows.default
+EXPERT, ROUTER = "Expert", "Router"
+"""Classes of the linear of one expert, and of a linear that chooses experts."""
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
 
@@ -33,7 +36,7 @@ class Site:
     name: str  # module name, "model.layers.0.self_attn.q_proj"; "@2", ... when a module is called again
     node: Node
     input: Node
-    module_class: str  # "Linear", "Conv1D", ...
+    module_class: str  # "Linear", "Conv1D", "Expert", "Router", ...
     weight_name: str
     bias_name: str | None
     in_features: int
@@ -43,7 +46,7 @@ class Site:
 
 def linear_sites(graph: GraphModule) -> list[Site]:
     """List the dense linears whose weight is a parameter, in dataflow order."""
-    sites, seen = [], dict[str, int]()
+    sites, seen, routers = [], dict[str, int](), _routers(graph)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target is not _DENSE or not _is_attribute(node.args[1]):
             continue
@@ -57,7 +60,7 @@ def linear_sites(graph: GraphModule) -> list[Site]:
                 name=name if seen[name] == 1 else f"{name}@{seen[name]}",
                 node=node,
                 input=x,
-                module_class=module_class,
+                module_class=ROUTER if node in routers else module_class,
                 weight_name=weight.target,
                 bias_name=bias.target if _is_attribute(bias) else None,
                 in_features=in_features,
@@ -66,6 +69,21 @@ def linear_sites(graph: GraphModule) -> list[Site]:
             )
         )
     return sites
+
+
+def _routers(graph: GraphModule) -> set[Node]:
+    """Find the linears that choose experts: the last ones in front of the index of experts."""
+    ahead = list({cast(Node, node.args[1]) for node in graph.graph.find_nodes(op="call_function", target=_ROWS)})
+    seen, found = set(ahead), set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node.target in (_DENSE, _PACKED):
+            found.add(node)
+            continue
+        sources = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(sources)
+        ahead += sources
+    return found
 
 
 def packed_sites(graph: GraphModule) -> list[Site]:
@@ -106,14 +124,20 @@ def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
+def family(site: Site) -> tuple[Node, ...]:
+    """Return what a linear reads: its input, or what all experts of its weight pick their rows from."""
+    args = site.input.args
+    return cast("tuple[Node, ...]", args[:2]) if site.input.target is _ROWS else (site.input,)
+
+
 def match_sites(
     sites: Sequence[Site], targets: str | Sequence[str], ignore: str | Sequence[str] = ()
 ) -> tuple[list[Site], list[str]]:
     """Return the sites that a target names and no ignore pattern does, and the patterns that matched nothing.
 
-    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` too), a module name
-    or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
-    matches from the name's beginning, as in llm-compressor.
+    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` and each ``Expert`` too, but
+    no ``Router``), a module name or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a
+    regular expression that matches from the name's beginning, as in llm-compressor.
 
     Raises:
         re.error: a regular expression does not compile, or takes seconds to match (some take years).
@@ -145,7 +169,7 @@ def _find(pattern: str, sites: Sequence[Site]) -> list[Site]:
 
 
 def _matches(pattern: str, site: Site) -> bool:
-    if pattern == site.module_class or (pattern == "Linear" and site.module_class == "Conv1D"):
+    if pattern == site.module_class or (pattern == "Linear" and site.module_class in ("Conv1D", EXPERT)):
         return True
     name = site.name.partition("@")[0]
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

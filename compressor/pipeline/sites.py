@@ -133,6 +133,7 @@ def compress_site(
     rtn_error: float | None = None,
     notes: Sequence[str] = (),
     replace: Callable[[GraphModule, Site, PackedWeight], None] = replace_linear,
+    tokens: int | None = None,
 ) -> None:
     """Replace a dense weight by a packed one and record it, with notes on anything unusual."""
     if set(packed.parts) != set(packed.format.parts(*packed.shape)):
@@ -154,6 +155,7 @@ def compress_site(
         error_of,
         None if rtn_error is None else _short(rtn_error),
         "; ".join(notes),
+        tokens,
     )
     ctx.records.append(record)
 

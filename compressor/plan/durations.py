@@ -105,6 +105,11 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
         fmt = Format.parse(format_name)
         name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
         found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.packed_routed_linear.default):
+        _, _, _, bias, format_name, columns, rows = cast(Any, node.args)
+        fmt = Format.parse(format_name)
+        name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
+        found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":

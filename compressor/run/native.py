@@ -10,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
@@ -72,12 +74,19 @@ class NativeBackend:
 
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
+        graph = as_lowered(graph)
         check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
-        for site in packed_sites(graph):
-            fmt = Format.parse(str(site.node.args[3]))
+        formats = {site.name: str(site.node.args[3]) for site in packed_sites(graph)}
+        routed = torch.ops.compressor.packed_routed_linear.default
+        formats |= {
+            str(node.args[2][0].target): str(node.args[4])
+            for node in graph.graph.find_nodes(op="call_function", target=routed)
+        }
+        for name, format_name in formats.items():
+            fmt = Format.parse(format_name)
             for isa in (self.isa, *self._target.faster()):
                 if reason := packed_linear.supports(fmt, isa):
-                    raise UsageError(f"{site.name}: {fmt.name}: {reason}; take a format without it")
+                    raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""

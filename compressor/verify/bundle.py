@@ -164,8 +164,7 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
             if dense in sizes or not site.bytes_after:
                 _equal(f"{site.site}: bytes_after", site.bytes_after, sizes.get(dense, 0), "it takes")
             continue
-        parts = {part: stored[key] for part in PARTS if (key := f"{site.site}.{part}") in stored}
-        _equal(f"{site.site}: bytes_after", site.bytes_after, _packed_bytes(site.site, site.format, parts), "it takes")
+        _equal(f"{site.site}: bytes_after", site.bytes_after, _site_bytes(stored, site.site, site.format), "it takes")
     listed = sum(entry.bytes for entry in manifest.files.values())
     total = listed + (bundle / MANIFEST).stat().st_size
     _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
@@ -203,6 +202,33 @@ def _header(file: Path) -> dict[str, _Stored]:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     header.pop("__metadata__", None)
     return {name: (entry["dtype"], entry["shape"], tuple(entry["data_offsets"])) for name, entry in header.items()}
+
+
+def _site_bytes(stored: Mapping[str, _Stored], site: str, format_name: str) -> int:
+    """Return the bytes of a site's weight, which for an expert is a slice of its weight's stacked parts.
+
+    Experts that are stored in several formats are stacked by format (``<weight>.kind0``, ...): one has to fit.
+    """
+    parts = {part: stored[key] for part in PARTS if (key := f"{site}.{part}") in stored}
+    weight, _, number = site.rpartition(".")
+    if parts or not number.isdigit():
+        return _packed_bytes(site, format_name, parts)
+    kinds = [weight, *(f"{weight}.kind{i}" for i in range(int(number) + 1))]  # new ones come in the experts' order
+    problem: VerificationError | None = None
+    for kind in kinds:
+        stacked = {part: stored[key] for part in PARTS if (key := f"{kind}.{part}") in stored}
+        try:
+            return _packed_bytes(site, format_name, {part: _slice(entry) for part, entry in stacked.items()})
+        except VerificationError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _slice(entry: _Stored) -> _Stored:
+    """Return what the header would say of one slice along the first dimension."""
+    kind, shape, (begin, end) = entry
+    return kind, shape[1:], (0, (end - begin) // max(1, shape[0] if shape else 1))
 
 
 def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:

@@ -29,6 +29,8 @@ SHOWN = {
     "XGLM",  # heads and batch as one dimension
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
+    "Mixtral",  # experts, stored one by one
+    "DeepSeek 3",  # experts chosen by groups, shared experts, layers without experts
 }
 SHOWN_RECURRENT = {  # with the operators that have a state
     "LFM2": {"causal_convolution", "cached_attention"},

@@ -32,6 +32,10 @@ _N = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions
 _N |= {"bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _DENSE_LATENT = {**_SIZES, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LATENT_EXPERTS = {**_SIZES, **_LATENT, "num_key_value_heads": 4, **_GROUPS, **_LOCAL, "moe_intermediate_size": 32}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", _GROUPED),
@@ -134,6 +138,44 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 64,
             "moe_layers": [],
             "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "Qwen 2, experts": ("Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen 3, experts": ("Qwen3Moe", {**_WIDE, **_EXPERTS}),
+    "OLMoE": ("Olmoe", {**_GROUPED, **_EXPERTS}),
+    "Mixtral": ("Mixtral", {**_WIDE, **_LOCAL}),
+    "Phi, experts": ("Phimoe", {**_GROUPED, **_LOCAL}),
+    "GPT-OSS": ("GptOss", {**_WIDE, **_LOCAL, "sliding_window": 4}),
+    "DeepSeek 2": ("DeepseekV2", {**_LATENT_EXPERTS, "topk_method": "group_limited_greedy"}),
+    "DeepSeek 3": ("DeepseekV3", _LATENT_EXPERTS),
+    "Granite, experts": ("GraniteMoe", {**_GROUPED, **_LOCAL}),
+    "Granite, shared experts": ("GraniteMoeShared", {**_GROUPED, **_LOCAL, "shared_intermediate_size": 32}),
+    "ERNIE 4.5, experts": (
+        "Ernie4_5_Moe",
+        {**_WIDE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
+    ),
+    "GLM 4, experts": ("Glm4Moe", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "GLM 4 Lite": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "dots.llm1": ("Dots1", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "Solar Open": ("SolarOpen", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "EXAONE, experts": (
+        "ExaoneMoe",
+        {**_WIDE, **_EXPERTS, "num_shared_experts": 1, "sliding_window": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "Hunyuan, experts": ("HunYuanMoEV1", {**_WIDE, "num_experts": 4, "moe_topk": 2}),
+    "FlexOlmo": ("FlexOlmo", {**_GROUPED, **_EXPERTS}),
+    "Cohere 2, experts": ("Cohere2Moe", {**_WIDE, **_EXPERTS, "sliding_window": 4}),
+    "AFM": ("Afmoe", {**_WIDE, **_EXPERTS, "num_dense_layers": 1, "sliding_window": 4}),
+    "MiniMax M2": ("MiniMaxM2", {**_WIDE, **_LOCAL}),
+    "JetMoe": ("JetMoe", {**_SIZES, **_LOCAL, "kv_channels": 16}),
+    "Llama 4, experts": (
+        "Llama4Text",
+        {
+            **_WIDE,
+            "attention_chunk_size": 4,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 1,
         },
     ),
     "BERT, decoder": ("Bert", {**_SIZES, "is_decoder": True, "architectures": ["BertLMHeadModel"]}),

@@ -15,15 +15,17 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.lowering.convolutions import fused_convolution
+from compressor.codegen.lowering.experts.converter import ExpertConverter
 from compressor.codegen.lowering.recurrence import RecurrenceConverter
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
+_UNROLLED = 16  # places of a scatter that are written out
 
 
-class Converter(RecurrenceConverter):
+class Converter(ExpertConverter, RecurrenceConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -32,6 +34,9 @@ class Converter(RecurrenceConverter):
             "dense_linear.default": self.dense_linear,
             "packed_linear.default": self.packed_linear,
             "fused_linear": self.fused_linear,
+            "routed_linear.default": self.routed_linear,
+            "packed_routed_linear.default": self.packed_routed_linear,
+            "top_k.default": self.top_k,
             "patches.default": self.patches,
             fused_convolution.__name__: self.convolution,
             "rms_norm.default": self._rms_norm,
@@ -50,6 +55,8 @@ class Converter(RecurrenceConverter):
             "rsub.Scalar": subtract_from,
             "select_scatter.default": put_in_place,
             **self.recurrences(),
+            "masked_fill.Scalar": masked_fill,
+            "scatter.value": scatter_value,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -230,6 +237,40 @@ def reshape(node: fx.Node, importer: Any) -> Any:
     if shape_of(before.meta["val"]) == shape_of(node.meta["val"]):
         return x
     return importer.block_builder.emit(relax.op.reshape(x, sizes))
+
+
+def masked_fill(node: fx.Node, importer: Any) -> Any:
+    """Emit a choice between a number and floats; TVM's own converter fails on infinity."""
+    x, mask, value = importer.retrieve_args(node)[:3]
+    if not str(x.ty.dtype).startswith("float"):
+        return importer._masked_fill(node)
+    return importer.block_builder.emit(relax.op.where(mask, relax.const(float(value), str(x.ty.dtype)), x))
+
+
+def scatter_value(node: fx.Node, importer: Any) -> Any:
+    """Emit rows in which one number takes the chosen places; TVM's own scatter cannot be scheduled."""
+    x, axis, index, value = importer.retrieve_args(node)
+    rank, each = len(x.ty.shape), index.ty.shape[-1]
+    is_last = axis % rank == rank - 1 and _same_symbols(node.args[0], node.args[2])
+    if not is_last or not isinstance(each, tvm.tirx.IntImm) or int(each) > _UNROLLED:
+        return importer._scatter_value(node)
+
+    def scattered(rows: Any, chosen: Any) -> Any:
+        def element(*place: Any) -> Any:
+            found = rows[place]
+            for i in range(int(each)):
+                there = chosen[(*place[:-1], i)] == place[-1].astype("int64")
+                found = tvm.tirx.Select(there, tvm.tirx.const(value, rows.dtype), found)
+            return found
+
+        return te.compute(rows.shape, element, "scattered")
+
+    return importer.block_builder.emit_te(scattered, x, index)
+
+
+def _same_symbols(one: Any, other: Any) -> bool:
+    """Return whether two nodes' values have the same sizes but for the last."""
+    return shape_of(one.meta["val"])[:-1] == shape_of(other.meta["val"])[:-1]
 
 
 def running_sum(node: fx.Node, importer: Any) -> Any:

@@ -25,6 +25,10 @@ _RECURRENT = ("causal_convolution.default", "selective_scan.default", "gated_del
 _ABSENT = {
     **dict.fromkeys(_RECURRENT, "recurrent layers"),
     "patches.default": "convolutions",
+    "join_experts.default": "experts",
+    "routed_linear.default": "experts",
+    "packed_routed_linear.default": "experts",
+    "top_k.default": "experts (the choice of the largest scores)",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
