@@ -97,6 +97,10 @@ class Recorder:
         self.calls: list[AttentionCall] = []
         self.notes: set[str] = set()  # what the user should know
 
+    def is_bidirectional(self, module: str) -> bool:
+        """Return whether the layer that attends now is an encoder's, whose mask is :attr:`mask`."""
+        return self.mask is not None
+
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Remember a layer's new keys and values, and hand them back alone: the operator reads the old ones."""
         if layer_idx in self.keys:
@@ -195,7 +199,7 @@ def _attend(
     request = attention_mask if isinstance(attention_mask, MaskRequest) else None
     recorder.calls.append(AttentionCall(name, sliding_window or 0, request))
     rule = recorder.rules.get(name, MaskRule(sliding_window or 0))
-    if recorder.mask is not None:
+    if recorder.is_bidirectional(name):
         for what, given in {"softcap": softcap, "s_aux": s_aux}.items():
             if given is not None:
                 raise CaptureError(f"{name} asks its attention for {what}, which masked_attention lacks")

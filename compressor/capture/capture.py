@@ -30,6 +30,9 @@ from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps
 from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
+from compressor.capture.seq2seq.computed_weights import computed_weights
+from compressor.capture.seq2seq.inputs import source_call
+from compressor.capture.seq2seq.probe import probe_seq2seq
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_caches
@@ -37,8 +40,9 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
-_LONGEST = ("max_position_embeddings", "max_seq_len")
+_LONGEST = ("max_target_positions", "max_position_embeddings", "max_seq_len")
 """What configurations call the tokens that a model is made for."""
+_LARGE_BUFFER_BYTES = 1 << 12
 _WRAPPER = "hf"  # where the programs of capture/meta_model.py hold the model
 
 
@@ -56,6 +60,8 @@ def capture(
         decoder: ``(ids i64[B, S], position i64[S], keep i64[R], k_cache, v_cache) -> (logits f32[B, R, V], k, v)``,
             caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
             indices along S whose logits are wanted;
+        encoder-decoder: a decoder's inputs, then those of its encoder: ``source i64[B, N]`` and ``source_mask
+            f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolutions`).
@@ -132,7 +138,7 @@ def reexport(graph: GraphModule) -> ExportedProgram:
 
 
 def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
-    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``.
+    """Return example arguments of a text model's graph, and their ``dynamic_shapes``.
 
     Args:
         limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
@@ -147,7 +153,8 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
     caches = empty_caches(info, 2, 7)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
-    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
+    source, source_shapes = source_call(info.encoder_source, batch)
+    return (*args, *source), ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape, *source_shapes)
 
 
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
@@ -171,7 +178,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
-    argument_names = list(inspect.signature(program.forward).parameters)
+    argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
@@ -184,7 +191,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
-    computed = unstored | constants
+    made = computed_weights(model, meta_model.source.names) if meta_model.kind == "seq2seq" else {}
+    computed = unstored | constants | made
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -209,7 +217,8 @@ def _program(
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
         return program, ModelInfo(**facts), (args, shapes), None
-    probed = probe(meta_model, facts["max_positions"])
+    found = probe_seq2seq if meta_model.kind == "seq2seq" else probe
+    probed = found(meta_model, facts["max_positions"])
     info = ModelInfo(**{**facts, **probed.facts})
     with mode:
         return probed.program, info, example_call(info, limited=probed.self_made), probed
@@ -236,7 +245,7 @@ def _bind(
         if node.op != "get_attr":
             continue
         name, tensor = node.target, read(node.target).detach()
-        if name in buffers:
+        if name in buffers and not (info.kind == "seq2seq" and _is_large(tensor)):
             tensors[name] = tensor
             continue
         if name in layout.transposed:
@@ -253,6 +262,11 @@ def _bind(
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
     module.meta["rules"] = layout.outcomes
     return module
+
+
+def _is_large(buffer: Tensor) -> bool:
+    """Return whether a buffer is too large for a constant of the kernels' program, and is stored with the weights."""
+    return buffer.is_floating_point() and buffer.nbytes > _LARGE_BUFFER_BYTES
 
 
 def _example(given: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
+from compressor.graph.encoder_decoder import encoder_nodes
 from compressor.graph.model import PREPROCESSOR, ModelInfo
 
 if TYPE_CHECKING:
@@ -90,7 +91,10 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
     if info.kind == "module":
         read |= {"inputs": input_facts(graph)}
         read |= {"outputs": graph.meta["outputs"]} if graph.meta["outputs"] else {}
-    return {**dataclasses.asdict(info), **read}
+    described = dataclasses.asdict(info)
+    if info.encoder_source is None:
+        del described["encoder_source"]
+    return {**described, **read}
 
 
 def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
@@ -108,12 +112,16 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:
-    """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
-    total = 0
+    """Bytes of parameters that one token reads: all but those of an encoder-decoder's encoder, and of a table that only
+    an embedding uses one row.
+    """
+    total, once = 0, set(encoder_nodes(graph))
     users: dict[str, set[Any]] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
-        users.setdefault(str(node.target), set()).update(user.target for user in node.users)
+        users.setdefault(str(node.target), set()).update(user.target for user in node.users if user not in once)
     for name, parameter in graph.named_parameters():
+        if once and not users.get(name):
+            continue
         size_bytes = parameter.numel() * parameter.element_size()
         only_embedding = users.get(name) == {torch.ops.aten.embedding.default}
         total += size_bytes // parameter.shape[0] if only_embedding else size_bytes

@@ -14,8 +14,10 @@ from tvm import relax, te
 from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
+from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.errors import VerificationError
 from compressor.formats.cache import CacheFormat
 from compressor.graph.matching import shape_of
 
@@ -118,6 +120,11 @@ class Converter(LinearConverter):
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
         batch, heads, length, width = q.ty.shape
+        if mask is None:
+            shown = relax.op.ones([batch, k.ty.shape[2]], "float32")
+            mask = importer.block_builder.emit(shown)
+        if not _same_length(node):
+            return self._cross_attention(node, importer, mask)
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
         given = [x if row is None else importer.env[row] for x, row in zip((q, k, v), rows, strict=True)]
@@ -140,6 +147,18 @@ class Converter(LinearConverter):
         kernel = self.kernel(importer, name, make)
         operands = [*given, mask, *(given_bias if own else [])]
         return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
+
+    def _cross_attention(self, node: fx.Node, importer: Any, mask: Any) -> Any:
+        q, k, v, _, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        if window or bias is not None:
+            raise VerificationError(f"{node.name}: attention to an encoder's output within a window, or with a bias")
+        batch, heads, length, width = q.ty.shape
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        name = f"cross_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        make = lambda: (cross_attention(*shape), {"family": "cross_attention"})  # noqa: E731
+        out = relax.TensorType([batch, length, heads, width], "float32")
+        call = relax.call_tir(self.kernel(importer, name, make), [q, k, v, mask], out_ty=out)
+        return importer.block_builder.emit(call)
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -171,6 +190,12 @@ def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
     out = relax.TensorType([batch, new, heads, width], "float32")
     call = relax.op.call_tir_inplace(kernel, relax.Tuple(args), [-1, 3, 4], [out, *caches])
     return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
+
+
+def _same_length(node: fx.Node) -> bool:
+    """Return whether attention has as many queries as keys, of the same tokens."""
+    q, k = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+    return shape_of(q)[2] == shape_of(k)[2]
 
 
 def _tokens_first(arg: Any) -> fx.Node | None:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
 from compressor_runtime.generation import Generation, TextStream, choose
 from compressor_runtime.manifest import (
+    GENERATING,
     LIBRARY,
     MEASUREMENTS,
     TOKENIZER,
     checked_model,
+    entry_indices,
     field,
     member,
     read_json,
     read_manifest,
 )
 from compressor_runtime.session import Session
+from compressor_runtime.source.encoding import encode_source, without, wrong_source
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
@@ -67,10 +70,14 @@ class Bundle:
 
     def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str = LIBRARY) -> None:
         self.path, self.manifest, self.threads, self.library = root, manifest, threads, library
-        self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder" or "module"
+        self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder", "seq2seq" or "module"
         self.model = checked_model(manifest)
         self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
-        self._parameters = tvm_ffi.convert([to_tvm(array) for array in read_parameters(root, manifest)])
+        if self.kind == "seq2seq" and wrong_source(self.model):
+            raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
+        arrays = [to_tvm(array) for array in read_parameters(root, manifest)]
+        used = entry_indices(manifest)
+        self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
         self.vm = Vm(member(root, library), threads)
 
     @cached_property
@@ -172,9 +179,23 @@ class Bundle:
         hidden: NDArray[np.float32] = self._run([tokens, kept.astype(np.float32)])
         return hidden
 
-    def session(self, batch: int = 1, capacity: int = 256) -> Session:
-        """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow."""
+    def session(
+        self, batch: int = 1, capacity: int = 256, source: ArrayLike | None = None, source_mask: ArrayLike | None = None
+    ) -> Session:
+        """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow.
+
+        Args:
+            source: an encoder-decoder's: whole numbers [B, N].  The encoder runs here, once.
+            source_mask: [B, N], 1 for tokens and 0 for padding; None for no padding.
+        Raises:
+            RequestError: no model that generates, no source or one too many, or a source that the encoder cannot read.
+        """
         self._check_generates()
+        if self.kind == "seq2seq":
+            memory = encode_source(self.model, partial(self.call, entry="encode"), source, source_mask, batch)
+            return Session(self.model, self.limit, self.call, batch, capacity, memory)
+        if source is not None or source_mask is not None:
+            raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
         return Session(self.model, self.limit, self.call, batch, capacity)
 
     def generate(
@@ -189,6 +210,8 @@ class Bundle:
         stop: int | str | Iterable[int | str] = (),
     ) -> Generation:
         """Continue a prompt; the result yields pieces of text as soon as they are certain.
+
+        An encoder-decoder reads the prompt as its source, and generates what its decoder says to it.
 
         Args:
             prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.
@@ -207,7 +230,8 @@ class Bundle:
         tokens = self.generate_ids(
             ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
         )
-        return Generation(ids, tokens, TextStream(self.tokenizer, ids), texts)
+        before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
+        return Generation(ids, tokens, TextStream(self.tokenizer, before), texts)
 
     def generate_ids(
         self,
@@ -229,16 +253,21 @@ class Bundle:
         temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
         seed = None if seed is None else whole("seed", seed, 0)
         ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
-        session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
-        session.make_room(ids.shape[1])
+        facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
+        first, source = (ids, None) if facts is None else (np.array([facts["start_ids"]]), ids)
+        session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
+        session.make_room(first.shape[1])
         ends: dict[int, str] = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
         ends |= dict.fromkeys(self.model["eos_ids"], "eos_token")
         generator = np.random.default_rng(seed)
 
         def tokens() -> Generator[int, None, str]:
-            step = ids
-            for _ in range(max_tokens):
-                token = choose(session.step(step)[0, -1], generator, temperature, top_k, top_p)
+            step = first
+            for count in range(max_tokens):
+                if facts is not None and facts["forced_eos_id"] is not None and count == max_tokens - 1:
+                    break  # transformers puts the end in the last token's place
+                logits = without(session.step(step)[0, -1], facts, count == 0)
+                token = choose(logits, generator, temperature, top_k, top_p)
                 if token in ends:
                     return ends[token]
                 yield token
@@ -250,7 +279,7 @@ class Bundle:
         return tokens()
 
     def _check_generates(self) -> None:
-        if self.kind != "decoder":
+        if self.kind not in GENERATING:
             raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
@@ -282,7 +311,8 @@ class Bundle:
             seconds.append(time.perf_counter() - begin)
         return words.nbytes / min(seconds)
 
-    def call(self, *tensors: Any) -> Any:
+    def call(self, *tensors: Any, entry: str = "main") -> Any:
         """Call the library with 64-byte aligned tensors and the parameters; return the result as numpy, not copied."""
-        result = self.vm.call(self.vm.main, *tensors, self._parameters)
+        function = self.vm.main if entry == "main" else self.vm.functions[entry]
+        result = self.vm.call(function, *tensors, self._parameters[entry])
         return np.from_dlpack(result) if isinstance(result, tvm_ffi.Tensor) else [np.from_dlpack(r) for r in result]
