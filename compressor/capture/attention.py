@@ -216,7 +216,7 @@ def _attend(
     if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
     recorder.attended.add(layer)
-    if is_causal is False:
+    if is_causal is False and request is None:
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
     width, query, key, value = value.shape[-1], *_of_one_width(query, key, value)
     # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.

@@ -31,7 +31,7 @@ from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.seq2seq.computed_weights import computed_weights
-from compressor.capture.seq2seq.inputs import source_call
+from compressor.capture.seq2seq.inputs import source_call, with_least_source
 from compressor.capture.seq2seq.probe import probe_seq2seq
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
@@ -175,6 +175,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     fake_parameters(model, mode)
     program, info, (args, shapes), probed = _program(meta_model, facts, mode)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
+    info = with_least_source(info, exported)
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}

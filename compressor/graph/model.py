@@ -24,6 +24,7 @@ class SourceInfo:
         reads: ``tokens``: ids int64 [B, N] and a mask float32 [B, N]; ``audio``: samples or features, float32.
         shape: of one source, without the batch; a size that may vary is 0.
         max_positions: the longest source in tokens, or along the size that varies; 0 where no limit is stated.
+        min_positions: the shortest; convolutions look at several samples at once.
         start_ids: what the decoder reads first.
         suppressed_ids: tokens that are never generated.
         first_suppressed_ids: tokens that are not generated first.
@@ -39,6 +40,7 @@ class SourceInfo:
     first_suppressed_ids: tuple[int, ...] = ()
     forced_eos_id: int | None = None
     features: Mapping[str, Any] = field(default_factory=dict)
+    min_positions: int = 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compressor.capture.attention import mask_requests, mask_rules
+from compressor.capture.attention import mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import MetaModel
 from compressor.capture.recognition.probe import Probed
@@ -43,7 +43,7 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     given = example_source(info)
     mask = given[1] if len(given) > 1 else None
     recorder = SourceRecorder(program.names, position=position, source_mask=mask)
-    with torch.no_grad(), mask_requests(), error_context(model, name):
+    with torch.no_grad(), error_context(model, name):
         program.run(recorder, ids, torch.zeros(3, dtype=torch.int64), given[0])
     layers = len(recorder.keys)
     if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.crossing) != layers:

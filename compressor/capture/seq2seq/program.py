@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.capture.attention import MaskRule, Recorder, recording
+from compressor.capture.attention import MaskRule, Recorder, mask_requests, recording
 from compressor.capture.meta_model import cache_argument
 
 _POSITIONS = ("decoder_position_ids",)
@@ -80,6 +80,7 @@ def _both_caches(recorder: SourceRecorder) -> Any:
         is_compileable = False
         is_sliding: Any = []
         is_linear: Any = []
+        is_dummy: Any = []
 
         def __init__(self) -> None:
             self.self_attention_cache, self.cross_attention_cache = recorder, _Crossing(recorder)
@@ -131,7 +132,8 @@ class Seq2SeqProgram(nn.Module):
         if self.positions:
             extra[self.positions] = recorder.position[None]
         read = {self.audio: source} if self.audio else {"input_ids": source, "attention_mask": recorder.mask}
-        with recording(recorder):
+        # With a mask, models do not ask whether there are several tokens, which would fix their number.
+        with recording(recorder), mask_requests():
             out = self.hf(**read, decoder_input_ids=ids, use_cache=True, **extra)
         layers = sorted(recorder.keys)
         logits = out.logits[:, keep]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from compressor.capture.seq2seq.audio import audio_source, whisper_start
 from compressor.errors import CaptureError
 from compressor.graph.model import SourceInfo
 
@@ -73,12 +74,13 @@ def source_info(meta_model: MetaModel, audio: str) -> SourceInfo:
     config, given = meta_model.model.config, meta_model.generation
     suppressed = {*_ids(given, "suppress_tokens"), *_bad_words(given, meta_model.eos_ids)}
     forced_eos = given.get("forced_eos_token_id")
-    if audio:
-        raise CaptureError(f"{meta_model.name}: models of sound are not covered")
+    read = audio_source(meta_model, audio) if audio else None
+    longest = next(filter(None, (getattr(config, key, 0) for key in _LONGEST)), 0)
     return SourceInfo(
-        reads="tokens",
-        shape=(0,),
-        max_positions=next(filter(None, (getattr(config, key, 0) for key in _LONGEST)), 0),
+        reads="audio" if read else "tokens",
+        shape=read.shape if read else (0,),
+        max_positions=read.max_positions if read else longest,
+        features=read.features if read else {},
         start_ids=_start(meta_model, given),
         suppressed_ids=tuple(sorted(suppressed)),
         first_suppressed_ids=tuple(_ids(given, "begin_suppress_tokens")),
@@ -104,6 +106,8 @@ def _start(meta_model: MetaModel, given: Mapping[str, Any]) -> tuple[int, ...]:
     for key, value in (("decoder_start_token_id", start), ("forced_bos_token_id", forced)):
         if type(value) is not int and not (value is None and key.startswith("forced")):
             raise CaptureError(f"{meta_model.name}: {key} is {value!r:.80}; state one token in generation_config.json")
+    if "no_timestamps_token_id" in given or "forced_decoder_ids" in given:
+        return whisper_start(start, given)
     return (start,) if forced is None else (start, forced)  # type: ignore[return-value]
 
 

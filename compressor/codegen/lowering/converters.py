@@ -47,6 +47,8 @@ class Converter(LinearConverter):
             "view.default": reshape,
             "cumsum.default": running_sum,
             "index.Tensor": index_rows,
+            "group_norm.default": group_norm,
+            "flatten.using_ints": flatten,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -235,6 +237,29 @@ def reshape(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.reshape(x, sizes))
 
 
+def flatten(node: fx.Node, importer: Any) -> Any:
+    """Emit dimensions as one; see :func:`_last_as_one`."""
+    x, *dims = importer.retrieve_args(node)
+    merged = _last_as_one(x) if dims in ([-2], [-2, -1]) else None
+    return importer._flatten(node) if merged is None else importer.block_builder.emit_te(merged, x)
+
+
+def _last_as_one(x: Any) -> Any:
+    """Return what puts the last two dimensions together, where an earlier one is computed from another size, as behind
+    convolutions: TVM takes seconds to simplify the indices of its own reshape there.  None elsewhere.
+    """
+    sizes, plain = list(x.ty.shape), (tvm.tirx.IntImm, tvm.tirx.Var)
+    if all(isinstance(size, plain) for size in sizes) or not all(isinstance(n, tvm.tirx.IntImm) for n in sizes[-2:]):
+        return None
+    width = int(sizes[-1])
+
+    def merged(given: Any) -> Any:
+        shape = [*sizes[:-2], int(sizes[-2]) * width]
+        return te.compute(shape, lambda *at: given[(*at[:-1], at[-1] // width, at[-1] % width)], "last_as_one")
+
+    return merged
+
+
 def running_sum(node: fx.Node, importer: Any) -> Any:
     """Emit sums of all places up to each, such as those that count the tokens in front of one; TVM lowers none of its
     own for lengths that vary.  They take time with the square of the length.
@@ -264,6 +289,23 @@ def index_rows(node: fx.Node, importer: Any) -> Any:
         return importer._index_tensor(node)
     ((axis, index),) = given
     return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
+
+
+def group_norm(node: fx.Node, importer: Any) -> Any:
+    """Emit a norm over all channels and a length that varies, for which TVM's own kernel has no schedule here."""
+    x, groups, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
+    _, channels, *rest = x.ty.shape
+    if groups != 1 or all(isinstance(size, tvm.tirx.IntImm) for size in rest):
+        return importer._group_norm(node)
+    emit, op, axes = importer.block_builder.emit, relax.op, list(range(1, 2 + len(rest)))
+    centred = emit(op.subtract(x, emit(op.mean(x, axes, keepdims=True))))
+    spread = emit(op.mean(emit(op.multiply(centred, centred)), axes, keepdims=True))
+    result = emit(op.multiply(centred, emit(op.rsqrt(emit(op.add(spread, relax.const(float(eps), "float32")))))))
+    for parameter, combine in ((weight, op.multiply), (bias, op.add)):
+        if parameter is not None:
+            by_channel = emit(op.reshape(parameter, [1, int(channels), *[1] * len(rest)]))
+            result = emit(combine(result, by_channel))
+    return result
 
 
 def _same_symbol(one: object, other: object) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,10 +32,11 @@ from compressor_runtime.manifest import (
     read_manifest,
 )
 from compressor_runtime.session import Session
-from compressor_runtime.source.encoding import encode_source, without, wrong_source
+from compressor_runtime.source.encoding import encode_source, source_of_prompt, without, wrong_source
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
+Prompt: TypeAlias = str | os.PathLike[str] | ArrayLike
 _PART_BYTES = 3 << 19
 """Bytes a thread of the largest value in a part of a batch: three quarters of a second-level cache."""
 
@@ -200,7 +201,7 @@ class Bundle:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
@@ -214,7 +215,8 @@ class Bundle:
         An encoder-decoder reads the prompt as its source, and generates what its decoder says to it.
 
         Args:
-            prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.
+            prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.  A model of speech
+                takes a WAV file's path, or samples float32 in a row.
             max_tokens: at most so many new tokens; fewer when the model's last position is reached.
             temperature: 0 takes the likeliest token, above 0 samples.
             top_k: sample among the k likeliest only; 0 for no limit.
@@ -226,16 +228,16 @@ class Bundle:
         """
         self._check_generates()
         ends, texts = stops_of(stop)
-        ids = self._prompt_ids(prompt)
+        ids = self._prompt_ids(prompt) if self._reads_tokens else []
         tokens = self.generate_ids(
-            ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
+            ids or prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
         )
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts)
 
     def generate_ids(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
@@ -252,9 +254,11 @@ class Bundle:
         max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
         temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
         seed = None if seed is None else whole("seed", seed, 0)
-        ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
         facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
-        first, source = (ids, None) if facts is None else (np.array([facts["start_ids"]]), ids)
+        if facts is None:
+            first, source = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"]), None
+        else:
+            first, source = np.array([facts["start_ids"]]), source_of_prompt(self.model, prompt, self._prompt_ids)
         session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
         session.make_room(first.shape[1])
         ends: dict[int, str] = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
@@ -278,11 +282,15 @@ class Bundle:
 
         return tokens()
 
+    @property
+    def _reads_tokens(self) -> bool:
+        return self.kind == "decoder" or self.model["encoder_source"]["reads"] == "tokens"
+
     def _check_generates(self) -> None:
         if self.kind not in GENERATING:
             raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             try:
                 ids = self.tokenizer.encode(prompt).ids

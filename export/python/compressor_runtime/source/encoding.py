@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from compressor_runtime.arguments import array, token_ids
 from compressor_runtime.errors import RequestError
+from compressor_runtime.source.features import source_of
+from compressor_runtime.source.wave_file import read_wave
 from compressor_runtime.tensors import to_tvm
 
 
@@ -19,7 +22,7 @@ def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, 
     Args:
         model: the manifest's facts.
         call: the library's ``encode``.
-        source: whole numbers [B, N].
+        source: whole numbers [B, N]; of models of sound, what :func:`source_of` gives, one or several of one length.
         mask: [B, N], 1 for tokens and 0 for padding, at least one token a row; None for no padding.
     Raises:
         RequestError: shapes that do not agree, ids out of range, or more tokens than the encoder has positions.
@@ -27,7 +30,10 @@ def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, 
     facts = model["encoder_source"]
     if source is None:
         raise RequestError("an encoder-decoder's session begins with a source: give token ids [batch, tokens]")
-    inputs = _tokens(facts, model["vocab_size"], source, mask)
+    if facts["reads"] == "audio":
+        inputs = [_sound(facts, source, mask)]
+    else:
+        inputs = _tokens(facts, model["vocab_size"], source, mask)
     if len(inputs[0]) != batch:
         raise RequestError(f"a source of {len(inputs[0])} sequences, for a session of {batch}")
     given = [to_tvm(x) for x in inputs]
@@ -47,6 +53,36 @@ def _tokens(facts: dict[str, Any], vocab_size: int, source: ArrayLike, mask: Arr
     if not (kept != 0).any(axis=1).all():
         raise RequestError("source_mask: a row is all padding; give each at least one token")
     return [tokens, kept]
+
+
+def _sound(facts: dict[str, Any], source: ArrayLike, mask: ArrayLike | None) -> NDArray[np.float32]:
+    values = array("source", source)
+    shape, least = facts["shape"], facts.get("min_positions", 1)
+    fits = values.ndim == 1 + len(shape) and values.dtype.kind == "f"
+    fits = fits and all(n == size if size else n >= least for n, size in zip(values.shape[1:], shape, strict=True))
+    if not fits or mask is not None:
+        wanted = ["batch", *(size or f"{least} or more" for size in shape)]
+        raise RequestError(f"source: {values.dtype} {list(values.shape)}; give float32 {wanted}, and no mask")
+    return values.astype(np.float32)
+
+
+def source_of_prompt(model: dict[str, Any], prompt: Any, tokenize: Callable[[Any], list[int]]) -> Any:
+    """Return the source that a prompt stands for: token ids of a text; of sound, in a file or as samples, its features.
+
+    Args:
+        tokenize: text, or token ids in a row -> checked token ids.
+    Raises:
+        RequestError: the sound cannot be used.
+    """
+    facts = model["encoder_source"]
+    if facts["reads"] == "tokens":
+        return np.array([tokenize(prompt)])
+    if isinstance(prompt, str | os.PathLike):
+        return source_of(read_wave(prompt, facts["features"]["sampling_rate"]), facts)
+    samples = array("prompt", prompt)
+    if samples.ndim != 1 or samples.dtype.kind != "f":
+        raise RequestError(f"prompt: {samples.dtype} {list(samples.shape)}; give a WAV file, or samples float32 in a row")
+    return source_of(samples.astype(np.float32), facts)
 
 
 def without(logits: NDArray[np.float32], facts: dict[str, Any] | None, first: bool) -> NDArray[np.float32]:

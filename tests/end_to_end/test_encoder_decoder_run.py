@@ -1,0 +1,144 @@
+"""Encoder-decoders through recipes: what their bundles generate is what transformers generates with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from encoder_decoders import TEXT, VOCAB, relative, save, take_packed_weights
+
+import compressor
+import compressor.run.job
+from compressor.capture.capture import capture
+from compressor.cli.commands import main
+from compressor.evaluate.comparison import Speed
+from compressor.pipeline.context import Context
+from compressor.recipe.recipe import Recipe
+from compressor.runtime import RequestError
+
+LENGTH = 9
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the comparison of speeds, which waits for gates on them."""
+    monkeypatch.setattr(compressor.run.job, "measure_speed", lambda *_, **__: Speed({}, {}))
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def write_text(file: Path) -> Path:
+    rng = np.random.default_rng(0)
+    file.write_text("\n".join(" ".join(f"w{i}" for i in rng.integers(3, VOCAB, 20)) for _ in range(60)))
+    return file
+
+
+def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
+    write_text(folder / "text.txt")
+    content = {
+        "model": "model",
+        "calibration": {"text": "text.txt", "samples": 8, "sequence_length": 32},
+        "evaluation": {"tokens": 128, "window": 64, "stride": 32},
+        "passes": passes,
+        "tune": "off",
+        "gates": {"kl_divergence": "<= 1", "batch_independent": True},
+        **more,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
+    """Return what transformers generates greedily, behind the tokens that the decoder begins with."""
+    found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
+    return [int(token) for token in found[0, 1:]]
+
+
+def dense_of(folder: Path, passes: list[Any]) -> Any:
+    """Return the compressed graph in PyTorch."""
+    recipe = Recipe.from_dict({"model": str(folder), "passes": passes})
+    graph = capture(folder)
+    for step in recipe.passes:
+        graph = step.run(graph, Context())
+    return graph
+
+
+def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
+    cls, options = TEXT["BART"]
+    # Else a random model repeats the token that it is given.
+    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False, "scale_embedding": True})
+    model.generation_config.update(suppress_tokens=[2], forced_eos_token_id=None)  # else it ends at once
+    model.generation_config.save_pretrained(tmp_path / "model")
+    done = command("run", recipe_of(tmp_path, passes), "-o", tmp_path / "bundle", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert {"kl_divergence", "perplexity", "top1_agreement", "batch_independent"} <= set(result)
+    bundle = compressor.load(tmp_path / "bundle")
+    take_packed_weights(model, dense_of(tmp_path / "model", passes))
+
+    rng = np.random.default_rng(2)
+    source, ids, mask = rng.integers(3, VOCAB, (2, 7)), rng.integers(3, VOCAB, (2, LENGTH)), np.ones((2, 7))
+    mask[1, 4:] = 0
+    prompt = bundle.session(2, 4, source, mask).step(ids, np.arange(LENGTH))
+    exact = model.double()(*(torch.from_numpy(x) for x in (source, mask)), decoder_input_ids=torch.from_numpy(ids))
+    assert relative(prompt, exact.logits) < 1e-4
+    session = bundle.session(2, 4, source, mask)
+    steps = [session.step(ids[:, :3], np.arange(3)), *(session.step(ids[:, [i]]) for i in range(3, LENGTH))]
+    assert relative(np.concatenate(steps, 1), prompt) < 1e-5
+
+    tokens = expected_tokens(model, torch.from_numpy(source[:1]), 12)
+    assert list(bundle.generate_ids(source[0], max_tokens=12)) == tokens and len(set(tokens)) > 2
+    words = " ".join(f"w{i}" for i in source[0])
+    generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", words, "--json").stdout)
+    assert generated["text"] == bundle.tokenizer.decode(tokens[: generated["new_tokens"]])
+    assert generated["prompt_tokens"] == 7 and generated["finish_reason"] == "length"
+
+    for path in (tmp_path / "bundle", tmp_path / "model"):
+        timed = command("bench", path, "--prompt-tokens", 6, "--new-tokens", 4, "--repeats", 1, "--json")
+        assert json.loads(timed.stdout)["prefill_tokens_per_s"] > 0
+    checked = command("verify", tmp_path / "bundle", "--json")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["verified"]
+    with pytest.raises(RequestError, match="begins with a source"):
+        bundle.session()
+    with pytest.raises(RequestError, match="at most 64 tokens"):
+        bundle.session(1, 1, np.full((1, 65), 3))
+    with pytest.raises(RequestError, match="all padding"):
+        bundle.session(1, 1, source[:1], 0 * mask[:1])
+
+
+def test_calibrated_passes_see_both_halves(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    options = {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}
+    save(tmp_path / "model", *TEXT["Marian"])
+    file = recipe_of(tmp_path, [{"gptq": options}], gates={})
+    done = command("run", file, "-o", tmp_path / "bundle", "--json")
+    assert done.exit_code == 0, done.output
+    better = json.loads(done.stdout)["kl_divergence"]
+    sites = json.loads((tmp_path / "bundle" / "manifest.json").read_text())["sites"]
+    assert len(sites) == 6 + 2 * 10 and all(site["format"] == "W4A16_G32" for site in sites)
+    bundle = compressor.load(tmp_path / "bundle")
+    assert len(list(bundle.generate_ids([5, 6, 7], max_tokens=5))) <= 4  # the last would be the forced end
+    assert better < 1
+
+
+def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
+    save(tmp_path / "model", *TEXT["BART"])
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*"}}]
+    done = command("run", recipe_of(tmp_path, passes, target="webgpu"), "-o", tmp_path / "bundle")
+    assert done.exit_code == 2 and "this is an encoder-decoder; take the target x86" in done.output.replace("\n", " ")
+    for refused in ("squeezellm", "kv_cache"):
+        options = {"scheme": "INT8"} if refused == "kv_cache" else {}
+        done = command("plan", recipe_of(tmp_path, [{refused: options}]), "--json")
+        print(refused, done.output)
+    assert not (tmp_path / "bundle").exists()
