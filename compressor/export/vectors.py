@@ -28,7 +28,7 @@ from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.host.tensor_files import release
 from compressor.ops.linear import packed_product
 
-_PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
+_PROMPT_TOKENS, _STEPS, _BATCH, _SAMPLES = 16, 2, 2, 4000
 _ROWS, _COLUMNS = 64, 1024
 _BITS = 16
 _TOLERANCE = 1e-3
@@ -113,7 +113,10 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
 
 
 def _source(info: SourceInfo, vocab_size: int) -> dict[str, Tensor]:
-    """Return what an encoder reads: fewer tokens than the decoder, and half of the second row is padding."""
+    """Return what an encoder reads: fewer tokens than the decoder, and half of the second row is padding; or noise."""
+    if info.reads == "audio":
+        shape = [_BATCH, *(size or _SAMPLES for size in info.shape)]
+        return {"source": torch.as_tensor(np.random.default_rng(1).normal(0, 0.1, shape).astype(np.float32))}
     length = max(1, min(_PROMPT_TOKENS, info.max_positions or _PROMPT_TOKENS) - 1)
     ids = np.random.default_rng(1).integers(0, vocab_size, (_BATCH, length))
     mask = np.ones(ids.shape, np.float32)

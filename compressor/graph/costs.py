@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph.caches import empty_caches
-from compressor.graph.encoder_decoder import source_inputs
+from compressor.graph.encoder_decoder import priced_source
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
@@ -94,7 +94,7 @@ def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, p
         if info.kind == "encoder":
             return [ids, torch.ones(batch, length)]
         caches = empty_caches(info, batch, max(1, past))
-        source = source_inputs(info, torch.zeros(batch, past or length, dtype=torch.int64))
+        source = priced_source(info, batch, past or length)
         return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *caches, *source]
 
 

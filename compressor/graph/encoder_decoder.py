@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 
 SOURCE, SOURCE_MASK = "source", "source_mask"
 """Names of the encoder's inputs; they come after the decoder's."""
+_SAMPLES = 160_000  # ten seconds
 _SIZE = torch.ops.aten.sym_size.int
 
 
@@ -38,8 +40,19 @@ def source_inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
         ids: int64 [B, S], of the decoder.
     Returns:
         Nothing for models that are not encoder-decoders.
+    Raises:
+        UsageError: the encoder reads sound.
     """
+    if info.hears:
+        raise UsageError(f"{info.name}: its encoder reads sound, of which there is none here")
     return [] if info.encoder_source is None else [ids, torch.ones(ids.shape, dtype=torch.float32)]
+
+
+def priced_source(info: ModelInfo, batch: int, tokens: int) -> list[Tensor]:
+    """Return the encoder's inputs for estimates: so many tokens, or ten seconds of sound."""
+    if info.encoder_source is None or info.encoder_source.reads == "tokens":
+        return source_inputs(info, torch.zeros(batch, tokens, dtype=torch.int64))
+    return [torch.zeros(batch, *(size or _SAMPLES for size in info.encoder_source.shape))]
 
 
 def encoder_nodes(graph: GraphModule) -> list[Node]:

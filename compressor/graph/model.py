@@ -68,6 +68,11 @@ class ModelInfo:
     encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq
 
     @property
+    def hears(self) -> bool:
+        """Whether it is an encoder-decoder that reads sound."""
+        return self.encoder_source is not None and self.encoder_source.reads == "audio"
+
+    @property
     def generates(self) -> bool:
         """Whether it predicts tokens one after another, from caches."""
         return self.kind in ("decoder", "seq2seq")

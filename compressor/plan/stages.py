@@ -116,7 +116,7 @@ class Costs:
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
             seconds["evaluate"] = child + prices.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
-        if info.generates:
+        if info.generates and not info.hears:
             prompt_tokens = bounds[0].tokens
             once = set(encoder_nodes(graph))
             step = node_costs(graph, 1, 1, prompt_tokens, rows=1)

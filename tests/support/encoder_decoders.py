@@ -117,6 +117,10 @@ def save(folder: Path, cls: str, options: dict[str, Any]) -> Any:
     """Save a family's model in a folder with a tokenizer, and return it."""
     model = make(cls, options)
     model.save_pretrained(folder)
+    if cls == "Moonshine":
+        transformers.Wav2Vec2FeatureExtractor(do_normalize=False).save_pretrained(folder)
+    if cls == "Whisper":
+        transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=320).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
