@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from encoder_decoders import TEXT, VOCAB, relative, save, take_packed_weights
+from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save, take_packed_weights
 
 import compressor
 import compressor.run.job
@@ -137,8 +138,39 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
     passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*"}}]
     done = command("run", recipe_of(tmp_path, passes, target="webgpu"), "-o", tmp_path / "bundle")
     assert done.exit_code == 2 and "this is an encoder-decoder; take the target x86" in done.output.replace("\n", " ")
-    for refused in ("squeezellm", "kv_cache"):
-        options = {"scheme": "INT8"} if refused == "kv_cache" else {}
-        done = command("plan", recipe_of(tmp_path, [{refused: options}]), "--json")
-        print(refused, done.output)
+    for step, reason in (
+        ({"kv_cache": {"scheme": "INT8_G16"}}, "is not a decoder, whose caches alone are packed"),
+        ({"squeezellm": {"bits": 4, "targets": "re:.*"}}, "gradients are not followed through an encoder-decoder"),
+    ):
+        done = command("plan", recipe_of(tmp_path, [step]))
+        assert done.exit_code == 2 and reason in " ".join(done.output.split()), done.output
     assert not (tmp_path / "bundle").exists()
+
+
+def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["proj_out"]}}]
+    cls, options = SPEECH["Moonshine"]
+    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False})
+    recipe = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off"}
+    bundle = compressor.compress(None, recipe, tmp_path / "bundle")
+    take_packed_weights(model, dense_of(tmp_path / "model", passes))
+    samples = (0.3 * np.sin(np.arange(6000) ** 1.2 / 50)).astype(np.float32)
+    file = tmp_path / "speech.wav"
+    with wave.open(str(file), "wb") as stream:
+        stream.setparams((1, 2, 16_000, 0, "NONE", ""))
+        stream.writeframes((samples * 32767).astype("<i2").tobytes())
+    heard = torch.from_numpy((samples * 32767).astype("<i2") / np.float32(32768))[None]
+    tokens = expected_tokens(model, heard, 10)
+    assert list(bundle.generate_ids(file, max_tokens=10)) == tokens and len(set(tokens)) > 1
+    generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", file, "--json").stdout)
+    assert generated["text"].split()[:3] == bundle.tokenizer.decode(tokens).split()[:3]
+    with wave.open(str(file), "wb") as stream:
+        stream.setparams((2, 2, 8_000, 0, "NONE", ""))
+        stream.writeframes(b"\0" * 400)
+    for path, reason in ((file, "2 channels at 8000"), (tmp_path / "none.wav", "not a WAV file")):
+        done = command("generate", tmp_path / "bundle", "--prompt", path)
+        assert done.exit_code == 2 and reason in done.output
+    (tmp_path / "text.txt").write_text("w5 " * 999)
+    done = command("run", recipe_of(tmp_path, passes), "-o", tmp_path / "other")
+    assert done.exit_code == 2 and "reads sound" in done.output and not (tmp_path / "other").exists()

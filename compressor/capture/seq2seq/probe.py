@@ -49,7 +49,8 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.crossing) != layers:
         raise CaptureError(
             f"{name}: {layers} layers of {type(model).__name__} store keys and values in a cache, and "
-            f"{len(recorder.crossing)} attend to the encoder's output; every layer of the decoder must do both"
+            f"{len(recorder.crossing)} attend to the encoder's output through transformers' attention interface; "
+            "every layer of the decoder must do both"
         )
     sizes = {(int(x.shape[1]), int(x.shape[3])) for x in (*recorder.keys.values(), *recorder.values.values())}
     if len(sizes) != 1:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoder_decoders import POSITIONS, TEXT, VOCAB, make, relative, save, steps_of
+from encoder_decoders import POSITIONS, SPEECH, TEXT, VOCAB, make, relative, save, steps_of
 
 from compressor.capture.capture import capture
+from compressor.capture.seq2seq.audio import whisper_start
 from compressor.errors import CaptureError
 
 transformers = pytest.importorskip("transformers")
@@ -82,7 +83,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
                 decoder_ffn_dim=32,
             )
         ),
-        "takes a|attend|attention",
+        "0 attend to the encoder's output through",
+    ),
+    "biases for pairs of tokens": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+            )
+        ),
+        "adds biases to its scores, for which cached_attention has no rule",
     ),
 }
 
@@ -92,3 +101,32 @@ def test_what_is_refused_says_why(name: str) -> None:
     build, reason = REFUSED[name]
     with pytest.raises(CaptureError, match=reason):
         capture(build().eval())
+
+
+@pytest.mark.parametrize("name", sorted(SPEECH))
+def test_models_of_speech(name: str, tmp_path: Path) -> None:
+    model: Any = save(tmp_path, *SPEECH[name])
+    graph, (ids, _) = capture(tmp_path), tokens()
+    info = graph.meta["model"]
+    for samples in (4000, 2000) if name == "Moonshine" else (0,):
+        source = torch.randn(2, *(size or samples for size in info.encoder_source.shape)) * 0.1
+        prompt = steps_of(graph, ids, [source], [TARGET])
+        assert relative(prompt, model(source, decoder_input_ids=ids).logits) < TOLERANCE
+        assert relative(steps_of(graph, ids, [source], [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
+    expected = {"Moonshine": ("samples", (0,), 1279), "Whisper": ("log_mel", (8, 50), 1)}[name]
+    source_info = info.encoder_source
+    assert (source_info.features["method"], source_info.shape, source_info.min_positions) == expected
+
+
+def test_whisper_begins_as_transformers_lets_it() -> None:
+    given = {"lang_to_id": {"<|en|>": 5, "<|de|>": 6}, "task_to_id": {"transcribe": 8, "translate": 9}}
+    assert whisper_start(3, {**given, "no_timestamps_token_id": 11}) == (3, 5, 8, 11)
+    assert whisper_start(3, {**given, "language": "de", "task": "translate", "return_timestamps": True}) == (3, 6, 9)
+    assert whisper_start(3, {"forced_decoder_ids": [[1, None], [2, 8]], "no_timestamps_token_id": 11}) == (3, 8, 11)
+
+
+def test_other_features_of_sound_are_refused(tmp_path: Path) -> None:
+    options = {**TEXT["BART"][1], "input_feat_per_channel": 8, "max_source_positions": 64, "max_target_positions": 64}
+    model = transformers.Speech2TextForConditionalGeneration(transformers.Speech2TextConfig(**options))
+    with pytest.raises(CaptureError, match="speech_to_text computes features that no run-time here does"):
+        capture(model.eval())
