@@ -61,8 +61,8 @@ def check_backwards(info: ModelInfo) -> None:
     """
     if info.kind == "seq2seq":
         raise UsageError(
-            f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the decoder "
-            "read; take a pass without them, such as gptq or awq"
+            f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the "
+            "decoder read; take a pass without them, such as gptq or awq"
         )
 
 

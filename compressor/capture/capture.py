@@ -154,7 +154,14 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
     source, source_shapes = source_call(info.encoder_source, batch)
-    return (*args, *source), ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape, *source_shapes)
+    return (*args, *source), (
+        {0: batch, 1: sequence},
+        {0: sequence},
+        {0: rows},
+        cache_shape,
+        cache_shape,
+        *source_shapes,
+    )
 
 
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:

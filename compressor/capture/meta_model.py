@@ -36,8 +36,8 @@ from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.kinds import auto_class, seq2seq_kind
 from compressor.capture.renames import renamed_source
-from compressor.capture.seq2seq.settings import auto_class, seq2seq_kind
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
 from compressor.host.json_files import read_object

@@ -90,8 +90,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
         session = bundle.session(capacity=capacity)
         return lambda tokens: session.step(tokens).argmax(-1)
 
-    if bundle.kind == "seq2seq":
-        start = bundle_steps(bundle)
+    opens = bundle_steps(bundle) if bundle.kind == "seq2seq" else start
 
     def finish_decoder() -> dict[str, Any]:
         peak = peak_rss_bytes()  # before the probe takes memory of its own
@@ -105,7 +104,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
 
     if bundle.kind == "encoder":
         return Subject(loaded, lambda: encoder_repeat(bundle.encode, ids), lambda: {"peak_rss_bytes": peak_rss_bytes()})
-    return Subject(loaded, lambda: decoder_repeat(start, ids, new_tokens), finish_decoder)
+    return Subject(loaded, lambda: decoder_repeat(opens, ids, new_tokens), finish_decoder)
 
 
 def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
@@ -152,15 +151,14 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
 
         return step
 
-    if kind == "seq2seq":
-        start = dense_steps(model, cache_argument(model))
+    opens = dense_steps(model, cache_argument(model)) if kind == "seq2seq" else start
 
     def encode(tokens: NDArray[np.int64]) -> None:
         inputs = torch.as_tensor(tokens)
         model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
     def repeat() -> dict[str, float]:
-        return encoder_repeat(encode, ids) if kind == "encoder" else decoder_repeat(start, ids, new_tokens)
+        return encoder_repeat(encode, ids) if kind == "encoder" else decoder_repeat(opens, ids, new_tokens)
 
     return Subject(loaded, repeat, lambda: {"peak_rss_bytes": peak_rss_bytes()})
 

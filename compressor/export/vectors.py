@@ -48,8 +48,9 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
     """Compute inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
 
     A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder, and that of an
-    encoder-decoder, two of up to 16, one with padding; a module its example inputs.  Of each output, seen as rows of its last dimension, at most 64 rows and 1,024
-    columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
+    encoder-decoder, two of up to 16, one with padding; a module its example inputs. Of each output, seen as rows of
+    its last dimension, at most 64 rows and 1,024 columns are kept, chosen at random so that they fall on all lanes of
+    the kernels' tiles.
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20 (by 2^-18 where
@@ -59,10 +60,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
-        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; an encoder-decoder's ``source`` and
-        ``source_mask``; a module's ``input_0``, ...; for each output
-        ``output_0`` float32 [rows, columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0``
-        int64 [rows], the likeliest token.
+        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; an encoder-decoder's ``source``, and of text
+        ``source_mask``, beside a decoder's; a module's ``input_0``, ...; for each output ``output_0`` float32 [rows,
+        columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0`` int64 [rows], the likeliest
+        token.
     """
     info: ModelInfo = graph.meta["model"]
     if info.kind == "module":

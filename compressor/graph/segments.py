@@ -26,9 +26,9 @@ class Segment:
 def segments(graph: GraphModule) -> list[Segment]:
     """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
 
-    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available
-    everywhere and do not count as live; nor do graph inputs, nor values that only the output reads (new keys
-    and values), nor, in a decoder, the output of its encoder.  Running the segments in order with :func:`run_nodes` is running the graph.
+    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available everywhere and
+    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor, in a
+    decoder, the output of its encoder. Running the segments in order with :func:`run_nodes` is running the graph.
     """
     nodes = _token_nodes(graph)
     index = {node: i for i, node in enumerate(nodes)}

@@ -74,7 +74,7 @@ class Roofline:
 
 
 def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
-    """Prefill and decode of a decoder, the latter without its encoder, the forward call of an encoder; nothing for other modules.
+    """Prefill and decode of a decoder, the latter without its encoder; the forward call of an encoder.
 
     Args:
         graph: the compressed graph; parameters may be on the meta device.

@@ -1,4 +1,4 @@
-"""Encoder-decoders through recipes: what their bundles generate is what transformers generates with the same weights."""
+"""Encoder-decoders through recipes: their bundles generate what transformers does with the same weights."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def audio_source(meta_model: MetaModel, argument: str) -> AudioSource:
         )
     if features["feature_size"] != bins or given.get("dither") or not frames:
         raise CaptureError(f"{meta_model.name}: {PREPROCESSOR} does not give the {bins} bins that config.json asks for")
-    features["chunk_length"] = seconds if "chunk_length" not in given else given["chunk_length"]
+    features["chunk_length"] = given.get("chunk_length", seconds)
     return AudioSource((bins, frames), frames, features)
 
 

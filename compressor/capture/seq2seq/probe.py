@@ -64,4 +64,3 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     facts: dict[str, Any] = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "max_positions": positions}
     notes = (*sorted(recorder.notes), *generation_notes(meta_model.generation))
     return Probed(program, {**facts, "encoder_source": info}, False, notes)
-

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compressor.capture.attention import MaskRule, Recorder, mask_requests, recording
@@ -76,14 +75,15 @@ def _both_caches(recorder: SourceRecorder) -> Any:
     """Return a stand-in for the pair of caches; models ask for its class."""
     from transformers import EncoderDecoderCache
 
-    class Both(EncoderDecoderCache):  # type: ignore[misc]
+    class Both(EncoderDecoderCache):
         is_compileable = False
-        is_sliding: Any = []
-        is_linear: Any = []
-        is_dummy: Any = []
+        is_sliding: Any = ()
+        is_linear: Any = ()
+        is_dummy: Any = ()
 
         def __init__(self) -> None:
-            self.self_attention_cache, self.cross_attention_cache = recorder, _Crossing(recorder)
+            caches: Any = (recorder, _Crossing(recorder))
+            self.self_attention_cache, self.cross_attention_cache = caches
             self.is_updated = {}
 
         def __len__(self) -> int:

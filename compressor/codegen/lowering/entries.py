@@ -153,7 +153,8 @@ def _crossing(
     """Return an example of a tensor that the encoder gives the decoder, [batch, ...], and which sizes vary."""
     tokens = next((dim for axis, dim in source_shapes[0].items() if axis), None) if len(source_shapes) > 1 else None
     sizes, shape = [2], {0: batch}
-    for axis, size in enumerate(value.shape[1:], 1):
+    given: list[Any] = list(value.shape[1:])  # numbers and symbols
+    for axis, size in enumerate(given, 1):
         if isinstance(size, int):
             sizes.append(size)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -229,9 +229,8 @@ class Bundle:
         self._check_generates()
         ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt) if self._reads_tokens else []
-        tokens = self.generate_ids(
-            ids or prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
-        )
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": ends}
+        tokens = self.generate_ids(ids or prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts)
 

@@ -81,7 +81,9 @@ def source_of_prompt(model: dict[str, Any], prompt: Any, tokenize: Callable[[Any
         return source_of(read_wave(prompt, facts["features"]["sampling_rate"]), facts)
     samples = array("prompt", prompt)
     if samples.ndim != 1 or samples.dtype.kind != "f":
-        raise RequestError(f"prompt: {samples.dtype} {list(samples.shape)}; give a WAV file, or samples float32 in a row")
+        raise RequestError(
+            f"prompt: {samples.dtype} {list(samples.shape)}; give a WAV file, or samples float32 in a row"
+        )
     return source_of(samples.astype(np.float32), facts)
 
 

@@ -30,8 +30,9 @@ def read_wave(path: str | os.PathLike[str], rate: int) -> NDArray[np.float32]:
             channels, width, found, count = sound.getparams()[:4]
             data = sound.readframes(count) if size_bytes <= _LARGEST_BYTES else b""
     except (OSError, EOFError, wave.Error, ValueError) as error:
+        reason = str(error) or "it ends too early"
         raise RequestError(
-            f"{file}: not a WAV file of whole numbers (PCM): {str(error) or 'it ends too early'}; this model reads sound: "
+            f"{file}: not a WAV file of whole numbers (PCM): {reason}; this model reads sound: "
             f"give such a file, mono, at {rate} samples a second"
         ) from error
     if (channels, found) != (1, rate):
