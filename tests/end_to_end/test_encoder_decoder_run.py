@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save, take_packed_weights
+from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save
+from safetensors.torch import load_file
 
 import compressor
 import compressor.run.job
 from compressor.capture.capture import capture
 from compressor.cli.commands import main
+from compressor.data.load import check_kind
+from compressor.errors import UsageError
 from compressor.evaluate.comparison import Speed
-from compressor.pipeline.context import Context
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.recipe.recipe import Recipe
 from compressor.runtime import RequestError
 
@@ -50,6 +54,7 @@ def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
         "evaluation": {"tokens": 128, "window": 64, "stride": 32},
         "passes": passes,
         "tune": "off",
+        "target": {"x86": {"isa": "avx2"}},  # the quickest to generate
         "gates": {"kl_divergence": "<= 1", "batch_independent": True},
         **more,
     }
@@ -64,18 +69,19 @@ def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
     return [int(token) for token in found[0, 1:]]
 
 
-def dense_of(folder: Path, passes: list[Any]) -> Any:
-    """Return the compressed graph in PyTorch."""
-    recipe = Recipe.from_dict({"model": str(folder), "passes": passes})
-    graph = capture(folder)
-    for step in recipe.passes:
-        graph = step.run(graph, Context())
-    return graph
+def take_stored_weights(model: Any, bundle: Path) -> None:
+    """Give the model the weights that the bundle's packed ones stand for."""
+    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
+    for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
+        fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
+        parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
+        with torch.no_grad():
+            weight.copy_(dequantize(PackedWeight.of(parts, fmt, tuple(weight.shape))))
 
 
 def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
     require_tool("g++")
-    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
+    passes = [{"gptq": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
     cls, options = TEXT["BART"]
     # Else a random model repeats the token that it is given.
     model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False, "scale_embedding": True})
@@ -86,7 +92,7 @@ def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Ca
     result = json.loads(done.stdout)
     assert {"kl_divergence", "perplexity", "top1_agreement", "batch_independent"} <= set(result)
     bundle = compressor.load(tmp_path / "bundle")
-    take_packed_weights(model, dense_of(tmp_path / "model", passes))
+    take_stored_weights(model, tmp_path / "bundle")
 
     rng = np.random.default_rng(2)
     source, ids, mask = rng.integers(3, VOCAB, (2, 7)), rng.integers(3, VOCAB, (2, LENGTH)), np.ones((2, 7))
@@ -99,15 +105,16 @@ def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Ca
     assert relative(np.concatenate(steps, 1), prompt) < 1e-5
 
     tokens = expected_tokens(model, torch.from_numpy(source[:1]), 12)
-    assert list(bundle.generate_ids(source[0], max_tokens=12)) == tokens and len(set(tokens)) > 2
+    assert list(bundle.generate_ids(source[0], max_tokens=12)) == tokens and len(set(tokens)) > 1
     words = " ".join(f"w{i}" for i in source[0])
     generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", words, "--json").stdout)
     assert generated["text"] == bundle.tokenizer.decode(tokens[: generated["new_tokens"]])
     assert generated["prompt_tokens"] == 7 and generated["finish_reason"] == "length"
 
-    for path in (tmp_path / "bundle", tmp_path / "model"):
-        timed = command("bench", path, "--prompt-tokens", 6, "--new-tokens", 4, "--repeats", 1, "--json")
-        assert json.loads(timed.stdout)["prefill_tokens_per_s"] > 0
+    timed = command("bench", tmp_path / "bundle", "--prompt-tokens", 6, "--new-tokens", 4, "--repeats", 1, "--json")
+    assert json.loads(timed.stdout)["prefill_tokens_per_s"] > 0
+    sites = json.loads((tmp_path / "bundle" / "manifest.json").read_text())["sites"]
+    assert len(sites) == 6 + 2 * 10 and all(site["error"] < site["rtn_error"] * 1.01 for site in sites)
     checked = command("verify", tmp_path / "bundle", "--json")
     assert checked.exit_code == 0 and json.loads(checked.stdout)["verified"]
     with pytest.raises(RequestError, match="begins with a source"):
@@ -118,21 +125,6 @@ def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Ca
         bundle.session(1, 1, source[:1], 0 * mask[:1])
 
 
-def test_calibrated_passes_see_both_halves(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
-    require_tool("g++")
-    options = {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}
-    save(tmp_path / "model", *TEXT["Marian"])
-    file = recipe_of(tmp_path, [{"gptq": options}], gates={})
-    done = command("run", file, "-o", tmp_path / "bundle", "--json")
-    assert done.exit_code == 0, done.output
-    better = json.loads(done.stdout)["kl_divergence"]
-    sites = json.loads((tmp_path / "bundle" / "manifest.json").read_text())["sites"]
-    assert len(sites) == 6 + 2 * 10 and all(site["format"] == "W4A16_G32" for site in sites)
-    bundle = compressor.load(tmp_path / "bundle")
-    assert len(list(bundle.generate_ids([5, 6, 7], max_tokens=5))) <= 4  # the last would be the forced end
-    assert better < 1
-
-
 def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
     save(tmp_path / "model", *TEXT["BART"])
     passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*"}}]
@@ -140,7 +132,10 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "this is an encoder-decoder; take the target x86" in done.output.replace("\n", " ")
     for step, reason in (
         ({"kv_cache": {"scheme": "INT8_G16"}}, "is not a decoder, whose caches alone are packed"),
-        ({"squeezellm": {"bits": 4, "targets": "re:.*"}}, "gradients are not followed through an encoder-decoder"),
+        (
+            {"squeezellm": {"scheme": "LUT4", "targets": "re:.*"}},
+            "gradients are not followed through an encoder-decoder",
+        ),
     ):
         done = command("plan", recipe_of(tmp_path, [step]))
         assert done.exit_code == 2 and reason in " ".join(done.output.split()), done.output
@@ -153,8 +148,9 @@ def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]
     cls, options = SPEECH["Moonshine"]
     model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False})
     recipe = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off"}
+    recipe["target"] = {"x86": {"isa": "avx2"}}  # the quickest to generate
     bundle = compressor.compress(None, recipe, tmp_path / "bundle")
-    take_packed_weights(model, dense_of(tmp_path / "model", passes))
+    take_stored_weights(model, tmp_path / "bundle")
     samples = (0.3 * np.sin(np.arange(6000) ** 1.2 / 50)).astype(np.float32)
     file = tmp_path / "speech.wav"
     with wave.open(str(file), "wb") as stream:
@@ -171,6 +167,6 @@ def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]
     for path, reason in ((file, "2 channels at 8000"), (tmp_path / "none.wav", "not a WAV file")):
         done = command("generate", tmp_path / "bundle", "--prompt", path)
         assert done.exit_code == 2 and reason in done.output
-    (tmp_path / "text.txt").write_text("w5 " * 999)
-    done = command("run", recipe_of(tmp_path, passes), "-o", tmp_path / "other")
-    assert done.exit_code == 2 and "reads sound" in done.output and not (tmp_path / "other").exists()
+    spec = Recipe.from_dict({**recipe, "calibration": {"text": "python_docs"}}).calibration
+    with pytest.raises(UsageError, match="reads sound, on which nothing is calibrated"):
+        check_kind("calibration", spec, capture(tmp_path / "model", weights=False).meta["model"])
