@@ -42,9 +42,11 @@ class SegmentRunner:
     ) -> None:
         info: ModelInfo = graph.meta["model"]
         longest = max(ids.shape[1] for ids in batches)
-        if info.max_positions and longest > info.max_positions:
+        source = info.encoder_source
+        positions = min(filter(None, (info.max_positions, source and source.max_positions)), default=0)
+        if positions and longest > positions:
             raise UsageError(
-                f"{info.name}: samples of {longest} tokens exceed the model's {info.max_positions} positions; "
+                f"{info.name}: samples of {longest} tokens exceed the model's {positions} positions; "
                 "set a shorter sequence_length"
             )
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill

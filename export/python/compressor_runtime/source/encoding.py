@@ -15,6 +15,12 @@ from compressor_runtime.source.features import source_of
 from compressor_runtime.source.wave_file import read_wave
 from compressor_runtime.tensors import to_tvm
 
+_SETTINGS = {
+    "samples": ("sampling_rate", "normalize"),
+    "log_mel": ("sampling_rate", "feature_size", "n_fft", "hop_length", "chunk_length"),
+}
+"""Numbers that each kind of features is computed with."""
+
 
 def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, mask: Any, batch: int) -> list[Any]:
     """Run the encoder, and return what the decoder reads of it in each step, as the kernels take it.
@@ -107,4 +113,14 @@ def wrong_source(model: dict[str, Any]) -> bool:
     numbers = type(facts.get("max_positions")) is int and type(facts.get("forced_eos_id")) in (int, type(None))
     shape = facts.get("shape")
     sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    return not (known and numbers and sizes and facts["start_ids"])
+    return not (known and numbers and sizes and facts["start_ids"]) or (facts["reads"] == "audio" and _wrong(facts))
+
+
+def _wrong(facts: dict[str, Any]) -> bool:
+    """Return whether the settings of a model's features cannot be."""
+    given = facts.get("features")
+    method = given.get("method") if isinstance(given, dict) else None
+    needed = _SETTINGS.get(method) if isinstance(method, str) else None
+    if needed is None or type(facts.get("min_positions")) is not int:
+        return True
+    return not all(type(given.get(name)) in (int, float, bool) and 0 <= given[name] <= 1 << 20 for name in needed)
