@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,20 +44,19 @@ class NativeParts:
         name: of the model, for the bundle's README.
         graph: the parameters, by name; they may be memory-mapped, or views.
         parameters: names, in the order in which ``main`` takes them, then those that only other entries take.
-        entries: of each entry of the library, the indices of its parameters.
         library: the kernels, linked.
         vectors: inputs and expected outputs, see :mod:`compressor.export.vectors`.
         kernels: name, evidence, ... of each.
         cpu_features: that the library needs, as in /proc/cpuinfo.
         isa: name of the library's instruction set.
         faster: libraries for CPUs that have more, best first.
+        entries: of each entry of a library that has several, the indices of its parameters.
         entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
     """
 
     name: str
     graph: nn.Module
     parameters: Sequence[str]
-    entries: Mapping[str, Sequence[int]]
     library: Path
     vectors: Mapping[str, Tensor]
     kernels: Sequence[Mapping[str, Any]]
@@ -65,6 +64,7 @@ class NativeParts:
     isa: str = "native"
     faster: Sequence[FasterLibrary] = ()
     entry_bytes: Any = None
+    entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def write_native(folder: Path, parts: NativeParts) -> Written:
