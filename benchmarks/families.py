@@ -27,6 +27,7 @@ import transformers
 from bundles import write_bundle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import encoder_decoders
 import families
 
 import compressor
@@ -55,19 +56,22 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     passed, total, share = 0, 0, "no family of that name"
-    for kind, table in (
-        ("decoder", {**families.DECODERS, **families.RECURRENT}),
-        ("encoder", families.ENCODERS),
-    ):
+    both = {**encoder_decoders.TEXT, **encoder_decoders.SPEECH}
+    decoders = {**families.DECODERS, **families.RECURRENT}
+    tables = {"decoder": decoders, "encoder": families.ENCODERS, "encoder-decoder": both}
+    for kind, table in tables.items():
         for name, (cls, given) in table.items():
             if options.names and name not in options.names:
                 continue
             total += 1
             begin = time.perf_counter()
             try:
-                error, steps = measure(cls, given, kind == "decoder")
+                found = (
+                    measure_both(cls, given) if kind == "encoder-decoder" else measure(cls, given, kind == "decoder")
+                )
+                error, steps = found
                 passed += error < LIMIT and steps < 1e-5
-                difference = f"{steps:.1e}" if kind == "decoder" else ""
+                difference = "" if kind == "encoder" else f"{steps:.1e}"
                 row = f"{name} | {kind} | yes | {error:.1e} | {difference}"
             except CompressorError as refusal:
                 reason = " ".join(str(refusal).replace("|", "/").split())
@@ -113,6 +117,36 @@ def random_samples() -> Samples:
     """Return tokens to calibrate on."""
     ids = torch.from_numpy(np.random.default_rng(2).integers(3, families.VOCAB, (8, families.LENGTH)))
     return Samples(ids, ids.flatten(), tokens_sha256(ids), "random tokens")
+
+
+def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
+    """Return the same of an encoder-decoder, whose second source is padded where it is text."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        model = encoder_decoders.save(folder, cls, given)
+        head = model.get_output_embeddings()
+        heads = [name for name, module in model.named_modules() if module is head]
+        passes = [{"gptq": {"scheme": SCHEME, "targets": "re:.*", "ignore": heads}}]
+        recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
+        dense = capture(folder)
+        graph, _ = write_bundle(dense, recipe, random_samples(), Path(scratch) / "bundle")
+        encoder_decoders.take_packed_weights(model, graph)
+        bundle, rng = compressor.load(Path(scratch) / "bundle"), np.random.default_rng(1)
+        info = dense.meta["model"].encoder_source
+        ids = rng.integers(3, families.VOCAB, (2, families.LENGTH))
+        if info.reads == "audio":
+            source, mask = rng.normal(0, 0.1, (2, *(size or 6000 for size in info.shape))).astype(np.float32), None
+            read: dict[str, Any] = {model.main_input_name: torch.from_numpy(source).double()}
+        else:
+            source, mask = rng.integers(3, families.VOCAB, (2, 9)), np.ones((2, 9), np.float32)
+            mask[1, 5:] = 0
+            read = {"input_ids": torch.from_numpy(source), "attention_mask": torch.from_numpy(mask).long()}
+        with torch.no_grad():
+            exact = model.double()(**read, decoder_input_ids=torch.from_numpy(ids)).logits.numpy()
+        prompt = bundle.session(2, 4, source, mask).step(ids, np.arange(families.LENGTH))
+        session = bundle.session(2, 4, source, mask)
+        steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
+        return relative(prompt, exact), relative(np.concatenate(steps, 1), prompt)
 
 
 def take_packed_weights(model: Any, graph: Any) -> None:

@@ -34,6 +34,9 @@ from compressor.capture.recognition.probe import Probed, bias_notes, check_numbe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.recurrence.decays import store_decays
 from compressor.capture.recurrence.modules import recurrent_modules_unrolled
+from compressor.capture.seq2seq.computed_weights import computed_weights
+from compressor.capture.seq2seq.inputs import source_call, with_least_source
+from compressor.capture.seq2seq.probe import probe_seq2seq
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.caches import empty_past
@@ -42,8 +45,9 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
-_LONGEST = ("max_position_embeddings", "max_seq_len")
+_LONGEST = ("max_target_positions", "max_position_embeddings", "max_seq_len")
 """What configurations call the tokens that a model is made for."""
+_LARGE_BUFFER_BYTES = 1 << 12
 _WRAPPER = "hf"  # where the programs of capture/meta_model.py hold the model
 
 
@@ -62,6 +66,8 @@ def capture(
             caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
             indices along S whose logits are wanted; where it has recurrent layers, ``states`` follow the caches, and
             the new ones the new values: lists of f32[B, ...], of zeros before the first token;
+        encoder-decoder: a decoder's inputs, then those of its encoder: ``source i64[B, N]`` and ``source_mask
+            f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolutions`).
@@ -140,7 +146,7 @@ def reexport(graph: GraphModule) -> ExportedProgram:
 
 
 def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
-    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``.
+    """Return example arguments of a text model's graph, and their ``dynamic_shapes``.
 
     Args:
         limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
@@ -155,7 +161,16 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     states = [[{0: batch}] * len(info.states)] if info.states else []
     args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *empty_past(info, 2, 7))
-    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape, *states)
+    source, source_shapes = source_call(info.encoder_source, batch)
+    return (*args, *source), (
+        {0: batch, 1: sequence},
+        {0: sequence},
+        {0: rows},
+        cache_shape,
+        cache_shape,
+        *states,
+        *source_shapes,
+    )
 
 
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
@@ -176,6 +191,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     fake_parameters(model, mode)
     program, info, (args, shapes), probed = _program(meta_model, facts, mode)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
+    info = with_least_source(info, exported)
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
@@ -193,7 +209,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
-    computed = unstored | constants
+    made = computed_weights(model, meta_model.source.names) if meta_model.kind == "seq2seq" else {}
+    computed = unstored | constants | made
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -223,7 +240,8 @@ def _program(
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
         return program, ModelInfo(**facts), (args, shapes), None
-    probed = probe(meta_model, facts["max_positions"])
+    found = probe_seq2seq if meta_model.kind == "seq2seq" else probe
+    probed = found(meta_model, facts["max_positions"])
     info = ModelInfo(**{**facts, **probed.facts})
     with mode:
         return probed.program, info, example_call(info, limited=probed.self_made), probed
@@ -250,7 +268,7 @@ def _bind(
         if node.op != "get_attr":
             continue
         name, tensor = node.target, read(node.target).detach()
-        if name in buffers:
+        if name in buffers and not (info.kind == "seq2seq" and _is_large(tensor)):
             tensors[name] = tensor
             continue
         if name in layout.transposed:
@@ -268,6 +286,11 @@ def _bind(
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
     module.meta["rules"] = layout.outcomes
     return module
+
+
+def _is_large(buffer: Tensor) -> bool:
+    """Return whether a buffer is too large for a constant of the kernels' program, and is stored with the weights."""
+    return buffer.is_floating_point() and buffer.nbytes > _LARGE_BUFFER_BYTES
 
 
 def _example(given: Any) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ import copy
 import hashlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -37,6 +37,7 @@ from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.kinds import auto_class, seq2seq_kind
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
@@ -48,7 +49,7 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["decoder", "encoder", "module"]
+Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module"]
 """A module is an image classifier here."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -67,6 +68,7 @@ class MetaModel:
     config_sha256: str
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    generation: Mapping[str, Any] = field(default_factory=dict)  # settings, by transformers' names
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -175,7 +177,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
     autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
-    auto = autos.get(kind, AutoModel)
+    auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
         make = partial(named._from_config, config, dtype=torch.float32)  # without the decoder, which is the other half
@@ -183,16 +185,18 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     built, interface = _build(make, name, kind)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
-    generation = folder / "generation_config.json"
+    generation, settings = folder / "generation_config.json", _generation(built)
     if generation.is_file():
-        special |= {key: value for key, value in read_object(generation).items() if key in special}
+        settings = read_object(generation)
+        special |= {key: value for key, value in settings.items() if key in special}
     for key, value in special.items():
         several = key == "bos_token_id" and isinstance(value, list)
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     source = renamed_source(checkpoint.source, built)
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    return MetaModel(kind, built, interface, source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
+    sha256 = checkpoint.config_sha256
+    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -208,7 +212,13 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
     source, name = module_source(whole), type(model).__name__
-    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id)
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, _generation(model))
+
+
+def _generation(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the settings with which a model generates, by transformers' names."""
+    config: Any = getattr(model, "generation_config", None)
+    return {} if config is None else cast("dict[str, Any]", config.to_dict())
 
 
 def attend_as_written(model: nn.Module) -> None:
@@ -289,12 +299,9 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
-    if getattr(config, "is_encoder_decoder", False):
-        raise CaptureError(
-            f"{place}: {config.model_type} is an encoder-decoder; decoders and encoders are covered: capture one half "
-            "as a module with example inputs"
-        )
     architecture = architecture or (config.architectures or [""])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        return seq2seq_kind(config, place, architecture)
     if is_image_classifier(config, architecture, place):
         return "module"
     if architecture:

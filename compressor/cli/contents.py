@@ -83,7 +83,8 @@ def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
     model = manifest["model"]
-    known = ("cache_format", "cache_bytes_per_token", "state_bytes") if manifest["kind"] == "decoder" else ()
+    generates = manifest["kind"] in ("decoder", "seq2seq")
+    known = ("cache_format", "cache_bytes_per_token", "state_bytes") if generates else ()
     cache = {key: model[key] for key in known if key in model}  # bundles from before caches had formats lack them
     keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
     return {

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
+from compressor.graph.encoder_decoder import encoder_nodes
 from compressor.graph.model import PREPROCESSOR, ModelInfo, state_bytes
 from compressor.graph.tables import rows_of_tables
 
@@ -96,6 +97,8 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
+    if info.encoder_source is None:
+        del facts["encoder_source"]
     return facts
 
 
@@ -116,12 +119,16 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 def weight_bytes_per_token(graph: GraphModule) -> int:
     """Bytes of parameters that one token reads.
 
-    These are all, but of a table that only an embedding uses one row, and of experts as many as a token has.
+    These are all but those that only an encoder-decoder's encoder reads; of a table that only an embedding uses one
+    row, and of experts as many as a token has.
     """
-    total, rows, shares = 0, rows_of_tables(graph), _expert_shares(graph)
+    total, shares, once = 0, _expert_shares(graph), set(encoder_nodes(graph))
+    rows = rows_of_tables(graph, once)
+    read = {str(node.target) for node in graph.graph.find_nodes(op="get_attr") if set(node.users) - once}
     for name, parameter in graph.named_parameters():
         each, experts = shares.get(name, (1, 1))
-        total += parameter.numel() * parameter.element_size() * each // experts // rows.get(name, 1)
+        if name in read:
+            total += parameter.numel() * parameter.element_size() * each // experts // rows.get(name, 1)
     return total
 
 

@@ -96,7 +96,7 @@ class Manifest(_Entry):
 
     format: Literal["compressor bundle"]
     schema_version: Literal[1, 2]
-    kind: Literal["decoder", "encoder", "module"]
+    kind: Literal["decoder", "encoder", "seq2seq", "module"]
     model: ModelEntry
     recipe: dict[str, Any]
     calibration: dict[str, Any] | None
@@ -104,6 +104,7 @@ class Manifest(_Entry):
     sites: list[SiteEntry]
     parameters: list[str]
     parameter_types: list[TypeEntry] | None = None  # from schema 2 on
+    entries: dict[str, list[Count]] | None = None  # of libraries with several entry functions
     kernels: Annotated[list[KernelEntry], Field(min_length=1)]
     cpu_features: list[str]
     # Bundles from before there were several say nothing.

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.host.tensor_files import release
 from compressor.ops.linear import packed_product
 
-_PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
+_PROMPT_TOKENS, _STEPS, _BATCH, _SAMPLES = 16, 2, 2, 4000
 _ROWS, _COLUMNS = 64, 1024
 _BITS = 16
 _TOLERANCE = 1e-3
@@ -49,9 +49,10 @@ _ROUTED, _PACKED_ROUTED = torch.ops.compressor.routed_linear.default, torch.ops.
 def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
     """Compute inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
 
-    A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder two of up to 16, one with
-    padding; a module its example inputs.  Of each output, seen as rows of its last dimension, at most 64 rows and 1,024
-    columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
+    A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder, and that of an
+    encoder-decoder, two of up to 16, one with padding; a module its example inputs. Of each output, seen as rows of
+    its last dimension, at most 64 rows and 1,024 columns are kept, chosen at random so that they fall on all lanes of
+    the kernels' tiles.
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20 (by 2^-18 where
@@ -61,9 +62,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
-        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; a module's ``input_0``, ...; for each output
-        ``output_0`` float32 [rows, columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0``
-        int64 [rows], the likeliest token.
+        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; an encoder-decoder's ``source``, and of text
+        ``source_mask``, beside a decoder's; a module's ``input_0``, ...; for each output ``output_0`` float32 [rows,
+        columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0`` int64 [rows], the likeliest
+        token.
     """
     info: ModelInfo = graph.meta["model"]
     if info.kind == "module":
@@ -83,7 +85,7 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
         effect = max([effect, *(_relative_error(part, parts[0]) for part in parts[1:])])
         stored[f"output_{number}"] = _rounded(parts[0])
         stored[f"rows_{number}"], stored[f"columns_{number}"] = rows, columns
-        if info.kind == "decoder":
+        if info.generates:
             stored[f"top_{number}"] = tables[0][rows].argmax(dim=1)
     tolerance = min(_LARGEST_TOLERANCE, max(_TOLERANCE, _MARGIN * effect))
     stored["tolerance"] = torch.tensor([float(f"{tolerance:.3g}")], dtype=torch.float64)
@@ -96,20 +98,34 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
     All runs are one batch, so that each weight is unpacked once.
     """
     limit = info.max_positions or _PROMPT_TOKENS + _STEPS
-    prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.kind == "decoder" else 0)))
-    length = min(prompt + _STEPS, limit) if info.kind == "decoder" else prompt
+    prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.generates else 0)))
+    length = min(prompt + _STEPS, limit) if info.generates else prompt
     ids = np.random.default_rng(0).integers(0, info.vocab_size, (_BATCH, length))
     repeated = np.tile(ids, (1 + _TRIALS, 1))
     run = _Exact(graph, noisy_from=_BATCH, entries=len(repeated)).run
-    if info.kind == "decoder":
-        inputs = {"prompt": torch.tensor([prompt])}
-        outputs = torch.as_tensor(GraphLogits(graph, run)(repeated))
+    if info.generates:
+        source = {} if info.encoder_source is None else _source(info.encoder_source, info.vocab_size)
+        inputs = {"prompt": torch.tensor([prompt]), **source}
+        fed = [x.repeat(1 + _TRIALS, *[1] * (x.dim() - 1)) for x in source.values()]
+        outputs = torch.as_tensor(GraphLogits(graph, run)(repeated, fed or None))
     else:
         mask = np.ones(ids.shape, np.float32)
         mask[1, -(-length // 2) :] = 0
         inputs = {"mask": torch.as_tensor(mask)}
         outputs = torch.as_tensor(graph_hidden(graph, run)(repeated, np.tile(mask, (1 + _TRIALS, 1))))
     return {"ids": torch.as_tensor(ids), **inputs}, list(torch.split(outputs, _BATCH))
+
+
+def _source(info: SourceInfo, vocab_size: int) -> dict[str, Tensor]:
+    """Return what an encoder reads: fewer tokens than the decoder, and half of the second row is padding; or noise."""
+    if info.reads == "audio":
+        shape = [_BATCH, *(size or _SAMPLES for size in info.shape)]
+        return {"source": torch.as_tensor(np.random.default_rng(1).normal(0, 0.1, shape).astype(np.float32))}
+    length = max(1, min(_PROMPT_TOKENS, info.max_positions or _PROMPT_TOKENS) - 1)
+    ids = np.random.default_rng(1).integers(0, vocab_size, (_BATCH, length))
+    mask = np.ones(ids.shape, np.float32)
+    mask[1, -(-length // 2) :] = 0
+    return {"source": torch.as_tensor(ids), "source_mask": torch.as_tensor(mask)}
 
 
 class _Exact(Interpreter):

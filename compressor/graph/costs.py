@@ -19,11 +19,13 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph.caches import empty_caches, empty_states
+from compressor.graph.encoder_decoder import priced_source
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
-_ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _OPS.masked_attention.default)
+_MASKED = _OPS.masked_attention.default
+_ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _MASKED)
 _EMBEDDING, _LOOKED_UP = torch.ops.aten.embedding.default, _OPS.packed_embedding.default
 _CONVOLUTION = _OPS.causal_convolution.default
 _STATE_OPS = {_CONVOLUTION: 2, _OPS.selective_scan.default: 6, _OPS.gated_delta_rule.default: 7, _OPS.wkv.default: 6}
@@ -83,7 +85,7 @@ def node_costs(
 
     Args:
         batch, length: new tokens.
-        past: tokens in the cache.
+        past: tokens in the cache, and those of an encoder-decoder's source where there are any; else as many as new.
         rows: positions whose logits are wanted; all unless given.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -101,7 +103,8 @@ def _inputs(graph: GraphModule, mode: FakeTensorMode, batch: int, length: int, p
         if info.kind == "encoder":
             return [ids, torch.ones(batch, length)]
         kept = [*empty_caches(info, batch, max(1, past)), *empty_states(info, batch)]
-        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *kept]
+        source = priced_source(info, batch, past or length)
+        return [ids, torch.arange(length), torch.zeros(rows, dtype=torch.int64), *kept, *source]
 
 
 class _Shapes(Interpreter):
@@ -230,6 +233,7 @@ def _attention_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], past
     queries = inputs[args[0]]
     keys = inputs[args[1]]
     batch, heads, length, width = queries.shape
+    past = 0 if node.target is _MASKED else past
     tokens = past + keys.shape[2]
     pairs = batch * heads * length * tokens
     repeated_bytes = 2 * 4 * batch * heads * tokens * width  # keys and values, for every head that reads them

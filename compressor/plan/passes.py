@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compressor.recipe.recipe import Recipe
 
 
-_KINDS = {"decoder": "a decoder", "encoder": "an encoder", "module": "a plain module"}
+_KINDS = {"decoder": "a decoder", "encoder": "an encoder", "seq2seq": "an encoder-decoder", "module": "a plain module"}
 
 
 @dataclass(frozen=True)

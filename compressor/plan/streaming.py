@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from compressor.calibration.gradients import check_backwards
 from compressor.calibration.segment_runner import ancestors
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.formats.format import Format
@@ -161,7 +162,12 @@ class _Pricing:
 
 
 def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
-    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's.
+
+    Raises:
+        UsageError: gradients are not followed through this model.
+    """
+    check_backwards(graph.meta["model"])
     costs, cut = node_costs(graph, 1, length), segments(graph)
     runs = samples if length else samples / len(graph.meta["inputs"][0][0])
     work = {unit: 4 * runs * amount for unit, amount in eager_work(costs.values()).items()}

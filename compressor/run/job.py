@@ -254,7 +254,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
 
 def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of a decoder's keys and values, as captured and in the bundle."""
-    if info.kind != "decoder":
+    if not info.generates:
         return {}
     dense_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
     return {

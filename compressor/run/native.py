@@ -136,6 +136,7 @@ class NativeBackend:
                 name=info.name,
                 graph=graph,
                 parameters=library.parameters,
+                entries=library.entries,
                 library=shared,
                 vectors=make_vectors(graph),
                 kernels=[kernel for one in self._libraries for kernel in one.kernels],

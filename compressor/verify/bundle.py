@@ -169,7 +169,7 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
     total = listed + (bundle / MANIFEST).stat().st_size
     _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
     model = manifest.model
-    if manifest.kind == "decoder" and model.cache_bytes_per_token is not None:
+    if manifest.kind in ("decoder", "seq2seq") and model.cache_bytes_per_token is not None:
         expected = cache_bytes_per_token(model.cache_format, model.layers, model.kv_heads, model.head_dim)
         _equal("cache_bytes_per_token", model.cache_bytes_per_token, expected, f"{model.cache_format} takes")
     if model.states is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -44,7 +44,7 @@ class Probed:
         notes: what the user should know.
     """
 
-    program: DecoderProgram | EncoderProgram
+    program: nn.Module
     facts: dict[str, Any]
     self_made: bool
     notes: tuple[str, ...] = ()
@@ -163,13 +163,13 @@ def _first_position(given: list[Tensor], default: list[Tensor]) -> int:
     return 0
 
 
-def check_positions(graph: fx.Graph, program: DecoderProgram | EncoderProgram, name: str) -> None:
+def check_positions(graph: fx.Graph, program: nn.Module, name: str) -> None:
     """Refuse a decoder that takes no positions and counts them itself, from 0 in each step.
 
     Raises:
         CaptureError: names the module and the line that count.
     """
-    if isinstance(program, EncoderProgram) or program.takes_positions:
+    if not isinstance(program, DecoderProgram) or program.takes_positions:
         return
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target).startswith(("aten.arange", "aten.cumsum")):

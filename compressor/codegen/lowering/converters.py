@@ -14,9 +14,11 @@ from tvm import relax, te
 from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
+from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.experts.converter import ExpertConverter
 from compressor.codegen.lowering.recurrence import RecurrenceConverter
+from compressor.errors import VerificationError
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
 from compressor.graph.matching import shape_of
@@ -57,6 +59,8 @@ class Converter(ExpertConverter, RecurrenceConverter):
             **self.recurrences(),
             "masked_fill.Scalar": masked_fill,
             "scatter.value": scatter_value,
+            "group_norm.default": group_norm,
+            "flatten.using_ints": flatten,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -130,6 +134,11 @@ class Converter(ExpertConverter, RecurrenceConverter):
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
         batch, heads, length, width = q.ty.shape
+        if mask is None:
+            shown = relax.op.ones([batch, k.ty.shape[2]], "float32")
+            mask = importer.block_builder.emit(shown)
+        if not _same_length(node):
+            return self._cross_attention(node, importer, mask)
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
         given = [x if row is None else importer.env[row] for x, row in zip((q, k, v), rows, strict=True)]
@@ -152,6 +161,18 @@ class Converter(ExpertConverter, RecurrenceConverter):
         kernel = self.kernel(importer, name, make)
         operands = [*given, mask, *(given_bias if own else [])]
         return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
+
+    def _cross_attention(self, node: fx.Node, importer: Any, mask: Any) -> Any:
+        q, k, v, _, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        if window or bias is not None:
+            raise VerificationError(f"{node.name}: attention to an encoder's output within a window, or with a bias")
+        batch, heads, length, width = q.ty.shape
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        name = f"cross_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        make = lambda: (cross_attention(*shape), {"family": "cross_attention"})  # noqa: E731
+        out = relax.TensorType([batch, length, heads, width], "float32")
+        call = relax.call_tir(self.kernel(importer, name, make), [q, k, v, mask], out_ty=out)
+        return importer.block_builder.emit(call)
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -200,6 +221,12 @@ def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
     out = relax.TensorType([batch, new, heads, width], "float32")
     call = relax.op.call_tir_inplace(kernel, relax.Tuple(args), [-1, 3, 4], [out, *caches])
     return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
+
+
+def _same_length(node: fx.Node) -> bool:
+    """Return whether attention has as many queries as keys, of the same tokens."""
+    q, k = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+    return shape_of(q)[2] == shape_of(k)[2]
 
 
 def _tokens_first(arg: Any) -> fx.Node | None:
@@ -273,6 +300,29 @@ def _same_symbols(one: Any, other: Any) -> bool:
     return shape_of(one.meta["val"])[:-1] == shape_of(other.meta["val"])[:-1]
 
 
+def flatten(node: fx.Node, importer: Any) -> Any:
+    """Emit dimensions as one; see :func:`_last_as_one`."""
+    x, *dims = importer.retrieve_args(node)
+    merged = _last_as_one(x) if dims in ([-2], [-2, -1]) else None
+    return importer._flatten(node) if merged is None else importer.block_builder.emit_te(merged, x)
+
+
+def _last_as_one(x: Any) -> Any:
+    """Return what puts the last two dimensions together, where an earlier one is computed from another size, as behind
+    convolutions: TVM takes seconds to simplify the indices of its own reshape there.  None elsewhere.
+    """
+    sizes, plain = list(x.ty.shape), (tvm.tirx.IntImm, tvm.tirx.Var)
+    if all(isinstance(size, plain) for size in sizes) or not all(isinstance(n, tvm.tirx.IntImm) for n in sizes[-2:]):
+        return None
+    width = int(sizes[-1])
+
+    def merged(given: Any) -> Any:
+        shape = [*sizes[:-2], int(sizes[-2]) * width]
+        return te.compute(shape, lambda *at: given[(*at[:-1], at[-1] // width, at[-1] % width)], "last_as_one")
+
+    return merged
+
+
 def running_sum(node: fx.Node, importer: Any) -> Any:
     """Emit sums of all places up to each, such as those that count the tokens in front of one; TVM lowers none of its
     own for lengths that vary.  They take time with the square of the length.
@@ -322,6 +372,23 @@ def put_in_place(node: fx.Node, importer: Any) -> Any:
             piece = emit(relax.op.strided_slice(x, [axis], [begin], [end]))
             pieces = [piece, *pieces] if before else [*pieces, piece]
     return emit(relax.op.concat(pieces, axis))
+
+
+def group_norm(node: fx.Node, importer: Any) -> Any:
+    """Emit a norm over all channels and a length that varies, for which TVM's own kernel has no schedule here."""
+    x, groups, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
+    _, channels, *rest = x.ty.shape
+    if groups != 1 or all(isinstance(size, tvm.tirx.IntImm) for size in rest):
+        return importer._group_norm(node)
+    emit, op, axes = importer.block_builder.emit, relax.op, list(range(1, 2 + len(rest)))
+    centred = emit(op.subtract(x, emit(op.mean(x, axes, keepdims=True))))
+    spread = emit(op.mean(emit(op.multiply(centred, centred)), axes, keepdims=True))
+    result = emit(op.multiply(centred, emit(op.rsqrt(emit(op.add(spread, relax.const(float(eps), "float32")))))))
+    for parameter, combine in ((weight, op.multiply), (bias, op.add)):
+        if parameter is not None:
+            by_channel = emit(op.reshape(parameter, [1, int(channels), *[1] * len(rest)]))
+            result = emit(combine(result, by_channel))
+    return result
 
 
 def _same_symbol(one: object, other: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,16 @@ from compressor_runtime.tensors import aligned_zeros, to_tvm
 class Session:
     """Keys, values and states of the tokens seen so far; made by :meth:`Bundle.session`."""
 
-    def __init__(self, model: dict[str, Any], limit: int, call: Callable[..., Any], batch: int, capacity: int) -> None:
-        self._model, self._limit, self._call = model, limit, call
+    def __init__(
+        self,
+        model: dict[str, Any],
+        limit: int,
+        call: Callable[..., Any],
+        batch: int,
+        capacity: int,
+        memory: Sequence[Any] = (),  # of an encoder-decoder: what its steps read of the source
+    ) -> None:
+        self._model, self._limit, self._call, self._memory = model, limit, call, tuple(memory)
         self._batch, self._capacity, self._position, self._stored = whole("batch", batch, 1), 0, 0, 0
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -85,7 +93,8 @@ class Session:
             )
         self.make_room(count)
         inputs = (tokens, np.arange(self._position, self._position + count), rows.astype(np.int64))
-        logits: NDArray[np.float32] = self._call(*(to_tvm(x) for x in inputs), *self._caches, *self._states)
+        kept = (*self._caches, *self._states, *self._memory)
+        logits: NDArray[np.float32] = self._call(*(to_tvm(x) for x in inputs), *kept)
         self._position += count
         self._stored = self._position
         return logits
