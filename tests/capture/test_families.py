@@ -37,7 +37,6 @@ SHOWN_RECURRENT = {  # with the operators that have a state
     "Mamba": {"causal_convolution", "selective_scan"},
     "Mamba 2": {"causal_convolution", "selective_scan"},
     "Qwen3-Next, dense": {"causal_convolution", "gated_delta_rule", "cached_attention"},
-    "Falcon H1": {"causal_convolution", "selective_scan", "cached_attention"},
     "RWKV": {"causal_convolution", "wkv"},
 }
 SHOWN_ENCODERS = {

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import families
 import pytest
+from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.gate_projections import gate_projections
+from compressor.graph.model import clone_graph
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.pipeline.sites import choose_sites
 
 FMT = Format.parse("W4A16_G8")
+
+
+@cache
+def captured(family: str) -> GraphModule:
+    return capture(families.make(*families.RECURRENT[family], True))
 
 
 @pytest.mark.parametrize(
@@ -22,11 +31,10 @@ FMT = Format.parse("W4A16_G8")
         ("Mamba", {"x_proj", "dt_proj"}),  # dt_proj is no module call, but a product with a weight
         ("Mamba 2", set()),  # its gates come from the linear that makes everything
         ("Qwen3-Next, dense", {"in_proj_ba"}),
-        ("LFM2", set()),
     ],
 )
 def test_gates(family: str, gates: set[str]) -> None:
-    graph = capture(families.make(*families.RECURRENT[family], True), weights=False)
+    graph = captured(family)
     assert {name.rpartition(".")[2] for name in gate_projections(graph)} == gates
     notes = [note for note in graph.meta["notes"] if "stay dense unless `targets` names them" in note]
     assert bool(notes) == bool(gates) and all(gate in notes[0] for gate in gates)
@@ -35,7 +43,7 @@ def test_gates(family: str, gates: set[str]) -> None:
 
 
 def test_a_gate_that_is_named_is_packed() -> None:
-    graph = capture(families.make(*families.RECURRENT["Mamba"], True), weights=False)
+    graph = clone_graph(captured("Mamba"))
     for targets, count in ((("Linear", "x_proj"), 2), ("re:.*", 4), ("MambaMixer", 0)):
         try:
             found = choose_sites(graph, "rtn", FMT, targets, ())

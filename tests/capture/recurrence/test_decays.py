@@ -12,10 +12,11 @@ from compressor.capture.capture import capture
 
 
 def test_decays_are_computed_once(tmp_path: Path) -> None:
-    model: Any = families.save(tmp_path, *families.RECURRENT["Mamba"], True)
+    cls, options = families.RECURRENT["Mamba"]
+    model: Any = families.save(tmp_path, cls, {**options, "num_hidden_layers": 1}, True)
     graph, planned = capture(tmp_path), capture(tmp_path, weights=False)
-    name = "backbone.layers.1.mixer.decays"
-    expected = -model.backbone.layers[1].mixer.A_log.exp()  # [channels, states]
+    name = "backbone.layers.0.mixer.decays"
+    expected = -model.backbone.layers[0].mixer.A_log.exp()  # [channels, states]
     torch.testing.assert_close(graph.get_parameter(name)[0], expected.t())
     names = dict(graph.named_parameters())
     assert not any("A_log" in name for name in names) and names.keys() == dict(planned.named_parameters()).keys()
