@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches, empty_states
-from compressor.graph.encoder_decoder import memory_node, source_inputs, source_node
+from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, source_node
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
@@ -42,8 +42,8 @@ class SegmentRunner:
     ) -> None:
         info: ModelInfo = graph.meta["model"]
         longest = max(ids.shape[1] for ids in batches)
-        source = info.encoder_source
-        positions = min(filter(None, (info.max_positions, source and source.max_positions)), default=0)
+        of_source = 0 if info.encoder_source is None else info.encoder_source.max_positions
+        positions = min((count for count in (info.max_positions, of_source) if count), default=0)
         if positions and longest > positions:
             raise UsageError(
                 f"{info.name}: samples of {longest} tokens exceed the model's {positions} positions; "

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolutions import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
-from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
+from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
@@ -35,12 +34,11 @@ from compressor.capture.recognition.recognize import recognize
 from compressor.capture.recurrence.decays import store_decays
 from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.seq2seq.computed_weights import computed_weights
-from compressor.capture.seq2seq.inputs import source_call, with_least_source
 from compressor.capture.seq2seq.probe import probe_seq2seq
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
-from compressor.graph.caches import empty_past
-from compressor.graph.gate_projections import gate_notes
+from compressor.graph.kinds.example_sources import with_least_source
+from compressor.graph.kinds.gate_projections import gate_notes
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
@@ -136,41 +134,6 @@ def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) 
             dynamic_shapes, chosen = narrowed, False
     graph.meta["model"] = replace(graph.meta["model"], name=file.name, architecture="onnx")
     return graph
-
-
-def reexport(graph: GraphModule) -> ExportedProgram:
-    """Export a captured (and perhaps rewritten) graph again, with the same symbolic sizes, for lowering."""
-    info: ModelInfo = graph.meta["model"]
-    args, shapes = graph.meta["inputs"] if info.kind == "module" else example_call(info)
-    return export_program(graph, args, shapes, info.name)
-
-
-def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
-    """Return example arguments of a text model's graph, and their ``dynamic_shapes``.
-
-    Args:
-        limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
-    """
-    batch, longest = Dim("batch", min=1), info.max_positions or None
-    ids = torch.zeros(2, 5, dtype=torch.int64)
-    if info.kind == "encoder":
-        sequence = Dim("sequence", min=1, max=longest)
-        return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
-    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
-    rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
-    cache_shape = [{0: batch, 2: capacity}] * info.layers
-    states = [[{0: batch}] * len(info.states)] if info.states else []
-    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *empty_past(info, 2, 7))
-    source, source_shapes = source_call(info.encoder_source, batch)
-    return (*args, *source), (
-        {0: batch, 1: sequence},
-        {0: sequence},
-        {0: rows},
-        cache_shape,
-        cache_shape,
-        *states,
-        *source_shapes,
-    )
 
 
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:

@@ -112,9 +112,9 @@ def check_model(path: Path) -> dict[str, Any]:
         CompressorError: it cannot be captured; the message names the module and its line.
     """
     from compressor.capture.capture import capture
+    from compressor.graph.kinds.tables import embedding_tables
     from compressor.graph.model import weight_bytes
     from compressor.graph.sites import linear_sites
-    from compressor.graph.tables import embedding_tables
 
     if (path / "manifest.json").is_file():
         raise UsageError(f"{path}: a bundle; `compress verify` checks it")
@@ -156,8 +156,8 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 def _dense(graph: GraphModule) -> list[dict[str, str]]:
     """List tables, convolutions and gates that stay dense; norms and biases are not worth a line each."""
     from compressor.capture.convolutions import dense_convolutions
-    from compressor.graph.gate_projections import WHY_DENSE, gate_projections
-    from compressor.graph.tables import embedding_tables
+    from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
+    from compressor.graph.kinds.tables import embedding_tables
 
     rows = [
         {"weight": table.site.weight_name, "why": f"{len(table.others)} other operators read the table as it is"}

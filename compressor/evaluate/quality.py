@@ -22,7 +22,7 @@ from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.evaluate.mean import Mean
 from compressor.graph.caches import empty_past
-from compressor.graph.encoder_decoder import source_inputs
+from compressor.graph.kinds.encoder_decoder import source_inputs
 from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.progress import Reporter, Silent

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.encoder_decoder import encoder_nodes
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
+from compressor.graph.kinds.tables import rows_of_tables
 from compressor.graph.model import PREPROCESSOR, ModelInfo, state_bytes
-from compressor.graph.tables import rows_of_tables
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph.caches import empty_caches, empty_states
-from compressor.graph.encoder_decoder import priced_source
+from compressor.graph.kinds.encoder_decoder import priced_source
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.encoder_decoder import SOURCE, memory_node
+from compressor.graph.kinds.encoder_decoder import SOURCE, memory_node
 from compressor.graph.sites import Site, linear_sites, packed_sites
 
 

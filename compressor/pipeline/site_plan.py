@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
-from compressor.graph.gate_projections import WHY_DENSE, gate_projections
+from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import ROUTER, Site, linear_sites, match_sites
 from compressor.numerics.range_search import Work

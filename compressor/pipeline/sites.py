@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.gate_projections import WHY_DENSE, without_gates
+from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
 from compressor.graph.sites import Site, linear_sites, match_sites, packed_sites
@@ -56,7 +56,7 @@ def choose_sites(
 ) -> list[Site]:
     """Return the linears that match ``targets`` and not ``ignore``, in dataflow order.
 
-    Gate projections (:mod:`compressor.graph.gate_projections`) are quantised only if ``targets`` names them.
+    Gate projections (:mod:`compressor.graph.kinds.gate_projections`) are quantised only if ``targets`` names them.
 
     Args:
         fmt: format whose group size has to fit; None if nothing is quantised.

@@ -96,8 +96,8 @@ class LinearKernel:
 
 def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     """Return the linears' kernels that schedules are chosen for, equal ones once; of fused linears, the first one's."""
+    from compressor.codegen.lowering.converters.linears import dense_linear_name, packed_linear_name
     from compressor.codegen.lowering.fused_linear import groups
-    from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
     found: dict[str, LinearKernel] = {}
     for first, *_ in groups(graph.graph):
@@ -139,7 +139,7 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
         tune: ``off``, ``quick`` or ``full``.
         isa: instruction set of the kernels.
     """
-    from compressor.codegen.lowering.linear_converters import TUNED_TOKENS
+    from compressor.codegen.lowering.converters.linears import TUNED_TOKENS
     from compressor.codegen.tuning import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
-from compressor.graph.encoder_decoder import encoder_nodes
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
 from compressor.host.machine import cache_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compressor.graph.costs import NodeCost, eager_work, node_costs
-from compressor.graph.encoder_decoder import encoder_nodes
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.model import ModelInfo, state_bytes, weight_bytes
 from compressor.numerics.range_search import Work
 from compressor.plan.durations import (

@@ -8,7 +8,7 @@ from encoder_decoders import TEXT, VOCAB, make, relative, steps_of
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.capture.capture import capture
 from compressor.codegen.lowering.entries import split
-from compressor.graph.encoder_decoder import encoder_nodes, memory_node
+from compressor.graph.kinds.encoder_decoder import encoder_nodes, memory_node
 from compressor.graph.segments import segments
 from compressor.progress import Silent
 

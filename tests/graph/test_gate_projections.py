@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.graph.gate_projections import gate_projections
+from compressor.graph.kinds.gate_projections import gate_projections
 from compressor.graph.model import clone_graph
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context

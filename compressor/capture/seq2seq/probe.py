@@ -11,10 +11,10 @@ from compressor.capture.attention import mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import MetaModel
 from compressor.capture.recognition.probe import Probed
-from compressor.capture.seq2seq.inputs import example_source
 from compressor.capture.seq2seq.program import Seq2SeqProgram, SourceRecorder
 from compressor.capture.seq2seq.settings import generation_notes, source_info
 from compressor.errors import CaptureError
+from compressor.graph.kinds.example_sources import example_source
 
 _TOKENS, _LONGEST = 5, 4096
 

@@ -14,7 +14,7 @@ from tvm import relax
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import probe
-from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse

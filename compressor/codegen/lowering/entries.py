@@ -3,7 +3,7 @@
     encode: source, source_mask -> keys and values of each layer's cross-attention
     main: ids, position, keep, k_cache, v_cache, source_mask, these keys and values -> logits, new keys and values
 
-The cut is where the encoder's half (:func:`compressor.graph.encoder_decoder.encoder_nodes`) is read by the rest.
+The cut is where the encoder's half (:func:`compressor.graph.kinds.encoder_decoder.encoder_nodes`) is read by the rest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from compressor.capture.capture import example_call, reexport
-from compressor.capture.export import export_program
+from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
-from compressor.graph.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
+from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.model import ModelInfo
 
 _SIZE = torch.ops.aten.sym_size.int

@@ -15,7 +15,7 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.lowering.converters import index_rows, slice_rows
+from compressor.codegen.lowering.converters.plain import index_rows, slice_rows
 from compressor.codegen.web.kernel import Kernel
 from compressor.codegen.web.kernels import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.errors import UsageError

@@ -12,7 +12,8 @@ from kernel_cases import Program, build, check_special, random_packed, relative_
 from torch import Tensor, nn
 from torch.export import Dim
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, supports

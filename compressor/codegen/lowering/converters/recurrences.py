@@ -10,7 +10,7 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.kernels.recurrence import causal_convolution, delta_rule, selective_scan, wkv
-from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.codegen.lowering.converters.linears import LinearConverter
 
 _Make = Callable[[], tvm.tirx.PrimFunc]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from compressor.graph.encoder_decoder import SOURCE
+from compressor.graph.kinds.encoder_decoder import SOURCE
 from compressor.graph.model import ModelInfo, SourceInfo
 
 _TOKENS, _SAMPLES, _FRAMES = 6, 4000, 64  # of an example; sound must be longer than what its convolutions look at

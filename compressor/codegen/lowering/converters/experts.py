@@ -14,7 +14,7 @@ from compressor.codegen.kernels import experts
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.top_k import top_k
-from compressor.codegen.lowering.linear_converters import LinearConverter, dense_linear_name, packed_linear_name
+from compressor.codegen.lowering.converters.linears import LinearConverter, dense_linear_name, packed_linear_name
 from compressor.formats.format import Format
 
 
