@@ -146,7 +146,7 @@ class CalibrationRun(Generic[S]):
         ahead = None
         if self._options.true_sequential:
             ahead = [self._sites(index, group) for round_ in later for group in round_]
-        statistics = [self._make_statistic(group[0].in_features) for group in groups]
+        statistics = [self._make_statistic(group[0].input_width) for group in groups]
         rows = _read(self._run, segment, groups, ahead)
         if self._dense is None:
             both: Iterable[tuple[list[Tensor], list[Tensor]]] = ((xs, xs) for xs in rows)

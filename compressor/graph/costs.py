@@ -22,6 +22,7 @@ from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
+_DEPTHWISE = (_OPS.depthwise_linear.default, _OPS.packed_depthwise.default)
 _ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _OPS.masked_attention.default)
 _EMBEDDING = torch.ops.aten.embedding.default
 _PASSES: dict[Any, int] = {
@@ -121,7 +122,7 @@ class _Shapes(Interpreter):
 def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:
     """Return the cost of one call from the shapes of its inputs and of its result."""
     cost = _element_wise_cost(node, inputs, result)
-    if node.target in (_DENSE, _PACKED):
+    if node.target in (_DENSE, _PACKED, *_DEPTHWISE):
         return _linear_cost(cost, node, inputs, result)
     if node.target in _ATTENTION:
         return _attention_cost(cost, node, inputs, past)
@@ -162,9 +163,11 @@ def _linear_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result:
     args: Any = node.args
     x = inputs[args[0]]
     outputs = result.shape[-1]
-    weights = x.shape[-1] * outputs
-    cost = dataclasses.replace(cost, kind="linear", flops=2.0 * x.numel() * outputs, weights=weights, passes=0)
-    if node.target is _DENSE:
+    is_depthwise = node.target in _DEPTHWISE  # each output has a row of its own taps alone
+    weights = x.shape[-1] * (1 if is_depthwise else outputs)
+    flops = 2.0 * x.numel() * (1 if is_depthwise else outputs)
+    cost = dataclasses.replace(cost, kind="linear", flops=flops, weights=weights, passes=0)
+    if node.target in (_DENSE, _DEPTHWISE[0]):
         if inputs[args[1]].dtype is torch.float32:
             return cost
         return dataclasses.replace(cost, cast=weights, working_bytes=4 * weights)

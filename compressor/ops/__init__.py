@@ -8,6 +8,6 @@ Invariant: one file a family, with the names of ``codegen/kernels`` and ``codege
 
 from __future__ import annotations
 
-from compressor.ops import attention, linear, norm, packed_cache, patches
+from compressor.ops import attention, depthwise, linear, norm, packed_cache, patches
 
-__all__ = ["attention", "linear", "norm", "packed_cache", "patches"]
+__all__ = ["attention", "depthwise", "linear", "norm", "packed_cache", "patches"]

@@ -17,7 +17,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
-from compressor.graph.sites import Site, linear_sites, match_sites, packed_sites
+from compressor.graph.sites import Site, linear_sites, match_sites, packed_weight_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import weight_error
 from compressor.pipeline.context import Context, SiteRecord
@@ -93,7 +93,7 @@ def choose_sites(
 
 
 def _is_packed(graph: GraphModule, pattern: str) -> bool:
-    return bool(match_sites(packed_sites(graph), pattern)[0])
+    return bool(match_sites(packed_weight_sites(graph), pattern)[0])
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters import Converter
@@ -25,7 +26,7 @@ from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.graph.sites import packed_sites
+from compressor.graph.sites import packed_weight_sites
 from compressor.host.resources import resource, runtime_files
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -73,8 +74,12 @@ class NativeBackend:
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
         check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
-        for site in packed_sites(graph):
+        for site in packed_weight_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
+            if site.is_depthwise:
+                if reason := depthwise.supports(fmt, site.in_features):
+                    raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
+                continue
             for isa in (self.isa, *self._target.faster()):
                 if reason := packed_linear.supports(fmt, isa):
                     raise UsageError(f"{site.name}: {fmt.name}: {reason}; take a format without it")

@@ -32,6 +32,8 @@ class Converter(LinearConverter):
             "packed_linear.default": self.packed_linear,
             "fused_linear": self.fused_linear,
             "patches.default": self.patches,
+            "depthwise_linear.default": self.depthwise,
+            "packed_depthwise.default": self.depthwise,
             fused_convolution.__name__: self.convolution,
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,

@@ -23,6 +23,8 @@ from compressor.formats.format import Format
 
 _ABSENT = {
     "patches.default": "convolutions",
+    "depthwise_linear.default": "depthwise convolutions",
+    "packed_depthwise.default": "depthwise convolutions",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }

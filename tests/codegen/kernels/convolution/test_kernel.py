@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import tvm
-from kernel_cases import Program, build, check_special, random_packed, relative_error, special_rows
+from kernel_cases import Program, build, call, check_special, pairs, random_packed, relative_error, special_rows
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -54,12 +53,6 @@ def operands(case: Any, fmt: Format, n: int, seed: int = 0) -> tuple[Geometry, T
     return geometry, x, list(packed.parts.values()), torch.randn(rows, generator=rng), residual
 
 
-def call(kernel: Any, *given: Tensor | None, out: tuple[int, ...], kind: Any = np.float32) -> Tensor:
-    result = tvm.runtime.tensor(np.full(out, np.nan if kind is np.float32 else 0, kind))
-    kernel(*(tvm.runtime.tensor(x.numpy()) for x in given if x is not None), result)
-    return torch.from_numpy(result.numpy())
-
-
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W4A8_C", "W4A6_C_STATIC"])
 def test_formats(scheme: str, isa: Isa) -> None:
@@ -89,10 +82,6 @@ def check(case: Any, fmt: Format, isa: Isa) -> None:
         if "STATIC" in fmt.name:  # NaN in a band of the image is NaN in all that is computed of it
             expected = torch.where(torch.isnan(got) & torch.isnan(expected).any(), torch.nan, expected)
         check_special(got.flatten()[None], expected.flatten()[None], TOLERANCE, (fmt.name, isa.name))
-
-
-def pairs(geometry: Geometry) -> list[list[int]]:
-    return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]
 
 
 def test_what_has_no_kernel() -> None:

@@ -1,0 +1,102 @@
+"""Depthwise convolutions against the eager reference: geometries, formats, bounds, and chains that stay in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import build, call, check_special, pairs, random_packed, relative_error, special_rows
+from torch import Tensor
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.convolution.depthwise import depthwise, supports
+from compressor.codegen.kernels.convolution.feeds import Geometry
+from compressor.codegen.kernels.convolution.kernel import Epilogue
+from compressor.codegen.lowering.convolutions import fused_convolution
+from compressor.codegen.targets import x86
+from compressor.formats.activations import Activations
+from compressor.formats.format import Format
+
+TOLERANCE = 2e-6  # of the largest output: both sides apply scales in float32
+
+# size, channels, kernel, stride, padding, dilation
+PLAIN = ((9, 8), 48, (3, 3), (1, 1), (1, 1), (1, 1))
+CASES = {
+    "ragged": ((7, 9), 21, (3, 3), (2, 2), (1, 1), (1, 1)),
+    "few channels": ((5, 6), 3, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "dilated, uneven": ((12, 11), 32, (5, 3), (1, 2), (4, 0), (2, 1)),
+    "a row": ((1, 30), 16, (1, 7), (1, 1), (0, 3), (1, 1)),
+    "bands": ((60, 50), 64, (3, 3), (1, 1), (1, 1), (1, 1)),
+}
+FORMATS = ["", "W8A16_C", "W8A8", "W8A8_STATIC", "W4A16_G32", "FP8_E4M3_C", "W4A6_C_STATIC"]
+
+
+def operands(case: Any, name: str, n: int) -> tuple[Geometry, Tensor, list[Tensor], Tensor, Tensor]:
+    """Geometry, images, the weight or its parts, bias and residual."""
+    size, channels, *given = case
+    geometry, rng = Geometry(size, channels, *given), torch.Generator().manual_seed(0)
+    taps = geometry.kernel[0] * geometry.kernel[1]
+    parts = [torch.randn(channels, taps, generator=rng)]
+    if name:
+        parts = list(random_packed(Format.parse(name), channels, taps, rng).parts.values())
+    x = torch.randn(n, *size, channels, generator=rng)
+    residual = torch.randn(n, *geometry.outputs, channels, generator=rng)
+    return geometry, x, parts, torch.randn(channels, generator=rng), residual
+
+
+def check(case: Any, name: str, isa: Isa) -> None:
+    """Check a kernel with all that an epilogue has, on ordinary images and on some with one special float."""
+    geometry, x, parts, bias, residual = operands(case, name, 2)
+    fmt, ceiling = Format.parse(name) if name else None, 100.0 if name else 6.0  # of outputs in the hundreds
+    kernel = build(depthwise(geometry, fmt, True, False, Epilogue(True, True, None, ceiling), isa), isa)
+    special = special_rows(x[0].numel(), torch.Generator().manual_seed(0)).reshape(-1, *x.shape[1:])
+    for image in [x, *special.unsqueeze(1)]:
+        more = residual[: len(image)]
+        got = call(kernel, image, *parts, bias, more, out=tuple(more.shape))
+        given = (name, len(bias), pairs(geometry), True, None, ceiling, True)
+        expected = fused_convolution(image, parts, bias, more, None, *given)
+        if image is x:
+            assert relative_error(got, expected) < TOLERANCE
+        check_special(got.flatten()[None], expected.flatten()[None], TOLERANCE, (name, isa.name), image.flatten()[None])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str) -> None:
+    check(PLAIN, name, x86.AVX512_VNNI)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_geometries(case: str) -> None:
+    for name in ("", "W8A8_STATIC", "W8A8") if case == "ragged" else ("W8A8_STATIC",):
+        check(CASES[case], name, x86.AVX2)
+
+
+def test_a_chain_in_bytes_is_the_same_to_the_bit() -> None:
+    fmt, isa = Format.parse("W8A8_STATIC"), x86.AVX512_VNNI
+    for case in (PLAIN, CASES["ragged"]):
+        geometry, x, parts, bias, residual = operands(case, fmt.name, 2)
+        scale, act = parts[-1], Activations(granularity="tensor")
+        codes = torch.round((x * (1 / scale)).clamp(-127, 127))
+        stored = (codes + 128).to(torch.uint8).view(torch.int8)
+        shape, results = tuple(residual.shape), []
+        for image, is_rounded in ((x, False), (stored, True)):
+            kernel = build(depthwise(geometry, fmt, True, is_rounded, Epilogue(False, True, act), isa), isa)
+            results.append(call(kernel, image, *parts, bias, scale, out=shape, kind=np.int8))
+        assert torch.equal(*results)
+        args = (fmt.name, len(bias), pairs(geometry), True, fmt.name, None, True)
+        expected = fused_convolution(stored, parts, bias, None, scale, *args)
+        assert float((results[1].view(torch.uint8).int() - expected.view(torch.uint8).int()).abs().max()) <= 1
+        kernel = build(depthwise(geometry, fmt, True, True, Epilogue(), isa), isa)
+        stored[1, 2, 3, 1] = -128 ^ -128  # the byte of NaN
+        got = call(kernel, stored, *parts, bias, out=shape)
+        assert torch.isfinite(got[0]).all() and torch.isnan(got[1, ..., 1]).any()
+        assert torch.isfinite(got[1, ..., [0, *range(2, geometry.channels)]]).all()
+
+
+def test_what_has_no_kernel() -> None:
+    for name in ("W8A8_ASYM_C", "LUT4", "W4A8_G8", "W8A16_S0.45", "W8A1_C", "FP8_E4M3_AFP8_E4M3", "BIP4A4_C"):
+        assert Format.parse(name).name in supports(Format.parse(name), 9)
+    assert "not be exact" in supports(Format.parse("W8A8"), 33 * 33)
+    assert not supports(Format.parse("W4A16_G32"), 25) and not supports(None, 33 * 33)
