@@ -1,7 +1,7 @@
 """Depthwise convolutions over patches, dense and packed: schema, eager definition and fake kernel.
 
-A row of patches (:func:`compressor.ops.patches.patches`) holds each channel once a tap; an output reads those of its own
-channel.  The weight is [channels, taps], one row a channel, so that a pass which rounds rows rounds it like a linear's.
+A row of patches (:func:`compressor.ops.patches.patches`) holds each channel once a tap; an output reads those of its
+own channel.  The weight is [channels, taps], one row a channel, so that what rounds rows of linears rounds it too.
 """
 
 from __future__ import annotations

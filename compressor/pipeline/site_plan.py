@@ -90,7 +90,9 @@ def plan_sites(
         shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
         if site.name not in formats:
-            missed = "depthwise, which rtn packs where its targets match" if site.is_depthwise else "no target matches it"
+            missed = (
+                "depthwise, which rtn packs where its targets match" if site.is_depthwise else "no target matches it"
+            )
             why = "stays dense: ignored" if site.name in ignored else f"stays dense: {missed}"
             plans.append(SitePlan(site.name, *shape, "", before, before, why))
             continue

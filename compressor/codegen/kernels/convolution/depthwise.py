@@ -2,9 +2,9 @@
 
 Channels are the lanes of vectors.  A task computes a band of rows of outputs for some tiles of 16 channels: it writes
 what these read as floats into the first-level cache, zeros around the image, and then each output is one multiplication
-and addition a tap.  Sums of integers are exact in float32 up to 2 ** 24, which taps of bytes do not reach, so one kernel
-serves float weights, packed weights with float activations, and integers; and two registers of floats are multiplied in
-a cycle, where bytes would have to be interleaved by taps first.
+and addition a tap.  Sums of integers are exact in float32 up to 2 ** 24, which taps of bytes do not reach: one kernel
+serves float weights, packed weights with float activations, and integers.  Two registers of floats are multiplied in a
+cycle, where bytes would have to be interleaved by taps first.
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ class _Band:
             at = T.ramp(part, 1, self.isa.lanes)
             for t in range(taps):
                 chunk, quad = divmod(t // 4, quads)
-                codes = code_quad(lambda w, c=chunk, at=at: self.stored["codes"][tile, c, w, at], fmt, quad, self.isa.lanes)
+                codes = code_quad(
+                    lambda w, c=chunk, at=at: self.stored["codes"][tile, c, w, at], fmt, quad, self.isa.lanes
+                )
                 value = code_values(codes, t % 4, fmt, self.isa, lambda _: None)
                 if fmt.element is None:
                     value = value - splat_float(fmt.zero_point, self.isa.lanes)

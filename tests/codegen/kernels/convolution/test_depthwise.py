@@ -7,17 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import build, call, check_special, pairs, random_packed, relative_error, special_rows
-from torch import Tensor
+from kernel_cases import Program, build, call, check_special, pairs, random_packed, relative_error, special_rows
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn.functional import relu6
 
+from compressor.capture.capture import capture, reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.depthwise import depthwise, supports
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue
-from compressor.codegen.lowering.convolutions import fused_convolution
+from compressor.codegen.lowering.compile import compile_graph
+from compressor.codegen.lowering.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.targets import x86
+from compressor.codegen.targets.x86 import X86
+from compressor.data.text import Samples
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
 
 TOLERANCE = 2e-6  # of the largest output: both sides apply scales in float32
 
@@ -93,6 +101,49 @@ def test_a_chain_in_bytes_is_the_same_to_the_bit() -> None:
         got = call(kernel, stored, *parts, bias, out=shape)
         assert torch.isfinite(got[0]).all() and torch.isnan(got[1, ..., 1]).any()
         assert torch.isfinite(got[1, ..., [0, *range(2, geometry.channels)]]).all()
+
+
+class Inverted(nn.Module):
+    """A block as MobileNetV2 has them, and a depthwise convolution with a bias whose output is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.expand = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 20, 1)
+        self.filter, self.project = nn.Conv2d(20, 20, 3, padding=1, groups=20), nn.Conv2d(20, 8, 1)
+        self.last, self.head = nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, 12, 12] -> [B, 5]."""
+        x = relu6(self.stem(x))
+        x = x + self.project(relu6(self.filter(relu6(self.expand(x)))))
+        y = self.last(x)
+        return self.head((y * y.sigmoid()).mean((2, 3)))
+
+
+@pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W8A16_C", ""])
+def test_graphs(scheme: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 12, 12)
+    graph = capture(Inverted().eval(), (x,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    if scheme:
+        samples = Samples(x, torch.empty(0), "", "by chance")
+        graph = Rtn(scheme, targets=("Conv2d", "Linear")).run(graph, Context(samples=samples))
+    nodes = reexport(graph).graph
+    fuse_convolutions(nodes)
+    fused = [node.args for node in nodes.nodes if node.target is fused_convolution]
+    packed = [args for args in fused if not args[11]]
+    assert len([args for args in fused if args[11]]) == 2
+    assert len(packed) == {"W8A8_STATIC": 3, "W8A8": 1}.get(scheme, 0)
+    if scheme == "W8A8_STATIC":  # stem, expand, filter, project, last
+        assert [args[10] for args in fused] == [6.0, 6.0, 6.0, None, None]
+        assert [args[9] is not None for args in fused] == [False, True, True, True, False]
+        assert [args[3] is not None for args in fused] == [False, False, False, True, False]
+    library = compile_graph(graph, X86(), tune="off")
+    assert [kernel["family"] for kernel in library.kernels].count("depthwise") == 2
+    for batch in (1, 3):
+        got, expected = Program(graph, library)(x[:batch]), graph(x[:batch])
+        # Activations that lie between two codes may get the other one, and all that follows with them.
+        assert relative_error(torch.from_numpy(got), expected) < (5e-4 if "A8" in scheme else 1e-5)
 
 
 def test_what_has_no_kernel() -> None:
