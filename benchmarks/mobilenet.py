@@ -6,8 +6,8 @@
 Makes the network (benchmarks/mobilenet_model.py), its ONNX file, calibration images and our bundle in WORK_FOLDER,
 once, and writes benchmarks/results/mobilenet.json and .md.  The peers' environments are those of
 benchmarks/peers/README.md, `openvino` and `ortgenai`; neither needs PyTorch here, since both read the ONNX file.  How
-runtimes take turns is said in benchmarks/x86_race.py.  The limit beside the times is that of the products at the peak of this CPU's int8 instructions,
-or of reading the weights once, whichever is more.
+runtimes take turns is said in benchmarks/x86_race.py.  The limit beside the times is that of the products
+at the peak of this CPU's int8 instructions, or of reading the weights once, whichever is more.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# A network of MobileNetV2's shape on x86", "",
         f"Made by `python benchmarks/mobilenet.py`: {result['title']}, random weights, batch 1;",
-        f"medians of {result['repeats']} turns, each the median of 20 calls, and in brackets the least and the most. x:",
-        "how many times as long as ours. Runtimes take turns; where the load average says that others used the machine,",
+        f"medians of {result['repeats']} turns, each the median of 20 calls, in brackets the least and the most. x:",
+        "how many times as long as ours. Runtimes take turns; where the load average says that others used it,",
         "ratios say more than times, and those of one thread more than those of all. Cosine: of logits with PyTorch's",
         f"in float32, the mean and the least. {about['cpu']}, {about['cpus']} CPUs; commit {about['commit']};",
         f"load average before {about['load_average_before']:.1f}.", "",
@@ -110,8 +110,8 @@ def table(result: dict[str, Any]) -> str:
         peak, bandwidth = max(race["peak_int8_ops_per_s"].values(), default=0.0), race["bandwidth_bytes_per_s"]
         if peak and bandwidth:
             products, reading = result["operations"]["1"] / peak, result["weight_bytes"] / bandwidth
-            lines.append(f"| {threads} | limit: products {1e3 * products:.2f}, weights {1e3 * reading:.2f} | "
-                         f"{1e3 * max(products, reading):.2f} | {max(products, reading) / first:.2f} | | |")  # fmt: skip
+            each, limit = f"products {1e3 * products:.2f}, weights {1e3 * reading:.2f}", max(products, reading)
+            lines.append(f"| {threads} | limit: {each} | {1e3 * limit:.2f} | {limit / first:.2f} | | |")
         notes |= {name: f"- {name}: missing: {why}" for name, why in race["missing"].items()}
     return "\n".join([*lines, "", *notes.values(), ""])
 

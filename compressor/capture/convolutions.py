@@ -31,7 +31,7 @@ _CONVOLUTIONS = (
     _ATEN.convolution,
 )  # fmt: skip
 _CONV2D = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
-_CONV1D = {_ATEN.conv1d.default: _CONV2D[0], _ATEN.conv1d.padding: _CONV2D[1]}
+_CONV1D: dict[Any, Any] = {_ATEN.conv1d.default: _CONV2D[0], _ATEN.conv1d.padding: _CONV2D[1]}
 _NORM = _ATEN.batch_norm.default
 _NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export makes of it where others write in place
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)

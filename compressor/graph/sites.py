@@ -23,7 +23,7 @@ _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
 _DEPTHWISE = torch.ops.compressor.depthwise_linear.default
 _PACKED_DEPTHWISE = torch.ops.compressor.packed_depthwise.default
-PACKED_FORM = {_DENSE: _PACKED, _DEPTHWISE: _PACKED_DEPTHWISE}
+PACKED_FORM: dict[Any, Any] = {_DENSE: _PACKED, _DEPTHWISE: _PACKED_DEPTHWISE}
 """Dense operator -> the operator of the same arguments whose weight is packed."""
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0

@@ -82,5 +82,5 @@ def _(
 
 def _taps_product(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``sum over taps of x[..., tap, channel] * weight[channel, tap]``."""
-    taps, channels = weight.shape[1], weight.shape[0]
-    return (x.unflatten(-1, (taps, channels)) * weight.t()).sum(-2)
+    channels, taps = weight.shape
+    return (x.reshape(*x.shape[:-1], taps, channels) * weight.t()).sum(-2)

@@ -26,7 +26,7 @@ from compressor.codegen.lowering.fused_linear import move_to
 from compressor.codegen.lowering.fusion import addition_after, residual_of, why_no_residual
 from compressor.formats.format import Format
 from compressor.formats.rounded_activations import SMALLEST
-from compressor.graph.rules import Outcome, apply, why_not
+from compressor.graph.rules import Outcome, Rule, apply, why_not
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 _DEPTHWISE = (_OPS.depthwise_linear.default, _OPS.packed_depthwise.default)
@@ -86,7 +86,13 @@ def fused_convolution(
 
 def fuse_convolutions(graph: fx.Graph) -> list[Outcome]:
     """Put :func:`fused_convolution` where it has a kernel, in place, and return what each rule did."""
-    rules = [PatchesIntoLinear(), PatchesIntoDepthwise(), PixelsIntoLinear(), AddToOutputs(), ReluToOutputs()]
+    rules: list[Rule] = [
+        PatchesIntoLinear(),
+        PatchesIntoDepthwise(),
+        PixelsIntoLinear(),
+        AddToOutputs(),
+        ReluToOutputs(),
+    ]
     outcomes = apply(rules, graph)
     graph.eliminate_dead_code()
     outcomes += apply([RoundForNext()], graph)

@@ -184,6 +184,7 @@ class _Band:
                     T.buffer_store(lane, T.max(lane[0], size_bits(self.x[pixel, c], 1)), [0])
                 emit_tree(T.max, lane, VECTOR)
                 T.buffer_store(peaks, lane[0], [i, j])
+        assert self.act is not None
         with T.serial(0, self.rows) as r, T.serial(0, wide) as q:
             read = [peaks[r * sh + i * dh, q * sw + j * dw] for i in range(kh) for j in range(kw)]
             top = finite_size(reduce(T.max, read))

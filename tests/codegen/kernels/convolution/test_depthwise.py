@@ -120,6 +120,29 @@ class Inverted(nn.Module):
         return self.head((y * y.sigmoid()).mean((2, 3)))
 
 
+class Rows(nn.Module):
+    """Convolutions of rows, the second depthwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.each = nn.Conv1d(4, 18, 3, padding=1), nn.Conv1d(18, 18, 5, 2, groups=18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 4, 20] -> [B, 18, 8]."""
+        return self.each(self.first(x).relu())
+
+
+def test_rows() -> None:
+    torch.manual_seed(0)
+    module, x = Rows().eval().requires_grad_(False), torch.randn(3, 4, 20)
+    graph = capture(module, (x,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    graph = Rtn("W8A16_C", targets="Conv1d").run(graph, Context())
+    library = compile_graph(graph, X86(), tune="off")
+    assert [kernel["family"] for kernel in library.kernels] == ["patches", "packed_linear", "depthwise"]
+    assert relative_error(torch.from_numpy(Program(graph, library)(x)), graph(x)) < 1e-5
+    assert relative_error(graph(x), module(x)) < 0.02
+
+
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W8A16_C", ""])
 def test_graphs(scheme: str) -> None:
     torch.manual_seed(0)
