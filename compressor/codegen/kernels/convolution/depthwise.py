@@ -19,16 +19,25 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import code_quad, code_values, scale_values
-from compressor.codegen.kernels.convolution.feeds import NAN, Geometry
+from compressor.codegen.kernels.convolution.feeds import NAN, ZERO, Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, finish, kernel_name
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.weights import parameter
-from compressor.codegen.kernels.vector import VECTOR, emit_tree, finite_size, registers, size_bits, splat, splat_float
+from compressor.codegen.kernels.vector import (
+    VECTOR,
+    emit_tree,
+    finite_size,
+    ramp,
+    registers,
+    size_bits,
+    splat,
+    splat_float,
+)
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
-_BAND_BYTES = 49152
+_BAND_BYTES = 32768
 """Of floats a task and tile."""
 _TASK_TILES = 4
 """Tiles a task, whose bytes make up a cache line of an image."""
@@ -47,7 +56,7 @@ def supports(fmt: Format | None, taps: int) -> str:
         return f"{fmt.name} has scales of groups of fewer than {taps} taps"
     if act is not None and (act.element is not None or act.is_sign or act.group_size):
         return f"{fmt.name} rounds activations to other numbers than integers with one scale a row"
-    if fmt.integer_products and taps * 128 * 128 > _LARGEST_SUM:
+    if fmt.integer_products and taps * 255 * 128 > _LARGEST_SUM:
         return f"sums over {taps} taps may not be exact"
     return ""
 
@@ -138,6 +147,8 @@ class _Band:
         geometry = self.geometry
         self.begin = self.first_row * geometry.stride[0] - geometry.padding[0]
         self.size = (geometry.read_rows(self.rows), geometry.size[1] + 2 * geometry.padding[1])
+        self.zero = -float(ZERO) if self.is_rounded else 0.0  # of bytes, which are codes + 128
+        (self.least,) = registers(1, (VECTOR,), "uint8")
         self.values = T.alloc_buffer((self.size[0] * self.size[1], VECTOR), "float32")
         (self.inverse,) = registers(1, (1,))
         (self.next_inverse,) = registers(1, (1,))
@@ -199,12 +210,13 @@ class _Band:
         (out_high, out_wide), is_by_row = geometry.outputs, self.act is not None and self.act.granularity == "token"
         (total,), (shift,) = registers(1, (VECTOR,)), registers(1, (VECTOR,))
         self._load(shift, lambda c: T.float32(0) if bias is None else bias[c], tile * TILE_ROWS, lanes)
+        start = self._start(weights, scale)
         with T.serial(0, T.min(T.int64(self.rows), out_high - self.first_row)) as r, T.serial(0, out_wide) as q:
             factor = scale[every]
             if is_by_row:
                 T.buffer_store(self.inverse, inverse_scale(self.scales[r * out_wide + q]), [0])
                 factor = factor * T.broadcast(self.scales[r * out_wide + q], VECTOR)
-            sums = splat_float(0.0, VECTOR)
+            sums = start[every]
             for t, (i, j) in enumerate((i, j) for i in range(kh) for j in range(kw)):
                 value = self.values[(r * sh + i * dh) * self.size[1] + q * sw + j * dw, every]
                 if is_by_row:
@@ -221,36 +233,60 @@ class _Band:
                     c = tile * TILE_ROWS + k
                     T.buffer_store(y, self._finished(total[k], end, m, c, 1), [m, c])
 
+    def _start(self, weights: list[Any], scale: Any) -> Any:
+        """Emit where sums begin, minus what the 128 of each byte adds; of bytes with a NaN, the scale is NaN."""
+        every, (start,) = T.ramp(*_EVERY), registers(1, (VECTOR,))
+        T.buffer_store(start, splat_float(0.0, VECTOR), [every])
+        if self.is_rounded:
+            for weight in weights:
+                T.buffer_store(start, start[every] - weight[every] * splat_float(self.zero, VECTOR), [every])
+            emit_tree(T.min, self.least, VECTOR)
+            with T.If(self.least[0] == T.uint8(NAN)), T.Then():
+                T.buffer_store(scale, splat_float(math.nan, VECTOR), [every])
+        return start
+
     def _finished(self, value: Any, end: Any, m: Any, at: Any, lanes: int) -> Any:
         epilogue, _, residual, _, _ = end
         return finish(value, epilogue, residual, self.next_inverse[0], m, at, lanes)
 
     def _fill(self, first: Any, lanes: int) -> None:
-        """Emit what the band reads, of some channels: rounded with the calibrated scale where there is one."""
-        every = T.ramp(*_EVERY)
+        """Emit what the band reads, of some channels: bytes as they are, floats rounded where one scale is known."""
+        geometry, wide = self.geometry, self.size[1]
+        pad = geometry.padding[1]
 
-        def number(stored: Any, n: int) -> Any:
-            if self.is_rounded:
-                kinds = ("uint8", "int32", "float32") if n == 1 else (f"uint8x{n}", f"int32x{n}", f"float32x{n}")
-                byte = T.Cast(kinds[1], T.reinterpret(stored, dtype=kinds[0]))
-                value = T.Cast(kinds[2], byte - (splat(128, n) if n > 1 else T.int32(128)))
-                broken = byte == (splat(NAN, n) if n > 1 else T.int32(NAN))
-                return T.Select(broken, splat_float(math.nan, n), value)
-            if self.act is None or self.act.granularity == "token":
-                return stored
-            return on_grid(stored, self.inverse[0], self.act, n)
+        def clear(place: Any, count: int) -> None:
+            with T.serial(0, count) as j:
+                T.buffer_store(self.values, splat_float(self.zero, VECTOR), [place + j, T.ramp(*_EVERY)])
 
-        with T.serial(0, self.size[0]) as i, T.serial(0, self.size[1]) as j:
-            pixel, inside = self._pixel(i, j)
-            place = i * self.size[1] + j
-            T.buffer_store(self.values, splat_float(0.0, VECTOR), [place, every])
-            with T.If(inside), T.Then():
-                if lanes == VECTOR:
-                    read = self.x[pixel, T.ramp(first, 1, VECTOR)]
-                    T.buffer_store(self.values, number(read, VECTOR), [place, every])
-                else:
-                    with T.serial(0, lanes) as k:
-                        T.buffer_store(self.values, number(self.x[pixel, first + k], 1), [place, k])
+        if self.is_rounded:
+            T.buffer_store(self.least, T.broadcast(T.uint8(255), VECTOR), [T.ramp(*_EVERY)])
+        with T.serial(0, self.size[0]) as i:
+            h = self.begin + i
+            with T.If(T.And(h >= 0, h < geometry.size[0])):
+                with T.Then():
+                    clear(i * wide, pad)
+                    with T.serial(0, geometry.size[1]) as w:
+                        pixel = (self.image * geometry.size[0] + h) * geometry.size[1] + w
+                        if lanes == VECTOR:
+                            self._take(pixel, i * wide + pad + w, first, 0, VECTOR)
+                        else:
+                            with T.serial(0, lanes) as k:
+                                self._take(pixel, i * wide + pad + w, first, k, 1)
+                    clear(i * wide + pad + geometry.size[1], pad)
+                with T.Else():
+                    clear(i * wide, wide)
+
+    def _take(self, pixel: Any, place: Any, first: Any, k: Any, lanes: int) -> None:
+        """Emit some channels of a pixel, from the tile's channel ``k`` on."""
+        at, stored = ramp(k, lanes), self.x[pixel, ramp(first + k, lanes)]
+        if self.is_rounded:
+            kinds = [kind if lanes == 1 else f"{kind}x{lanes}" for kind in ("uint8", "int32", "float32")]
+            byte = T.reinterpret(stored, dtype=kinds[0])
+            T.buffer_store(self.least, T.min(self.least[at], byte), [at])
+            stored = T.Cast(kinds[2], T.Cast(kinds[1], byte))
+        elif self.act is not None and self.act.granularity == "tensor":
+            stored = on_grid(stored, self.inverse[0], self.act, lanes)
+        T.buffer_store(self.values, stored, [place, at])
 
     def _weights(self, tile: Any, lanes: int) -> tuple[list[Any], Any]:
         """Emit the tile's weights, a register a tap, and what its sums are multiplied by."""

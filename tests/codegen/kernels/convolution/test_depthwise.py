@@ -100,7 +100,7 @@ def test_a_chain_in_bytes_is_the_same_to_the_bit() -> None:
         stored[1, 2, 3, 1] = -128 ^ -128  # the byte of NaN
         got = call(kernel, stored, *parts, bias, out=shape)
         assert torch.isfinite(got[0]).all() and torch.isnan(got[1, ..., 1]).any()
-        assert torch.isfinite(got[1, ..., [0, *range(2, geometry.channels)]]).all()
+        assert torch.isfinite(got[1, ..., 16:]).all()  # of other tiles of channels
 
 
 class Inverted(nn.Module):
