@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.convolution.feeds import Geometry
-from compressor.codegen.kernels.convolution.kernel import supports
+from compressor.codegen.kernels.convolution.kernel import reads_planes, supports
 from compressor.codegen.lowering.fused_linear import move_to
 from compressor.codegen.lowering.fusion import addition_after, residual_of, why_no_residual
 from compressor.formats.format import Format
@@ -32,6 +32,7 @@ _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
 _DEPTHWISE = (_OPS.depthwise_linear.default, _OPS.packed_depthwise.default)
 
 
+_TO_LAST = [0, 2, 3, 1]
 _PIXEL = ((1, 1), (1, 1), (0, 0), (1, 1))
 """Kernel, stride, padding and dilation of a convolution of single pixels."""
 
@@ -49,6 +50,7 @@ def fused_convolution(
     next_format: str | None,
     ceiling: float | None = None,
     is_depthwise: bool = False,
+    is_planar: bool = False,
 ) -> Tensor:
     """Compute a convolution and what follows it: the definition that the kernel is held to.
 
@@ -56,6 +58,7 @@ def fused_convolution(
         x: float32 [N, H, W, C], or int8, as another one returned it.
         parts, bias, format, out_features: as of ``packed_linear``, or where ``is_depthwise`` of ``packed_depthwise``;
             without a format, the only part is the weight of a ``depthwise_linear``.
+        is_planar: x is [N, C, H, W].
         residual: float32 [N, H', W', out], added to the outputs.
         is_relu, ceiling: outputs are no smaller than zero, and no larger than this.
         next_scale, next_format: the part ``input_scale`` and the format of the convolution that reads the result.
@@ -65,7 +68,7 @@ def fused_convolution(
     """
     if x.dtype == torch.int8:
         x = (x.view(torch.uint8).float() - 128) * parts[-1]
-    rows = _OPS.patches(x, *geometry)
+    rows = _OPS.patches(x.permute(_TO_LAST) if is_planar else x, *geometry)
     y: Tensor
     if is_depthwise and not format:
         y = _OPS.depthwise_linear(rows, parts[0], bias)
@@ -95,14 +98,15 @@ def fuse_convolutions(graph: fx.Graph) -> list[Outcome]:
     ]
     outcomes = apply(rules, graph)
     graph.eliminate_dead_code()
-    outcomes += apply([RoundForNext()], graph)
+    outcomes += apply([RoundForNext(), PlanesIntoConvolution()], graph)
+    graph.eliminate_dead_code()
     graph.lint()
     return outcomes
 
 
-def geometry_of(x: fx.Node, pairs: Any) -> Geometry | None:
+def geometry_of(x: fx.Node, pairs: Any, is_planar: bool = False) -> Geometry | None:
     """Return the geometry of a convolution of images x [N, H, W, C], or None where their size is not fixed."""
-    _, high, wide, channels = x.meta["val"].shape
+    _, high, wide, channels = x.meta["val"].permute(_TO_LAST if is_planar else [0, 1, 2, 3]).shape
     kernel, stride, padding, dilation = (tuple(pair) for pair in pairs)
     is_fixed = all(isinstance(n, int) for n in (high, wide, channels))
     return Geometry((high, wide), channels, kernel, stride, padding, dilation) if is_fixed else None
@@ -124,7 +128,7 @@ def bounds_of(node: fx.Node) -> tuple[float | None] | None:
 def _put(graph: fx.Graph, place: fx.Node, args: Any) -> fx.Node:
     """Put :func:`fused_convolution` of some arguments in the place of a node."""
     with graph.inserting_before(place):
-        node = graph.call_function(fused_convolution, (*args, None, False)[:12])
+        node = graph.call_function(fused_convolution, (*args, *(None, False, False)[len(args) - 10 :]))
     move_to(graph, node, place)
     return node
 
@@ -289,3 +293,27 @@ class RoundForNext:
         source.args = (*source.args[:4], parts[-1], *source.args[5:9], node.args[5], *source.args[10:])
         source.meta = {**source.meta, "val": source.meta["val"].to(torch.int8)}
         return node
+
+
+class PlanesIntoConvolution:
+    """A convolution of up to four channels reads them as they come, plane by plane."""
+
+    name = "planes read by a convolution"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match a fused convolution of what a permutation makes."""
+        x: Any = node.args[0] if node.target is fused_convolution else None
+        return node if x is not None and x.target is _ATEN.permute.default and x.args[1] == _TO_LAST else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for a kernel that does."""
+        given: Any = match.args
+        sizes = geometry_of(given[0], given[7])
+        no_kernel = given[11] or sizes is None or not reads_planes(Format.parse(given[5]), sizes)
+        return why_not((no_kernel, "its kernel reads channels that lie side by side"))
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Take the permutation's input."""
+        given: Any = match.args
+        match.args = (given[0].args[0], *given[1:12], True)
+        return match

@@ -171,10 +171,11 @@ class LinearConverter:
 
     def convolution(self, node: fx.Node, importer: Any) -> Any:
         """Emit a :func:`compressor.codegen.lowering.convolutions.fused_convolution`."""
-        x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following, ceiling, by_channel = (
-            importer.retrieve_args(node)
+        x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following, *others = importer.retrieve_args(
+            node
         )
-        fmt, geometry = Format.parse(name) if name else None, geometry_of(cast(fx.Node, node.args[0]), pairs)
+        ceiling, by_channel, is_planar = others
+        fmt, geometry = Format.parse(name) if name else None, geometry_of(cast(fx.Node, node.args[0]), pairs, is_planar)
         assert geometry is not None
         if fmt is not None:
             self._count_packed(rows * (prod(geometry.kernel) if by_channel else geometry.columns))
@@ -189,13 +190,13 @@ class LinearConverter:
                 return depthwise.depthwise(geometry, fmt, *more, self.isa), {"family": "depthwise", **stored}
             assert fmt is not None
             details = {"family": "convolution", "format": fmt.name}
-            return convolution.convolution(rows, geometry, fmt, *more, self.isa), details
+            return convolution.convolution(rows, geometry, fmt, *more, self.isa, is_planar), details
 
         if by_channel:
             kernel_name = depthwise.depthwise_name(geometry, fmt, *more)
         else:
             assert fmt is not None
-            kernel_name = convolution.convolution_name(rows, geometry, fmt, *more)
+            kernel_name = convolution.convolution_name(rows, geometry, fmt, *more) + ("_planes" if is_planar else "")
         args = [x, *parts, *(part for part in (bias, residual, next_scale) if part is not None)]
         kernel = self.kernel(importer, kernel_name, make)
         return importer.block_builder.emit(relax.call_tir(kernel, args, out_ty=out))

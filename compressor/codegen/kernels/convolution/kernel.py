@@ -68,6 +68,11 @@ def supports(fmt: Format, geometry: Geometry) -> str:
     return ""
 
 
+def reads_planes(fmt: Format, geometry: Geometry) -> bool:
+    """Whether :func:`convolution` can read images that lie channel by channel, as a model's input does."""
+    return fmt.activations is not None and fmt.activations.granularity == "tensor" and geometry.channels <= 4
+
+
 def convolution_name(
     out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue
 ) -> str:
@@ -94,23 +99,31 @@ def kernel_name(
     return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 
-def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool) -> Feed:
+def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False) -> Feed:
     assert fmt.activations is not None
     if fmt.activations.granularity == "tensor":
-        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded)
+        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar)
     return PatchFeed(geometry, fmt.activations)
 
 
 def convolution(
-    out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue, isa: Isa
+    out_features: int,
+    geometry: Geometry,
+    fmt: Format,
+    has_bias: bool,
+    is_rounded: bool,
+    epilogue: Epilogue,
+    isa: Isa,
+    is_planar: bool = False,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for a packed linear over patches.
+    """TIR for a packed linear over patches; ``is_planar``, which needs :func:`reads_planes`: x is [n, channels, height,
+    width].
 
     Parameters of the result: x [n, height, width, channels], float32, or int8 where ``is_rounded``: as an
     :class:`Epilogue` wrote it; the weight's parts; bias (where there is one); residual float32 [n, rows, columns, out]
     and the next input's scale float32 [1] (where the epilogue has them); y float32 or int8 [n, rows, columns, out].
     """
-    feed = _feed(fmt, geometry, is_rounded=is_rounded)
+    feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar)
     (high, wide), (out_high, out_wide) = geometry.size, geometry.outputs
     rows, channels, tiles = out_features, geometry.channels, -(-out_features // TILE_ROWS)
     parts = fmt.parts(out_features, geometry.columns)
@@ -124,7 +137,7 @@ def convolution(
         n = T.int64()
         shape = T.meta_var((n, out_high, out_wide, rows))
         flat = T.meta_var((n * out_high * out_wide, rows))
-        x4 = T.meta_var(parameter((n, high, wide, channels), kind))
+        x4 = T.meta_var(parameter((n, channels, high, wide) if is_planar else (n, high, wide, channels), kind))
         codes = T.meta_var(parameter(parts["codes"][1], "int32"))
         scales = T.meta_var(parameter(parts["scales"][1], "float16"))
         input_scale = T.meta_var(parameter((1,), "float32") if is_calibrated else None)
