@@ -14,7 +14,7 @@ from torch.export import Dim
 from compressor.capture.capture import capture, reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
-from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, supports
+from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, reads_planes, supports
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.targets import x86
@@ -82,6 +82,22 @@ def check(case: Any, fmt: Format, isa: Isa) -> None:
         if "STATIC" in fmt.name:  # NaN in a band of the image is NaN in all that is computed of it
             expected = torch.where(torch.isnan(got) & torch.isnan(expected).any(), torch.nan, expected)
         check_special(got.flatten()[None], expected.flatten()[None], TOLERANCE, (fmt.name, isa.name))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_planes_are_read_as_pixels_are(channels: int) -> None:
+    fmt, isa = Format.parse("W8A8_STATIC"), x86.AVX512_VNNI
+    case = ((11, 21), channels, 16, (3, 3), (2, 2), (1, 1), (1, 1))
+    geometry, x, parts, bias, residual = operands(case, fmt, 2)
+    assert reads_planes(fmt, geometry) and not reads_planes(Format.parse("W8A8"), geometry)
+    assert not reads_planes(fmt, Geometry(*PLAIN[:2], *PLAIN[3:]))
+    x[1, 3, 4, 0] = torch.nan
+    results = []
+    for image, is_planar in ((x, False), (x.permute(0, 3, 1, 2).contiguous(), True)):
+        kernel = build(convolution(16, geometry, fmt, True, False, Epilogue(), isa, is_planar), isa)
+        results.append(call(kernel, image, *parts, bias, out=tuple(residual.shape)))
+    assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num())
+    assert torch.isfinite(results[1][0]).all() and torch.isnan(results[1][1]).any()
 
 
 def test_what_has_no_kernel() -> None:
