@@ -150,7 +150,7 @@ class CalibrationRun(Generic[S]):
         ahead = None
         if self._options.true_sequential:
             ahead = [self._sites(index, group) for round_ in later for group in round_]
-        statistics = [self._make_statistic(group[0].in_features) for group in groups]
+        statistics = [self._make_statistic(group[0].input_width) for group in groups]
         rows = _read(self._run, segment, groups, ahead)
         # The dense graph may send a token to other experts: their rows are not beside each other.
         plain = [group for group in groups if group[0].module_class != EXPERT]

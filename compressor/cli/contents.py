@@ -24,7 +24,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
         return _inspect_bundle(path)
     from compressor.capture.capture import capture
     from compressor.graph.model import weight_bytes
-    from compressor.graph.sites import linear_sites
+    from compressor.graph.sites import weight_sites
 
     graph = capture(path)
     info = graph.meta["model"]
@@ -37,7 +37,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
             "dtype": str(graph.get_parameter(site.weight_name).dtype).removeprefix("torch."),
             "tied": site.tied,
         }
-        for site in linear_sites(graph)
+        for site in weight_sites(graph)
     ]
     return {
         "model": info.name,
@@ -114,7 +114,7 @@ def check_model(path: Path) -> dict[str, Any]:
     from compressor.capture.capture import capture
     from compressor.graph.kinds.tables import embedding_tables
     from compressor.graph.model import weight_bytes
-    from compressor.graph.sites import linear_sites
+    from compressor.graph.sites import weight_sites
 
     if (path / "manifest.json").is_file():
         raise UsageError(f"{path}: a bundle; `compress verify` checks it")
@@ -123,7 +123,7 @@ def check_model(path: Path) -> dict[str, Any]:
     tables = embedding_tables(graph)
     packable = [table.site for table in tables if not table.others]
     tied = {table.site.weight_name for table in tables if table.linears}
-    sites = [site for site in linear_sites(graph) if site.weight_name not in tied] + packable
+    sites = [site for site in weight_sites(graph) if site.weight_name not in tied] + packable
     own = {site.weight_name for site in sites if not site.tied}  # a tied weight stays for its other reader
     total_bytes = weight_bytes(graph)
     return {

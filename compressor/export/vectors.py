@@ -10,7 +10,7 @@ the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.host.tensor_files import release
+from compressor.ops.depthwise import depthwise_product
 from compressor.ops.linear import packed_product
 
 _PROMPT_TOKENS, _STEPS, _BATCH, _SAMPLES = 16, 2, 2, 4000
@@ -42,6 +43,7 @@ _PIECE_ELEMENTS = 1 << 22
 
 _DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.compressor.packed_embedding.default)
+_PACKED_DEPTHWISE = torch.ops.compressor.packed_depthwise.default
 _PACK_CACHE = torch.ops.compressor.pack_cache.default
 _ROUTED, _PACKED_ROUTED = torch.ops.compressor.routed_linear.default, torch.ops.compressor.packed_routed_linear.default
 
@@ -146,10 +148,10 @@ class _Exact(Interpreter):
     def call_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _DENSE:
             return self._dense(*args)
-        if target is _PACKED:
-            return self._packed(*args)
         if target in (_ROUTED, _PACKED_ROUTED):  # weights are widened expert by expert
             return self._routed(target, *args)
+        if target in (_PACKED, _PACKED_DEPTHWISE):
+            return self._packed(depthwise_product if target is _PACKED_DEPTHWISE else packed_product, *args)
         if target is _PACK_CACHE:  # rounds, as linears of 8-bit activations do
             args = (self._disturbed(args[0].double()), *args[1:])
         if target not in _LOOKUPS:  # a table is not worth widening for a few rows
@@ -164,6 +166,7 @@ class _Exact(Interpreter):
 
     def _packed(
         self,
+        product: Callable[[Tensor, PackedWeight], Tensor],
         x: Tensor,
         parts: Sequence[Tensor],
         bias: Tensor | None,
@@ -172,7 +175,7 @@ class _Exact(Interpreter):
         out_features: int,
     ) -> Tensor:
         fmt = Format.parse(format)
-        y = packed_product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
+        y = product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
         release(parts)
         return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
 

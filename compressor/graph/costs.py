@@ -33,6 +33,7 @@ _STATE_OPS = {_CONVOLUTION: 2, _OPS.selective_scan.default: 6, _OPS.gated_delta_
 _CALLS_A_TOKEN = 10  # of PyTorch's operators, in the definitions
 _ROUTED = (_OPS.routed_linear.default, _OPS.packed_routed_linear.default)
 _ROWS, _JOIN = _OPS.expert_rows.default, _OPS.join_experts.default
+_DEPTHWISE = (_OPS.depthwise_linear.default, _OPS.packed_depthwise.default)
 _PASSES: dict[Any, int] = {
     _OPS.rms_norm.default: 4,
     torch.ops.aten.layer_norm.default: 2,
@@ -142,7 +143,7 @@ class _Shapes(Interpreter):
 def _cost(node: Node, inputs: Mapping[Node, Any], result: Any, past: int) -> NodeCost:
     """Return the cost of one call from the shapes of its inputs and of its result."""
     cost = _element_wise_cost(node, inputs, result)
-    if node.target in (_DENSE, _PACKED):
+    if node.target in (_DENSE, _PACKED, *_DEPTHWISE):
         return _linear_cost(cost, node, inputs, result)
     if node.target in _ROUTED:
         return _routed_cost(cost, node, inputs, result)
@@ -191,9 +192,11 @@ def _linear_cost(cost: NodeCost, node: Node, inputs: Mapping[Node, Any], result:
     args: Any = node.args
     x = inputs[args[0]]
     outputs = result.shape[-1]
-    weights = x.shape[-1] * outputs
-    cost = dataclasses.replace(cost, kind="linear", flops=2.0 * x.numel() * outputs, weights=weights, passes=0)
-    if node.target is _DENSE:
+    is_depthwise = node.target in _DEPTHWISE  # each output has a row of its own taps alone
+    weights = x.shape[-1] * (1 if is_depthwise else outputs)
+    flops = 2.0 * x.numel() * (1 if is_depthwise else outputs)
+    cost = dataclasses.replace(cost, kind="linear", flops=flops, weights=weights, passes=0)
+    if node.target in (_DENSE, _DEPTHWISE[0]):
         if inputs[args[1]].dtype is torch.float32:
             return cost
         return dataclasses.replace(cost, cast=weights, working_bytes=4 * weights)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import _PACKED, Site
+from compressor.graph.sites import _PACKED, PACKED_FORM, Site
 
 
 def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
@@ -42,7 +42,7 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
         new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
-    new.meta = dict(old.meta)
+    new.target, new.meta = PACKED_FORM[old.target], dict(old.meta)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     if not weight.users:

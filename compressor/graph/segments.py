@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.graph.kinds.encoder_decoder import SOURCE, memory_node
-from compressor.graph.sites import Site, linear_sites, packed_sites
+from compressor.graph.sites import Site, packed_weight_sites, weight_sites
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ def segments(graph: GraphModule) -> list[Segment]:
     nodes = _token_nodes(graph)
     index = {node: i for i, node in enumerate(nodes)}
     last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
-    sites = {site.node: site for site in linear_sites(graph)}
-    packed = {site.node: site for site in packed_sites(graph)}
+    sites = {site.node: site for site in weight_sites(graph)}
+    packed = {site.node: site for site in packed_weight_sites(graph)}
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
     linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
     result: list[Segment] = []

@@ -25,13 +25,17 @@ _LOOKED_UP = torch.ops.compressor.packed_embedding.default
 _ROWS = torch.ops.compressor.expert_rows.default
 EXPERT, ROUTER = "Expert", "Router"
 """Classes of the linear of one expert, and of a linear that chooses experts."""
+_DEPTHWISE = torch.ops.compressor.depthwise_linear.default
+_PACKED_DEPTHWISE = torch.ops.compressor.packed_depthwise.default
+PACKED_FORM: dict[Any, Any] = {_DENSE: _PACKED, _DEPTHWISE: _PACKED_DEPTHWISE}
+"""Dense operator -> the operator of the same arguments whose weight is packed."""
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Site:
-    """A linear in the graph."""
+    """A linear in the graph, or a depthwise convolution: each channel of it is a linear over its own taps."""
 
     name: str  # module name, "model.layers.0.self_attn.q_proj"; "@2", ... when a module is called again
     node: Node
@@ -43,12 +47,27 @@ class Site:
     out_features: int
     tied: bool  # the weight has other users
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each output reads its own channel alone: ``in_features`` are taps."""
+        return self.node.target in (_DEPTHWISE, _PACKED_DEPTHWISE)
+
+    @property
+    def input_width(self) -> int:
+        """Columns of the input: those of the weight, or of depthwise convolutions the taps of all channels."""
+        return self.in_features * (self.out_features if self.is_depthwise else 1)
+
 
 def linear_sites(graph: GraphModule) -> list[Site]:
     """List the dense linears whose weight is a parameter, in dataflow order."""
+    return [site for site in weight_sites(graph) if not site.is_depthwise]
+
+
+def weight_sites(graph: GraphModule) -> list[Site]:
+    """List the dense linears and depthwise convolutions whose weight is a parameter, in dataflow order."""
     sites, seen, routers = [], dict[str, int](), _routers(graph)
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target is not _DENSE or not _is_attribute(node.args[1]):
+        if node.op != "call_function" or node.target not in PACKED_FORM or not _is_attribute(node.args[1]):
             continue
         args: Any = node.args
         x, weight, bias = args
@@ -88,8 +107,15 @@ def _routers(graph: GraphModule) -> set[Node]:
 
 def packed_sites(graph: GraphModule) -> list[Site]:
     """List the linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
+    return [site for site in packed_weight_sites(graph) if not site.is_depthwise]
+
+
+def packed_weight_sites(graph: GraphModule) -> list[Site]:
+    """As :func:`packed_sites`, with depthwise convolutions."""
     sites = []
-    for node in graph.graph.find_nodes(op="call_function", target=_PACKED, sort=True):
+    for node in graph.graph.nodes:
+        if node.target not in (_PACKED, _PACKED_DEPTHWISE):
+            continue
         args: Any = node.args
         x, (codes, *_), bias, _, in_features, out_features = args
         name = codes.target.removesuffix(".codes")

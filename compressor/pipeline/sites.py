@@ -18,7 +18,7 @@ from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
-from compressor.graph.sites import Site, linear_sites, match_sites, packed_sites
+from compressor.graph.sites import Site, linear_sites, match_sites, packed_weight_sites, weight_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import weight_error
 from compressor.pipeline.context import Context, SiteRecord
@@ -84,7 +84,7 @@ def choose_sites(
             raise UsageError(f"{pass_name}: the model has no {what} that can be compressed")
         hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
         raise UsageError(f"{pass_name}: patterns that match no {what} of the model: {hints}")
-    if fmt is not None and find is linear_sites and matched:
+    if fmt is not None and find in (linear_sites, weight_sites) and matched:
         matched = without_gates(graph, matched, patterns(targets))
         if not matched:
             raise UsageError(f"{pass_name}: all linears of the class in `targets` stay dense: {WHY_DENSE}")
@@ -102,7 +102,7 @@ def choose_sites(
 
 
 def _is_packed(graph: GraphModule, pattern: str) -> bool:
-    return bool(match_sites(packed_sites(graph), pattern)[0])
+    return bool(match_sites(packed_weight_sites(graph), pattern)[0])
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:

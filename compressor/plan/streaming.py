@@ -134,7 +134,7 @@ class _Pricing:
     def _gather(self, groups: Sequence[Sequence[Site]]) -> int:
         """Add the work of the statistics of some groups; returns their bytes."""
         read = [_elements(self._dense[group[0].node], group[0]) for group in groups]  # in one run
-        widths = [group[0].in_features for group in groups]
+        widths = [group[0].input_width for group in groups]
         if not self._needs.hessian:
             self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
             return 0

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters.converter import Converter
@@ -27,7 +28,7 @@ from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.graph.sites import packed_sites
+from compressor.graph.sites import packed_weight_sites
 from compressor.host.resources import resource, runtime_files
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -76,7 +77,13 @@ class NativeBackend:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
         graph = as_lowered(graph)
         check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
-        formats = {site.name: str(site.node.args[3]) for site in packed_sites(graph)}
+        formats = {}
+        for site in packed_weight_sites(graph):
+            fmt = Format.parse(str(site.node.args[3]))
+            if not site.is_depthwise:
+                formats[site.name] = fmt.name
+            elif reason := depthwise.supports(fmt, site.in_features):
+                raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
         routed = torch.ops.compressor.packed_routed_linear.default
         formats |= {
             str(node.args[2][0].target): str(node.args[4])

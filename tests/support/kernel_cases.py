@@ -17,6 +17,7 @@ from tvm import relax
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
@@ -50,6 +51,18 @@ def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> to
     arrays = [t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in operands if t is not None]
     kernel(*(tvm.runtime.tensor(t.numpy()) for t in arrays), result)
     return torch.from_numpy(result.numpy())
+
+
+def call(kernel: Any, *given: torch.Tensor | None, out: tuple[int, ...], kind: Any = np.float32) -> torch.Tensor:
+    """Call a kernel as :func:`run` does, with outputs of another type."""
+    result = tvm.runtime.tensor(np.full(out, np.nan if kind is np.float32 else 0, kind))
+    kernel(*(tvm.runtime.tensor(x.numpy()) for x in given if x is not None), result)
+    return torch.from_numpy(result.numpy())
+
+
+def pairs(geometry: Geometry) -> list[list[int]]:
+    """Return kernel, stride, padding and dilation as operators take them."""
+    return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor, typical: float = 0.0) -> float:

@@ -29,6 +29,8 @@ _ABSENT = {
     "routed_linear.default": "experts",
     "packed_routed_linear.default": "experts",
     "top_k.default": "experts (the choice of the largest scores)",
+    "depthwise_linear.default": "depthwise convolutions",
+    "packed_depthwise.default": "depthwise convolutions",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }

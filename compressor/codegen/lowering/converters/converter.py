@@ -51,6 +51,8 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "packed_routed_linear.default": self.packed_routed_linear,
             "top_k.default": self.top_k,
             "patches.default": self.patches,
+            "depthwise_linear.default": self.depthwise,
+            "packed_depthwise.default": self.depthwise,
             fused_convolution.__name__: self.convolution,
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,
