@@ -67,6 +67,9 @@ def weight_sites(graph: GraphModule) -> list[Site]:
     """List the dense linears and depthwise convolutions whose weight is a parameter, in dataflow order."""
     sites, seen, routers = [], dict[str, int](), _routers(graph)
     for node in graph.graph.nodes:
+        if node.target in PACKED_FORM.values():  # counts among the calls of its module, so that names stay as they are
+            called = node.args[1][0].target.removesuffix(".codes").partition("@")[0]
+            seen[called] = seen.get(called, 0) + 1
         if node.op != "call_function" or node.target not in PACKED_FORM or not _is_attribute(node.args[1]):
             continue
         args: Any = node.args
