@@ -296,7 +296,8 @@ class Bundle:
             except (TypeError, UnicodeEncodeError) as error:
                 raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
         else:
-            ids = array("prompt", prompt)
+            given: Any = prompt  # a path is an array of no whole numbers
+            ids = array("prompt", given)
             if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
                 raise RequestError(f"prompt: {ids.dtype} {list(ids.shape)}; give text, or token ids in a row")
             ids = ids.tolist()

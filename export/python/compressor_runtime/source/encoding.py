@@ -119,8 +119,10 @@ def wrong_source(model: dict[str, Any]) -> bool:
 def _wrong(facts: dict[str, Any]) -> bool:
     """Return whether the settings of a model's features cannot be."""
     given = facts.get("features")
-    method = given.get("method") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or type(facts.get("min_positions")) is not int:
+        return True
+    method = given.get("method")
     needed = _SETTINGS.get(method) if isinstance(method, str) else None
-    if needed is None or type(facts.get("min_positions")) is not int:
+    if needed is None:
         return True
     return not all(type(given.get(name)) in (int, float, bool) and 0 <= given[name] <= 1 << 20 for name in needed)

@@ -50,7 +50,7 @@ def _numbers(data: bytes, width: int) -> NDArray[np.float32]:
     """Return little-endian numbers of ``width`` bytes as fractions of the largest; one byte is unsigned."""
     raw = np.frombuffer(data, np.uint8).reshape(-1, width)
     if width == 1:
-        return (raw[:, 0].astype(np.float32) - 128) / 128
+        return ((raw[:, 0].astype(np.int16) - 128) / 128).astype(np.float32)
     wide = np.zeros((len(raw), 4), np.uint8)
     wide[:, 4 - width :] = raw  # in front are zeros, as if it had 32 bits
     numbers: NDArray[np.float32] = (wide.view("<i4")[:, 0] / 2.0**31).astype(np.float32)
