@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn.functional import relu6
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.depthwise import depthwise, supports
 from compressor.codegen.kernels.convolution.feeds import Geometry
