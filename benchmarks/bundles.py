@@ -15,6 +15,7 @@ from typing import Any
 
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
+from compressor.codegen.lowering.experts.stack import stack_experts
 from compressor.data.text import Samples
 from compressor.export.bundle import write_bundle as finish
 from compressor.export.facts import run_facts
@@ -52,6 +53,7 @@ def lower(
 ) -> None:
     """Generate kernels for a compressed graph, and fill the bundle's empty folder."""
     backend = make_backend(recipe.target.build(), threads)
+    stack_experts(graph)
     backend.compile(graph, tune, None, lambda _isa: None)
     written = backend.write(folder, graph, check_independence(graph).independent)
     finish(folder, written, run_facts(graph, recipe, context, weight_bytes(dense)))

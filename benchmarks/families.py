@@ -2,12 +2,12 @@
 
     python benchmarks/families.py [NAME ...] [--markdown FILE]
 
-Families are those of tests/support/families.py, built from transformers' own configurations and saved as folders.  Each
-is captured, its linears (but for the head) are quantised to W4A16_G32 with GPTQ on random tokens, and its x86 bundle is
-written with `tune: off`.  The oracle is transformers' model in float64 (float32 where it cannot), with the weights that
-the packed ones stand for.  A row has the bundle's error in the logits of a prompt (in hidden states of padded texts,
-for encoders), and the difference between a prompt at once and in single steps; both are relative, root mean square.
-Where a family is refused, the row has the message.
+Families are those of tests/support/families.py and encoder_decoders.py, built from transformers' own configurations and
+saved as folders.  Each is captured, its linears (but for the head) are quantised to W4A16_G32 by GPTQ on random tokens
+(those of speech by RTN), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
+(float32 where it cannot), with the weights that the packed ones stand for.  A row has the bundle's error in the logits
+of a prompt (in hidden states of padded texts, for encoders), and the difference between a prompt at once and in steps;
+both are relative, root mean square.  Where a family is refused, the row has the message.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import transformers
 from bundles import write_bundle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import encoder_decoders
 import families
+from packed_models import SCHEME, exact, heads_of, random_samples, take_packed_weights
 
 import compressor
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
-from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import CompressorError
 from compressor.recipe.recipe import Recipe
 
-SCHEME, LIMIT = "W4A16_G32", 1e-4  # of the error; AMX takes 16 of the 24 bits of activations
-_PACKED = torch.ops.compressor.packed_linear.default
+LIMIT = 1e-4  # of the error; AMX takes 16 of the 24 bits of activations
 
 
 def main() -> None:
@@ -54,16 +54,22 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     passed, total, share = 0, 0, "no family of that name"
-    for kind, table in (("decoder", families.DECODERS), ("encoder", families.ENCODERS)):
+    both = {**encoder_decoders.TEXT, **encoder_decoders.SPEECH}
+    decoders = {**families.DECODERS, **families.RECURRENT}
+    tables = {"decoder": decoders, "encoder": families.ENCODERS, "encoder-decoder": both}
+    for kind, table in tables.items():
         for name, (cls, given) in table.items():
             if options.names and name not in options.names:
                 continue
             total += 1
             begin = time.perf_counter()
             try:
-                error, steps = measure(cls, given, kind == "decoder")
+                found = (
+                    measure_both(cls, given) if kind == "encoder-decoder" else measure(cls, given, kind == "decoder")
+                )
+                error, steps = found
                 passed += error < LIMIT and steps < 1e-5
-                difference = f"{steps:.1e}" if kind == "decoder" else ""
+                difference = "" if kind == "encoder" else f"{steps:.1e}"
                 row = f"{name} | {kind} | yes | {error:.1e} | {difference}"
             except CompressorError as refusal:
                 reason = " ".join(str(refusal).replace("|", "/").split())
@@ -83,60 +89,58 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         model = families.save(folder, cls, given, decoder)
-        head = model.get_output_embeddings() if decoder else None
-        heads = [name for name, module in model.named_modules() if module is head and head is not None]
-        passes = [{"gptq": {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}]
-        recipe = Recipe.from_dict({"model": str(folder), "passes": passes, "target": "x86"})
-        dense = capture(folder)
+        dense, heads = capture(folder), heads_of(model) if decoder else []
+        recipe = recipe_for(folder, "gptq", heads)
         make_backend(recipe.target.build(), None).check(dense)
-        graph, _ = write_bundle(dense, recipe, random_samples(), Path(scratch) / "bundle")
+        samples = random_samples(families.VOCAB, families.LENGTH)
+        graph, _ = write_bundle(dense, recipe, samples, Path(scratch) / "bundle")
         take_packed_weights(model, graph)
         bundle = compressor.load(Path(scratch) / "bundle")
         ids = np.random.default_rng(1).integers(3, families.VOCAB, (2, families.LENGTH))
         if not decoder:
             mask = np.ones(ids.shape, np.float32)
             mask[1, 8:] = 0
-            expected = oracle(model, ids, mask)
+            expected = exact(model, torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
             return relative(bundle.encode(ids, mask)[mask > 0], expected[mask > 0]), 0.0
         session = bundle.session(batch=2)
         prompt = session.step(ids, np.arange(families.LENGTH))
         session = bundle.session(batch=2)
         steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
-        return relative(prompt, oracle(model, ids, None)), relative(np.concatenate(steps, 1), prompt)
+        return relative(prompt, exact(model, torch.from_numpy(ids)).numpy()), relative(np.concatenate(steps, 1), prompt)
 
 
-def random_samples() -> Samples:
-    """Return tokens to calibrate on."""
-    ids = torch.from_numpy(np.random.default_rng(2).integers(3, families.VOCAB, (8, families.LENGTH)))
-    return Samples(ids, ids.flatten(), tokens_sha256(ids), "random tokens")
+def recipe_for(folder: Path, name: str, heads: list[str]) -> Recipe:
+    """Return a recipe whose only pass packs all linears but the heads."""
+    step = {name: {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}
+    return Recipe.from_dict({"model": str(folder), "passes": [step], "target": "x86"})
 
 
-def take_packed_weights(model: Any, graph: Any) -> None:
-    """Give the model the weights that the graph's packed ones stand for."""
-    modules = dict(model.named_modules())
-    for node in graph.graph.nodes:
-        if node.target is not _PACKED:
-            continue
-        parts = [graph.get_parameter(part.target) for part in node.args[1]]
-        columns = node.args[4]
-        dense = _PACKED(torch.eye(columns), parts, None, *node.args[3:])  # [in, out]
-        module = modules[node.args[1][0].target.rpartition(".")[0].partition("@")[0]]  # @2: read again, shared
-        is_turned = type(module).__name__ == "Conv1D"
+def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
+    """Return the same of an encoder-decoder, whose second source is padded where it is text."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        model = encoder_decoders.save(folder, cls, given)
+        dense, heads = capture(folder), heads_of(model)
+        recipe = recipe_for(folder, "rtn" if dense.meta["model"].hears else "gptq", heads)
+        samples = random_samples(families.VOCAB, families.LENGTH)
+        graph, _ = write_bundle(dense, recipe, samples, Path(scratch) / "bundle")
+        encoder_decoders.take_packed_weights(model, graph)
+        bundle, rng = compressor.load(Path(scratch) / "bundle"), np.random.default_rng(1)
+        info = dense.meta["model"].encoder_source
+        ids = rng.integers(3, families.VOCAB, (2, families.LENGTH))
+        if info.reads == "audio":
+            source, mask = rng.normal(0, 0.1, (2, *(size or 6000 for size in info.shape))).astype(np.float32), None
+            read: dict[str, Any] = {model.main_input_name: torch.from_numpy(source).double()}
+        else:
+            source, mask = rng.integers(3, families.VOCAB, (2, 9)), np.ones((2, 9), np.float32)
+            mask[1, 5:] = 0
+            read = {"input_ids": torch.from_numpy(source), "attention_mask": torch.from_numpy(mask).long()}
         with torch.no_grad():
-            module.weight.copy_((dense if is_turned else dense.t()).reshape(module.weight.shape))
-
-
-def oracle(model: Any, ids: Any, mask: Any) -> Any:
-    """Return logits, or hidden states, of transformers' model."""
-    given = {} if mask is None else {"attention_mask": torch.from_numpy(mask).long()}
-    for kind in (torch.float64, torch.float32):
-        try:
-            with torch.no_grad():
-                out = model.to(kind)(torch.from_numpy(ids), **given)
-        except RuntimeError:  # it mixes types
-            continue
-        return (out.logits if mask is None else out.last_hidden_state).numpy()
-    raise SystemExit(f"{type(model).__name__} does not run")
+            expected = model.double()(**read, decoder_input_ids=torch.from_numpy(ids)).logits.numpy()
+        prompt = bundle.session(2, 4, source, mask).step(ids, np.arange(families.LENGTH))
+        session = bundle.session(2, 4, source, mask)
+        steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
+        return relative(prompt, expected), relative(np.concatenate(steps, 1), prompt)
 
 
 def relative(got: Any, expected: Any) -> float:

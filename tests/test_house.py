@@ -21,7 +21,7 @@ from compressor.registry import PASSES, TARGETS
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 RUNTIME_FOLDER = Path(compressor_runtime.__file__).parent
-RUNTIME = [*sorted(RUNTIME_FOLDER.glob("*.py")), Path(compressor_selfcheck.__file__)]  # what bundles get
+RUNTIME = [*sorted(RUNTIME_FOLDER.rglob("*.py")), Path(compressor_selfcheck.__file__)]  # what bundles get
 HEAVY = ("torch", "transformers", "datasets", "tvm")
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_KERNEL = 12, 350, 60, 100
 

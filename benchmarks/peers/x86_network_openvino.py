@@ -34,8 +34,11 @@ class OpenVINO(Network):
 
     def _dense(self) -> Any:
         """Convert encoders by optimum-intel, as `optimum-cli export openvino` does, and plain modules by OpenVINO
-        itself.
+        itself; the task's ONNX file, where it has one, is read.
         """
+        given = self.model / "model.onnx"
+        if given.exists():
+            return openvino.Core().read_model(given)
         if self.task["kind"] == "encoder":
             from optimum.intel import OVModelForFeatureExtraction
 

@@ -72,7 +72,8 @@ class Server(ABC):
 
     def facts(self) -> dict[str, Any]:
         """Return versions, settings and weight bytes of the loaded model."""
-        versions = {name: importlib.metadata.version(name) for name in self.packages}
+        here = [name for name in self.packages if any(importlib.metadata.distributions(name=name))]
+        versions = {name: importlib.metadata.version(name) for name in here}
         return {"versions": versions, "settings": self.settings, "weight_bytes": self.weight_bytes()}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.segment_runner import SegmentRunner, split_samples
-from compressor.calibration.statistics import Statistic
+from compressor.calibration.statistics import Statistic, pool_experts
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
 from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
-from compressor.graph.sites import Site
+from compressor.graph.sites import EXPERT, Site
 from compressor.host.tensor_files import Spill
 from compressor.numerics.bfloat16 import bfloat16_products
 
@@ -45,7 +45,8 @@ class CalibrationOptions:
     Attributes:
         true_sequential: the next group of linears sees what became of the one before; else the next segment does.
         with_dense: also run another graph, or this one as it is now, in which these linears are dense, and show the
-            statistics its inputs beside the current ones.
+            statistics its inputs beside the current ones.  Experts see their own: the other graph may route a token
+            elsewhere.
         micro_batch_tokens: tokens, or pixels, that run at once, at least one sample.
         store: finished segments.  Those that can be restored are, and their groups do not come; the samples run
             through them only when a later one needs it.
@@ -67,6 +68,9 @@ class CalibrationOptions:
 
 class CalibrationRun(Generic[S]):
     """Run samples through a graph, and give each group of linears that share an input with a statistic of it.
+
+    An expert's rows are those of its tokens; experts that saw few share their statistics
+    (:func:`compressor.calibration.statistics.pool_experts`).
 
     :meth:`groups` yields in dataflow order, and between two of its steps the caller may replace the linears of the
     group that it was just given; what follows sees their new outputs.  With ``true_sequential`` that holds for the next
@@ -146,15 +150,25 @@ class CalibrationRun(Generic[S]):
         ahead = None
         if self._options.true_sequential:
             ahead = [self._sites(index, group) for round_ in later for group in round_]
-        statistics = [self._make_statistic(group[0].in_features) for group in groups]
+        statistics = [self._make_statistic(group[0].input_width) for group in groups]
         rows = _read(self._run, segment, groups, ahead)
-        if self._dense is None:
+        # The dense graph may send a token to other experts: their rows are not beside each other.
+        plain = [group for group in groups if group[0].module_class != EXPERT]
+        if self._dense is None or not plain:
             both: Iterable[tuple[list[Tensor], list[Tensor]]] = ((xs, xs) for xs in rows)
         else:
-            both = zip(rows, _read(self._dense, self._dense_segments[index], groups, ahead), strict=True)
+            expected = None if ahead is None else [group for group in ahead if group[0].module_class != EXPERT]
+            dense = _read(self._dense, self._dense_segments[index], plain, expected)
+            both = ((xs, _beside(groups, xs, iter(ys))) for xs, ys in zip(rows, dense, strict=True))
         _gather(groups, statistics, both, self._options.row_weights, self._options.rounded)
+        pool_experts(groups, statistics)
         while groups:  # pops, so that a statistic is freed when the caller is done with it
             yield groups.pop(0), statistics.pop(0)
+
+
+def _beside(groups: Sequence[list[Site]], xs: Sequence[Tensor], dense: Iterator[Tensor]) -> list[Tensor]:
+    """Return the dense graph's rows of each group; of experts, the rows themselves."""
+    return [x if group[0].module_class == EXPERT else next(dense) for group, x in zip(groups, xs, strict=True)]
 
 
 class _Weighted:
@@ -189,8 +203,9 @@ def _gather(
                     f"{group[0].name}: its inputs hold NaN or inf on the calibration samples; check the checkpoint in "
                     "front of it, and the samples"
                 )
-            with bfloat16_products(rounded):
-                sink.add(x, y)
+            if len(x):  # no token of this batch may have gone to an expert
+                with bfloat16_products(rounded):
+                    sink.add(x, y)
 
 
 def _read(

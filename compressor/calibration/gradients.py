@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.calibration.segment_runner import SegmentRunner
 from compressor.errors import UsageError
+from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
 from compressor.host.tensor_files import Spill
@@ -52,6 +53,19 @@ def squared_gradients(
             yield site, squares.pop(site.name)
 
 
+def check_backwards(info: ModelInfo) -> None:
+    """Refuse models between whose segments several tensors are live.
+
+    Raises:
+        UsageError: the model is an encoder-decoder: gradients would have to reach its encoder from all segments.
+    """
+    if info.kind == "seq2seq":
+        raise UsageError(
+            f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the "
+            "decoder read; take a pass without them, such as gptq or awq"
+        )
+
+
 def backwards(
     graph: GraphModule,
     batches: Sequence[Tensor],
@@ -72,7 +86,10 @@ def backwards(
         loss: (number of the batch, the model's output on it) -> what is derived; without dimensions.
         add: called with each site of a segment, the number of the batch, and the gradient: float32 [out, in], or of
             the output's shape.
+    Raises:
+        UsageError: the model is an encoder-decoder.
     """
+    check_backwards(graph.meta["model"])
     stream, names = SegmentRunner(graph, batches, spill), {site.name for site in sites}
     cut, entries = segments(graph), list[list[Tensor | None]]()
     for segment in cut:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
+from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, source_node
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
@@ -41,16 +42,19 @@ class SegmentRunner:
     ) -> None:
         info: ModelInfo = graph.meta["model"]
         longest = max(ids.shape[1] for ids in batches)
-        if info.max_positions and longest > info.max_positions:
+        of_source = 0 if info.encoder_source is None else info.encoder_source.max_positions
+        positions = min((count for count in (info.max_positions, of_source) if count), default=0)
+        if positions and longest > positions:
             raise UsageError(
-                f"{info.name}: samples of {longest} tokens exceed the model's {info.max_positions} positions; "
+                f"{info.name}: samples of {longest} tokens exceed the model's {positions} positions; "
                 "set a shorter sequence_length"
             )
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
         self.rounded = rounded
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
-        self.ids_node = graph.graph.find_nodes(op="placeholder")[0]
+        self.ids_node, self.source_node = graph.graph.find_nodes(op="placeholder")[0], source_node(graph)
         self.hidden: list[Tensor | None] = [None] * len(batches)
+        self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
@@ -58,16 +62,24 @@ class SegmentRunner:
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
-        for i, (value,) in enumerate(self.run_to(segment, [segment.exit])):
-            place = self.hidden[i]
-            if place is None or place.shape != value.shape:
-                place = self.hidden[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
-            place.copy_(value)  # in place: allocating anew leaves the heap full of holes
-            if self.spill:
-                release([place])
+        memory = memory_node(self.graph)
+        also = [memory] if memory in segment.nodes else []
+        for i, (value, *carried) in enumerate(self.run_to(segment, [segment.exit, *also])):
+            self._keep(self.hidden, i, value)
+            if carried:
+                self._keep(self.memory, i, carried[0])
             self._live[i] = {}
         self._passed = set()
         self.release(segment)
+
+    def _keep(self, places: list[Tensor | None], i: int, value: Tensor) -> None:
+        """Store a batch's value in its place."""
+        place = places[i]
+        if place is None or place.shape != value.shape:
+            place = places[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
+        place.copy_(value)  # in place: allocating anew leaves the heap full of holes
+        if self.spill:
+            release([place])
 
     def run_to(self, segment: Segment, wanted: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[list[Tensor]]:
         """Run one batch after another as far as the nodes of interest, from where the last call left it; their values.
@@ -107,6 +119,11 @@ class SegmentRunner:
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
         """Return the values that a segment's nodes read for one batch, without parameters."""
         env = {**self._shared(self.batches[i]), self.ids_node: self.batches[i]}
+        if self.source_node is not None:
+            env[self.source_node] = self.batches[i]
+        memory, carried = memory_node(self.graph), self.memory[i]
+        if memory is not None and carried is not None and memory not in segment.nodes:
+            env[memory] = carried
         if segment.entry is not None:
             env[segment.entry] = self.hidden[i]
         return env
@@ -229,7 +246,8 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
     if info.kind == "encoder":
         return [ids, torch.ones(batch, length, dtype=torch.float32)]
     position = torch.arange(length)
-    return [ids, position, position, *empty_caches(info, batch)]
+    past = [*empty_caches(info, batch), *empty_states(info, batch)]
+    return [ids, position, position, *past, *source_inputs(info, ids)]
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:

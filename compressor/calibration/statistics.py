@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from compressor.graph.sites import EXPERT, Site, family
 from compressor.numerics.deterministic import BLOCK
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FEW_TOKENS = 256
+"""Tokens below which an expert's own statistics say less of its inputs than those of all experts of its weight do."""
 
 
 class Statistic(Protocol):
@@ -20,6 +31,48 @@ class Statistic(Protocol):
         """
 
 
+S = TypeVar("S", bound=Statistic)
+
+
+def pool_experts(groups: Sequence[list[Site]], statistics: list[S]) -> None:
+    """Give experts that saw fewer than :data:`FEW_TOKENS` tokens the statistic of all of their weight's, in place.
+
+    Statistics that cannot be pooled stay as they are.
+
+    Args:
+        groups: of linears that share an input; each expert is a group.
+        statistics: of each group.
+    """
+    families = defaultdict[tuple[Node, ...], list[int]](list)
+    for place, group in enumerate(groups):
+        if group[0].module_class == EXPERT:
+            families[family(group[0])].append(place)
+    for places in families.values():
+        few = [place for place in places if getattr(statistics[place], "tokens", FEW_TOKENS) < FEW_TOKENS]
+        if few and hasattr(statistics[few[0]], "pooled"):
+            pooled = type(statistics[few[0]]).pooled([statistics[place] for place in places])  # type: ignore[attr-defined]
+            for place in few:
+                statistics[place] = pooled.shared_with(statistics[place].tokens)  # type: ignore[attr-defined]
+
+
+def expert_tokens(site: Site, statistic: Statistic) -> int | None:
+    """Return how many tokens an expert saw; None for a linear that all tokens pass."""
+    own: int | None = getattr(statistic, "own_tokens", None)
+    seen: int | None = getattr(statistic, "tokens", None)
+    return None if site.module_class != EXPERT else seen if own is None else own
+
+
+def expert_notes(site: Site, statistic: Statistic) -> list[str]:
+    """Say of an expert that its statistics are those of all experts of its weight."""
+    own: int | None = getattr(statistic, "own_tokens", None)
+    if own is None:
+        return []
+    return [
+        f"saw {own} tokens, fewer than {FEW_TOKENS}: calibrated on the {getattr(statistic, 'tokens', 0)} of all "
+        f"experts of its weight"
+    ]
+
+
 class Hessian:
     """H = 2 / n * X^T X over n tokens, float32 [in, in] (Frantar et al. 2022, section 3).
 
@@ -28,6 +81,7 @@ class Hessian:
 
     def __init__(self, in_features: int) -> None:
         self.tokens = 0
+        self.own_tokens: int | None = None  # of an expert, where others' tokens are counted as well
         self._sum = torch.zeros(in_features, in_features, dtype=torch.float32)
         self._cross: Tensor | None = None
         self._scale = 1.0  # of both, as they are now
@@ -42,6 +96,23 @@ class Hessian:
         if dense is not x:
             self._cross = torch.zeros_like(self._sum) if self._cross is None else self._cross
             self._cross.addmm_((dense - x).t(), x)
+
+    @classmethod
+    def pooled(cls, several: Sequence[Self]) -> Self:
+        """Return the statistic of all rows that several have seen."""
+        whole = copy.copy(several[0])
+        whole._sum, whole._cross, whole._scale = torch.zeros_like(whole._sum), None, 1.0
+        whole.tokens = sum(one.tokens for one in several)
+        for one in several:
+            whole._sum += one._sum / one._scale
+        whole._rescale(2 / max(1, whole.tokens))  # once for all that share it
+        return whole
+
+    def shared_with(self, own_tokens: int) -> Self:
+        """Return the same statistic for an expert that saw so many of its tokens."""
+        shared = copy.copy(self)
+        shared.own_tokens = own_tokens
+        return shared
 
     @property
     def value(self) -> Tensor:
@@ -78,6 +149,7 @@ class Inputs:
 
     def __init__(self, in_features: int) -> None:
         self.tokens = 0
+        self.own_tokens: int | None = None  # of an expert, where others' tokens are counted as well
         self.absmax = torch.zeros(in_features, dtype=torch.float64)
         self._sums = torch.zeros(2, in_features, dtype=torch.float64)
         self._rows: list[Tensor] = []
@@ -89,6 +161,22 @@ class Inputs:
         self._sums += torch.stack([size.sum(0), size.square().sum(0)])
         self.tokens += len(x)
         self._rows.append(x[:: max(1, len(x) // self._EACH)].clone())
+
+    @classmethod
+    def pooled(cls, several: Sequence[Self]) -> Self:
+        """Return the statistic of all rows that several have seen."""
+        whole = copy.copy(several[0])
+        whole.tokens = sum(one.tokens for one in several)
+        whole.absmax = torch.stack([one.absmax for one in several]).amax(0)
+        whole._sums = torch.stack([one._sums for one in several]).sum(0)
+        whole._rows = [rows for one in several for rows in one._rows]
+        return whole
+
+    def shared_with(self, own_tokens: int) -> Self:
+        """Return the same statistic for an expert that saw so many of its tokens."""
+        shared = copy.copy(self)
+        shared.own_tokens = own_tokens
+        return shared
 
     @property
     def mean_abs(self) -> Tensor:

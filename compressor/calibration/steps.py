@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from torch.fx import GraphModule
 
 from compressor.graph.segments import Segment, segments
-from compressor.graph.sites import Site, group_by_input
+from compressor.graph.sites import Site, family, group_by_input
 
 MICRO_BATCH_TOKENS = 2048
 """Tokens that run at once."""
@@ -39,14 +41,17 @@ def calibration_steps(graph: GraphModule, names: Collection[str], true_sequentia
     Args:
         names: of the linears, dense or packed.
         true_sequential: each group of linears that share an input gets a round of its own, so that it sees what became
-            of the groups before; otherwise a segment's groups share one round.
+            of the groups before (the experts of one weight share one round); otherwise a segment's groups share one.
     """
     chosen = frozenset(names)
     for index, segment in enumerate(segments(graph)):
         groups = group_by_input(site for site in linears(segment) if site.name in chosen)
         named = [tuple(site.name for site in group) for group in groups]
         if named:
-            yield CalibrationStep(index, tuple((group,) for group in named) if true_sequential else (tuple(named),))
+            families = [family(group[0]) for group in groups]
+            apart = groupby(zip(families, named, strict=True), key=itemgetter(0))
+            rounds = tuple(tuple(group for _, group in same) for _, same in apart)
+            yield CalibrationStep(index, rounds if true_sequential else (tuple(named),))
 
 
 def linears(segment: Segment) -> tuple[Site, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.recurrence.states import StateKey, StateRecorder
 from compressor.errors import CaptureError
 
 ATTENTION_NAME = "compressor"
@@ -71,10 +72,10 @@ class AttentionCall:
     mask: MaskRequest | None
 
 
-class Recorder:
-    """Stands in for a transformers cache, and collects what the attention layers do.
+class Recorder(StateRecorder):
+    """Stands in for a transformers cache, and collects what the layers do.
 
-    A cache entry list of None means that no cache is fed in (the first, shape-finding run, and encoders).
+    Caches by layer; None means that no cache is fed in (the first, shape-finding run, and encoders).
     """
 
     is_compileable = False
@@ -85,10 +86,12 @@ class Recorder:
         *,
         position: Tensor | None = None,
         mask: Tensor | None = None,
-        k_cache: list[Tensor] | None = None,
-        v_cache: list[Tensor] | None = None,
+        k_cache: Mapping[int, Tensor] | None = None,
+        v_cache: Mapping[int, Tensor] | None = None,
         rules: Mapping[str, MaskRule] | None = None,
+        states: Mapping[StateKey, Tensor] | None = None,
     ) -> None:
+        super().__init__(states)
         self.names, self.position, self.mask, self.rules = names, position, mask, rules or {}
         self.k_cache, self.v_cache = k_cache, v_cache
         self.keys: dict[int, Tensor] = {}  # layer -> [B, Hkv, S, D]
@@ -96,6 +99,10 @@ class Recorder:
         self.attended: set[int] = set()  # layers
         self.calls: list[AttentionCall] = []
         self.notes: set[str] = set()  # what the user should know
+
+    def is_bidirectional(self, module: str) -> bool:
+        """Return whether the layer that attends now is an encoder's, whose mask is :attr:`mask`."""
+        return self.mask is not None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Remember a layer's new keys and values, and hand them back alone: the operator reads the old ones."""
@@ -195,7 +202,7 @@ def _attend(
     request = attention_mask if isinstance(attention_mask, MaskRequest) else None
     recorder.calls.append(AttentionCall(name, sliding_window or 0, request))
     rule = recorder.rules.get(name, MaskRule(sliding_window or 0))
-    if recorder.mask is not None:
+    if recorder.is_bidirectional(name):
         for what, given in {"softcap": softcap, "s_aux": s_aux}.items():
             if given is not None:
                 raise CaptureError(f"{name} asks its attention for {what}, which masked_attention lacks")
@@ -212,7 +219,7 @@ def _attend(
     if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
     recorder.attended.add(layer)
-    if is_causal is False:
+    if is_causal is False and request is None:
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
     width, query, key, value = value.shape[-1], *_of_one_width(query, key, value)
     # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolutions import rewrite_convolutions
-from compressor.capture.export import error_context, export_program, flatten_outputs, unlift
+from compressor.capture.experts.split import check_experts, split_experts
+from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
@@ -31,15 +31,21 @@ from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps
 from compressor.capture.onnx_in.model import is_onnx
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
+from compressor.capture.recurrence.decays import store_decays
+from compressor.capture.recurrence.modules import recurrent_modules_unrolled
+from compressor.capture.seq2seq.computed_weights import computed_weights
+from compressor.capture.seq2seq.probe import probe_seq2seq
 from compressor.capture.weights import map_weights
 from compressor.errors import CaptureError, ModelFileError
-from compressor.graph.caches import empty_caches
+from compressor.graph.kinds.example_sources import with_least_source
+from compressor.graph.kinds.gate_projections import gate_notes
 from compressor.graph.model import ModelInfo
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
-_LONGEST = ("max_position_embeddings", "max_seq_len")
+_LONGEST = ("max_target_positions", "max_position_embeddings", "max_seq_len")
 """What configurations call the tokens that a model is made for."""
+_LARGE_BUFFER_BYTES = 1 << 12
 _WRAPPER = "hf"  # where the programs of capture/meta_model.py hold the model
 
 
@@ -56,7 +62,10 @@ def capture(
     Forward of the graph:
         decoder: ``(ids i64[B, S], position i64[S], keep i64[R], k_cache, v_cache) -> (logits f32[B, R, V], k, v)``,
             caches as lists of f32[B, Hkv, T, D] a layer, new keys and values of f32[B, Hkv, S, D]; ``keep`` are the
-            indices along S whose logits are wanted;
+            indices along S whose logits are wanted; where it has recurrent layers, ``states`` follow the caches, and
+            the new ones the new values: lists of f32[B, ...], of zeros before the first token;
+        encoder-decoder: a decoder's inputs, then those of its encoder: ``source i64[B, N]`` and ``source_mask
+            f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolutions`).
@@ -127,32 +136,6 @@ def _capture_onnx(file: Path, example: Any, dynamic_shapes: Any, weights: bool) 
     return graph
 
 
-def reexport(graph: GraphModule) -> ExportedProgram:
-    """Export a captured (and perhaps rewritten) graph again, with the same symbolic sizes, for lowering."""
-    info: ModelInfo = graph.meta["model"]
-    args, shapes = graph.meta["inputs"] if info.kind == "module" else example_call(info)
-    return export_program(graph, args, shapes, info.name)
-
-
-def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
-    """Return example arguments of a decoder's or encoder's graph, and their ``dynamic_shapes``.
-
-    Args:
-        limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
-    """
-    batch, longest = Dim("batch", min=1), info.max_positions or None
-    ids = torch.zeros(2, 5, dtype=torch.int64)
-    if info.kind == "encoder":
-        sequence = Dim("sequence", min=1, max=longest)
-        return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
-    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
-    rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
-    caches = empty_caches(info, 2, 7)
-    cache_shape = [{0: batch, 2: capacity}] * info.layers
-    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), caches[: info.layers], caches[info.layers :])
-    return args, ({0: batch, 1: sequence}, {0: sequence}, {0: rows}, cache_shape, cache_shape)
-
-
 def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     model, config = meta_model.model, meta_model.model.config.get_text_config()
     facts: dict[str, Any] = {
@@ -171,13 +154,15 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     fake_parameters(model, mode)
     program, info, (args, shapes), probed = _program(meta_model, facts, mode)
     exported = export_program(program, args, shapes, meta_model.name, root=model)
+    info = with_least_source(info, exported)
 
     groups = _tied_groups(model)
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
-    argument_names = list(inspect.signature(program.forward).parameters)
+    argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
+    check_experts(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if probed is not None and probed.self_made:
         with error_context(None, meta_model.name):
@@ -187,19 +172,25 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
-    computed = unstored | constants
+    made = computed_weights(model, meta_model.source.names) if meta_model.kind == "seq2seq" else {}
+    computed = unstored | constants | made
     stored = {first: names for first, names in groups.items() if first not in computed}
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     weights = map_weights(meta_model.source, stored, needed, model.base_model_prefix, ignored, unstored)
+    slices = split_experts(graph)
+    layout.transposed |= {name for name, part in slices.items() if part.transposed}
 
     def read(name: str) -> Tensor:
+        part = slices.get(name)
+        if part is not None:
+            return weights.read(part.stored, shapes_of[part.stored], part.expert)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
-    captured.meta["notes"] = [*probed.notes, *bias_notes(graph)]
+    captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
 
@@ -212,7 +203,8 @@ def _program(
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
         return program, ModelInfo(**facts), (args, shapes), None
-    probed = probe(meta_model, facts["max_positions"])
+    found = probe_seq2seq if meta_model.kind == "seq2seq" else probe
+    probed = found(meta_model, facts["max_positions"])
     info = ModelInfo(**{**facts, **probed.facts})
     with mode:
         return probed.program, info, example_call(info, limited=probed.self_made), probed
@@ -239,7 +231,7 @@ def _bind(
         if node.op != "get_attr":
             continue
         name, tensor = node.target, read(node.target).detach()
-        if name in buffers:
+        if name in buffers and not (info.kind == "seq2seq" and _is_large(tensor)):
             tensors[name] = tensor
             continue
         if name in layout.transposed:
@@ -251,11 +243,17 @@ def _bind(
         tensors[name] = nn.Parameter(tensor, requires_grad=False)
     cast_half_embeddings(graph, {name: tensor.dtype for name, tensor in tensors.items()})
     module = GraphModule(tensors, graph, class_name=info.architecture)
+    store_decays(module)
     drop_dead_parameters(module)
     count = sum(parameter.numel() for parameter in module.parameters())
     module.meta["model"] = ModelInfo(**{**vars(info), "parameters": count})
     module.meta["rules"] = layout.outcomes
     return module
+
+
+def _is_large(buffer: Tensor) -> bool:
+    """Return whether a buffer is too large for a constant of the kernels' program, and is stored with the weights."""
+    return buffer.is_floating_point() and buffer.nbytes > _LARGE_BUFFER_BYTES
 
 
 def _example(given: Any) -> tuple[Any, ...]:
@@ -289,7 +287,8 @@ def _capture_module(
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        exported = export_program(module, args, dynamic_shapes, name)
+        with recurrent_modules_unrolled(module):
+            exported = export_program(module, args, dynamic_shapes, name)
     finally:
         for part, training in modes:
             part.training = training

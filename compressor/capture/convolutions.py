@@ -1,11 +1,14 @@
 """Rewrite convolutions as linears over patches, and fold batch norms into what is in front of them.
 
     conv2d(x) [N, C, H, W]             becomes   permute -> patches -> dense_linear -> permute
+    a depthwise one                    becomes   permute -> patches -> depthwise_linear -> permute
+    conv1d(x) [N, C, L]                becomes   unsqueeze -> conv2d -> squeeze: an image of height 1
     linear or conv2d -> batch_norm     becomes   linear or conv2d, its weight and bias scaled
     batch_norm elsewhere               becomes   permute -> mul -> add -> permute
     permute -> relu -> permute         becomes   relu: channels stay last between convolutions
 
-The weight becomes [out, kernel rows * kernel columns * in], so that every pass, format and kernel of linears serves it.
+The weight becomes [out, kernel rows * kernel columns * in], so that every pass, format and kernel of linears serves it;
+that of a depthwise one [channels, kernel rows * kernel columns].
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ _CONVOLUTIONS = (
     _ATEN.convolution,
 )  # fmt: skip
 _CONV2D = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
+_CONV1D: dict[Any, Any] = {_ATEN.conv1d.default: _CONV2D[0], _ATEN.conv1d.padding: _CONV2D[1]}
 _NORM = _ATEN.batch_norm.default
 _NORM_ALONE = _ATEN._native_batch_norm_legit_no_training.default  # what export makes of it where others write in place
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
@@ -44,6 +48,7 @@ def rewrite_convolutions(graph: GraphModule) -> list[Outcome]:
         What each rule did.
     """
     outcomes = apply([BatchNorm(graph)], graph.graph)
+    outcomes += apply([Conv1d(graph)], graph.graph)
     outcomes += apply([Conv2d(graph)], graph.graph)
     outcomes += apply([DropPermutes(), ChannelsLast(graph)], graph.graph)
     for node in graph.graph.nodes:
@@ -82,6 +87,40 @@ class BatchNorm:
     def rewrite(self, graph: Graph, match: Node) -> None:
         """Fold it, or put two operators in its place."""
         _rewrite_batch_norm(self.graph, match)
+
+
+@dataclass
+class Conv1d:
+    """A 1-d convolution becomes a 2-d one over images of height 1."""
+
+    graph: GraphModule
+    name = "convolution of rows as one of images"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a 1-d convolution."""
+        return node if node.target in _CONV1D else None
+
+    def check(self, match: Node) -> str:
+        """Ask for a batch of float32 rows, and a stored weight that nothing else reads."""
+        x, weight = match.args[:2]
+        value = x.meta["val"]  # type: ignore[union-attr]
+        return why_not(
+            (value.dim() != 3 or value.dtype != torch.float32, "its input is not a batch of float32 rows"),
+            (not (_is_parameter(weight) and len(weight.users) == 1), "its weight is shared or computed"),
+        )
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Give weight and input a height of 1, and take it off the output."""
+        x, weight, bias, stride, padding, dilation, groups = _arguments(match)
+        held = self.graph.get_parameter(weight.target).detach().unsqueeze(2)
+        set_parameter(self.graph, weight.target, held)
+        weight.meta = {**weight.meta, "val": weight.meta["val"].unsqueeze(2)}
+        rows = _call(self.graph, match, _ATEN.unsqueeze.default, (x, 2), x.meta["val"].unsqueeze(2))
+        pads = padding if isinstance(padding, str) else [0, padding[1]]
+        args = (rows, weight, bias, [1, stride[1]], pads, [1, dilation[1]], groups)
+        y = _call(self.graph, match, _CONV1D[match.target], args, match.meta["val"].unsqueeze(2))
+        match.replace_all_uses_with(_call(self.graph, match, _ATEN.squeeze.dim, (y, 2), match.meta["val"]))
+        graph.erase_node(match)
 
 
 @dataclass
@@ -162,12 +201,14 @@ def _obstacle(node: Node) -> str:
     if node.target not in _CONV2D:
         return f"{node.target} is not a 2-d convolution"
     x, weight, _, _, padding, dilation, groups = _arguments(node)
-    if groups != 1:
+    if groups != 1 and not _is_depthwise(weight, groups):
         return f"each of its {groups} groups reads other channels, so it is not one linear over patches"
     if not (_is_parameter(weight) and len(weight.users) == 1):
         return "its weight is shared or computed"
     if x.meta["val"].dim() != 4 or x.meta["val"].dtype != torch.float32:
         return f"its input is not a batch of float32 images: {x.meta['val'].dtype}, {x.meta['val'].dim()} dimensions"
+    if groups != 1 and not all(isinstance(n, int) for n in x.meta["val"].shape[1:]):
+        return "it is depthwise, and its images have no fixed size"
     spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
     if padding == "same" and any(span % 2 for span in spans):
         return "`same` pads one side more than the other for a kernel of even size"
@@ -175,10 +216,15 @@ def _obstacle(node: Node) -> str:
 
 
 def _arguments(node: Node) -> Any:
-    """Return input, weight, bias, and two strides, paddings (or a word) and dilations, groups."""
+    """Return input, weight, bias, and two strides, paddings (or a word) and dilations, groups; of rows both alike."""
     given: tuple[Any, ...] = node.args
     x, weight, bias, stride, padding, dilation, groups = given + (None, 1, 0, 1, 1)[len(given) - 2 :]
     return x, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+
+
+def _is_depthwise(weight: Any, groups: int) -> bool:
+    """Return whether each channel has one output, of itself alone."""
+    return isinstance(weight, Node) and tuple(weight.meta["val"].shape[:2]) == (groups, 1)
 
 
 def _pair(value: Any) -> Any:
@@ -213,19 +259,20 @@ def _parameter(graph: GraphModule, before: Node, name: str, value: Tensor, like:
 
 
 def _rewrite_conv2d(graph: GraphModule, node: Node) -> None:
-    x, weight, bias, stride, padding, dilation, _ = _arguments(node)
+    x, weight, bias, stride, padding, dilation, groups = _arguments(node)
     rows, _, *kernel = weight.meta["val"].shape
+    linear = _OPS.dense_linear.default if groups == 1 else _OPS.depthwise_linear.default
     if isinstance(padding, str):
         padding = [d * (k - 1) // 2 if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
     last = graph.get_parameter(weight.target).detach().permute(_TO_LAST).reshape(rows, -1)
     set_parameter(graph, weight.target, last.contiguous())
     weight.meta = {**weight.meta, "val": weight.meta["val"].new_empty(last.shape)}
     y = _permuted(graph, node, x, _TO_LAST)
-    if (kernel, stride, padding) != ([1, 1], [1, 1], [0, 0]):
+    if groups != 1 or (kernel, stride, padding) != ([1, 1], [1, 1], [0, 0]):
         geometry = (kernel, stride, padding, dilation)
         y = _call(graph, node, _OPS.patches.default, (y, *geometry), _OPS.patches(y.meta["val"], *geometry))
     value = y.meta["val"].new_empty(*y.meta["val"].shape[:-1], rows)
-    y = _call(graph, node, _OPS.dense_linear.default, (y, weight, bias), value)
+    y = _call(graph, node, linear, (y, weight, bias), value)
     node.replace_all_uses_with(_permuted(graph, node, y, _TO_FIRST))
     graph.graph.erase_node(node)
 
@@ -268,7 +315,7 @@ def _held(graph: GraphModule, name: str) -> Tensor:
 
 def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | None:
     """Fold ``scale * y + offset`` into the linear or convolution that makes x, and return it; None if it cannot be."""
-    if x.target not in (*_CONV2D, _OPS.dense_linear.default) or len(x.users) > 1:
+    if x.target not in (*_CONV2D, *_CONV1D, _OPS.dense_linear.default) or len(x.users) > 1:
         return None
     args: Any = x.args
     weight, bias = args[1], args[2] if len(args) > 2 else None

@@ -13,12 +13,16 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from compressor.capture.attention import ATTENTION_NAME
 from compressor.errors import CaptureError, first_line
+from compressor.graph.caches import empty_past
+from compressor.graph.kinds.example_sources import source_call
+from compressor.graph.model import ModelInfo
 from compressor.host.resources import PACKAGE
 
 _OWN = PACKAGE
@@ -52,6 +56,41 @@ def export_program(
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def reexport(graph: GraphModule) -> ExportedProgram:
+    """Export a captured (and perhaps rewritten) graph again, with the same symbolic sizes, for lowering."""
+    info: ModelInfo = graph.meta["model"]
+    args, shapes = graph.meta["inputs"] if info.kind == "module" else example_call(info)
+    return export_program(graph, args, shapes, info.name)
+
+
+def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...], Any]:
+    """Return example arguments of a text model's graph, and their ``dynamic_shapes``.
+
+    Args:
+        limited: steps of a decoder are shorter than the model's positions (a mask may be a table of them).
+    """
+    batch, longest = Dim("batch", min=1), info.max_positions or None
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    if info.kind == "encoder":
+        sequence = Dim("sequence", min=1, max=longest)
+        return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
+    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
+    rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
+    cache_shape = [{0: batch, 2: capacity}] * info.layers
+    states = [[{0: batch}] * len(info.states)] if info.states else []
+    args = (ids, torch.arange(5), torch.zeros(3, dtype=torch.int64), *empty_past(info, 2, 7))
+    source, source_shapes = source_call(info.encoder_source, batch)
+    return (*args, *source), (
+        {0: batch, 1: sequence},
+        {0: sequence},
+        {0: rows},
+        cache_shape,
+        cache_shape,
+        *states,
+        *source_shapes,
+    )
 
 
 def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]) -> tuple[fx.Graph, dict[str, Tensor]]:

@@ -10,9 +10,9 @@ import copy
 import hashlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -33,9 +33,14 @@ from compressor.capture.attention import (
 )
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
+from compressor.capture.kinds import auto_class, seq2seq_kind
+from compressor.capture.recurrence.functions import functions_replaced
+from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
+from compressor.capture.recurrence.states import StateKey
 from compressor.capture.renames import renamed_source
 from compressor.capture.weights import WeightSource, module_source
 from compressor.errors import CaptureError, UsageError, first_line
@@ -44,7 +49,7 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["decoder", "encoder", "module"]
+Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module"]
 """A module is an image classifier here."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -63,15 +68,23 @@ class MetaModel:
     config_sha256: str
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    generation: Mapping[str, Any] = field(default_factory=dict)  # settings, by transformers' names
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Return the name of the cache among a decoder's arguments and results: transformers 5.24 made it ``cache``.
+
+    RWKV has a list of states in its place, ``state``, which is left out (:mod:`compressor.capture.recurrence.rwkv`).
+    """
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "state") if name in known), "past_key_values")
 
 
 class DecoderProgram(nn.Module):
-    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values)."""
+    """The decoder's contract: (ids, position, keep, k_cache, v_cache) -> (logits, new keys, new values).
+
+    Where it has recurrent layers, their states follow the caches, and the new states the new values.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,14 +94,26 @@ class DecoderProgram(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.first_position = 0  # what the model calls the first one
         self.cache_argument = cache_argument(model)
+        leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}
+        self.layers: list[int] = []  # those with keys and values
+        self.state_keys: list[StateKey] = []
 
     def forward(
-        self, ids: Tensor, position: Tensor, keep: Tensor, k_cache: list[Tensor], v_cache: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self,
+        ids: Tensor,
+        position: Tensor,
+        keep: Tensor,
+        k_cache: list[Tensor],
+        v_cache: list[Tensor],
+        states: list[Tensor] | None = None,
+    ) -> tuple[Any, ...]:
         """See :func:`compressor.capture.capture.capture` for the shapes."""
-        recorder = Recorder(self.names, position=position, k_cache=k_cache, v_cache=v_cache, rules=self.rules)
-        return self.run(recorder, ids, keep)
+        k, v = (dict(zip(self.layers, caches, strict=True)) for caches in (k_cache, v_cache))
+        held = dict(zip(self.state_keys, states or [], strict=True))
+        recorder = Recorder(self.names, position=position, k_cache=k, v_cache=v, rules=self.rules, states=held)
+        result = self.run(recorder, ids, keep)
+        return (*result, [recorder.new_states[key] for key in self.state_keys]) if self.state_keys else result
 
     def run(
         self, recorder: Recorder, ids: Tensor, keep: Tensor, own_positions: bool = False
@@ -100,12 +125,17 @@ class DecoderProgram(nn.Module):
         """
         assert recorder.position is not None
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
-        extra[self.cache_argument] = recorder
+        extra |= (
+            {"use_cache": False}
+            if self.cache_argument == "state"
+            else {self.cache_argument: recorder, "use_cache": True}
+        )
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
-        with recording(recorder):
-            out = self.hf(input_ids=ids, use_cache=True, **extra)
+        with recording(recorder), functions_replaced(self.hf, recorder):
+            out = self.hf(input_ids=ids, **extra)
+        recorder.check_states()
         logits = out.logits if self.selects else out.logits[:, keep]
         layers = sorted(recorder.keys)
         return logits, [recorder.keys[i] for i in layers], [recorder.values[i] for i in layers]
@@ -147,7 +177,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
     autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
-    auto = autos.get(kind, AutoModel)
+    auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
         make = partial(named._from_config, config, dtype=torch.float32)  # without the decoder, which is the other half
@@ -155,21 +185,24 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     built, interface = _build(make, name, kind)
     special = {key: getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")}
-    generation = folder / "generation_config.json"
+    generation, settings = folder / "generation_config.json", _generation(built)
     if generation.is_file():
-        special |= {key: value for key, value in read_object(generation).items() if key in special}
+        settings = read_object(generation)
+        special |= {key: value for key, value in settings.items() if key in special}
     for key, value in special.items():
         several = key == "bos_token_id" and isinstance(value, list)
         if several or not all(type(number) is int for number in _ids(value)):
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     source = renamed_source(checkpoint.source, built)
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    return MetaModel(kind, built, interface, source, name, folder, checkpoint.config_sha256, eos_ids, bos_id)
+    sha256 = checkpoint.config_sha256
+    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
     """Build the meta model of a transformers model in memory and share its tensors; heads of encoders are left out."""
     kind = model_kind(model.config, type(model).__name__, type(model).__name__)
+    check_unscaled(model)
     whole = model if kind != "encoder" else cast("PreTrainedModel", model.base_model)
     cls: Any = type(whole)
     config = copy.deepcopy(whole.config)
@@ -179,7 +212,13 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
     source, name = module_source(whole), type(model).__name__
-    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id)
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, _generation(model))
+
+
+def _generation(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the settings with which a model generates, by transformers' names."""
+    config: Any = getattr(model, "generation_config", None)
+    return {} if config is None else cast("dict[str, Any]", config.to_dict())
 
 
 def attend_as_written(model: nn.Module) -> None:
@@ -213,6 +252,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
         The model, and whether it was built with our attention; else its class knows only attention of its own.
     """
     register_attention()
+    register_experts()
     implementations = ("eager",) if kind == "module" else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
@@ -228,7 +268,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
         with torch.random.fork_rng(devices=[]), error_context(None, name):
             for implementation in implementations:
                 try:
-                    built = make(attn_implementation=implementation).eval()
+                    built = make(attn_implementation=implementation, experts_implementation=EXPERTS_NAME).eval()
                 except (KeyError, ValueError) as error:  # what its own table lacks, or what it says not to support
                     if implementation == "eager" or (isinstance(error, KeyError) and error.args != (implementation,)):
                         raise
@@ -259,12 +299,9 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
-    if getattr(config, "is_encoder_decoder", False):
-        raise CaptureError(
-            f"{place}: {config.model_type} is an encoder-decoder; decoders and encoders are covered: capture one half "
-            "as a module with example inputs"
-        )
     architecture = architecture or (config.architectures or [""])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        return seq2seq_kind(config, place, architecture)
     if is_image_classifier(config, architecture, place):
         return "module"
     if architecture:

@@ -51,6 +51,7 @@ _MAYBE_NOTHING = frozenset(
 _PLAIN: dict[Any, Any] = {
     _aten.repeat_interleave.self_int: None,
     _aten._unsafe_view.default: _aten.reshape.default,
+    _aten.concatenate.default: _aten.cat.default,
     _aten.new_empty.default: _aten.new_zeros.default,
 }
 
@@ -60,6 +61,7 @@ class PlainForm:
 
     repeat_interleave(x, n, d)      becomes      flatten(expand(unsqueeze(x, d + 1)), d, d + 1)
     _unsafe_view(x, shape)          becomes      reshape(x, shape)
+    concatenate(tensors)            becomes      cat(tensors)
     new_empty(x, shape)             becomes      new_zeros(x, shape)      (all of it is written over)
     """
 
@@ -137,6 +139,8 @@ class DropNoOp:
             return why_not((bool(args[1] != 0.0) and args[2] is not False, "it drops values"))
         if target is _aten.slice.Tensor:
             first, last = args[2:3] in ((), (None,), (0,)), len(args) < 4 or args[3] in (None, 2**63 - 1)
+            if len(args) == 3 and isinstance(args[2], fx.Node):  # the last so many: all, if there are as many as before
+                first = shape_of(args[0].meta["val"]) == shape_of(match.meta["val"])  # type: ignore[union-attr]
             return why_not((not (first and last and len(args) < 5), "it takes a part of the dimension"))
         before = args[0].meta.get("val") if args and isinstance(args[0], fx.Node) else None
         after = match.meta.get("val")

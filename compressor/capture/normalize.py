@@ -3,6 +3,7 @@
     linear, addmm (Conv1D)                              become   dense_linear
     w * (x * rsqrt(mean(x ** 2, -1) + eps))             becomes  rms_norm
     checks, casts, copies, views that change nothing    are dropped
+    weight @ x, with channels in front                  becomes  dense_linear, between transpositions
 
 Each rule looks at operators and at the fake values (``node.meta["val"]``) that the export recorded, leaves what it
 does not recognise, and says why.
@@ -18,8 +19,10 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
+from compressor.capture.recurrence.turned import DropTranspositions, WeightTimesTokens
 from compressor.graph.matching import is_float, is_parameter, replace_by, shape_of
 from compressor.graph.rules import Outcome, Rule, apply, why_not
 
@@ -49,11 +52,12 @@ def normalize(graph: fx.Graph) -> Normalized:
         How parameters are held now, and what each rule did.
     """
     done = Normalized()
-    done.outcomes += apply([DropCheck(), DropNoOp(), PlainForm()], graph)
+    done.outcomes += apply([DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]
-    done.outcomes += apply([Linear(), Addmm(transposable, done.transposed), *norms, PoolToMean()], graph)
+    products: list[Rule] = [Linear(), Addmm(transposable, done.transposed), WeightTimesTokens(), DropTranspositions()]
+    done.outcomes += apply([*products, *norms, PoolToMean(), TopK()], graph)
     graph.eliminate_dead_code()
     graph.lint()
     return done

@@ -2,6 +2,7 @@
 
     embed_out.weight                      becomes   lm_head.weight                            (a renaming)
     layers.0.attn.Wqkv.weight [3 n, m]    becomes   layers.0.self_attn.{q,k,v}_proj.weight    (rows of the mapped file)
+    experts.{0,1,...}.w2.weight [m, n]    becomes   experts.down_proj [E, m, n]               (read expert by expert)
 
 A conversion is made when the weight is read: rows of a memory-mapped weight stay views of the file.
 """
@@ -9,7 +10,7 @@ A conversion is made when the weight is read: rows of a memory-mapped weight sta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from compressor.capture.weights import WeightSource
 from compressor.errors import CaptureError, first_line
+from compressor.host.cache import cache_folder
+from compressor.host.tensor_files import Spill, release
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +51,7 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
 
     rename = cast("Callable[..., Any]", rename_source_key)
     readers: dict[str, Callable[[], Tensor]] = {}
+    slices: dict[str, Callable[[int], Tensor]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for stored in sorted(source.names, key=_natural):
         name, pattern = rename(stored, renamings, converters)
@@ -62,7 +66,48 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
         targets = [first.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
         for target in targets:
             readers[target] = partial(_convert, source, converter, first, dict(collected), target, model)
-    return replace(source, names=frozenset(readers), read=lambda name: readers[name]())
+            if _merges_slices(converter, collected):
+                slices[target] = partial(_convert_slice, source, converter, first, dict(collected), target, model)
+    return replace(source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices)
+
+
+def _merges_slices(converter: Any, collected: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a conversion stacks tensors along a new first dimension, and then leaves that as it is.
+
+    So do the conversions of experts: slice ``e`` of the result follows from the stored tensors of expert ``e`` alone.
+    """
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    stacks = kinds[:1] == ["MergeModulelist"] and kinds[1:] in ([], ["Concatenate"])
+    dims = [operation.dim for operation in converter.operations]
+    return stacks and dims[0] == 0 and 0 not in dims[1:] and len({len(names) for names in collected.values()}) == 1
+
+
+def _convert_slice(
+    source: WeightSource,
+    converter: Any,
+    first: str,
+    collected: Mapping[str, Sequence[str]],
+    target: str,
+    model: PreTrainedModel,
+    place: int,
+) -> Tensor:
+    """Read one slice along the first dimension of what :func:`_convert` returns.
+
+    It is a view of the mapped file if one stored tensor is all of it, else it lies in a mapped file in the cache
+    folder: a model's experts together may exceed the memory.
+    """
+    of_this = {pattern: [names[place]] for pattern, names in collected.items()}
+    if len(of_this) == 1 and len(converter.operations) == 1:
+        return source.read(next(iter(of_this.values()))[0])
+    made = _convert(source, converter, first, of_this, target, model)[0]
+    if made.is_meta:
+        return made
+    held = Spill(cache_folder() / "spilled", "weights of experts, which are stored in pieces").empty(
+        made.shape, made.dtype
+    )
+    held.copy_(made)
+    release([held, *(source.read(name) for names in of_this.values() for name in names)])
+    return held
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

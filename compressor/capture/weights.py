@@ -37,6 +37,12 @@ class WeightSource:
     files: Mapping[str, Path] = field(default_factory=dict)  # the file of each tensor, where there are files
     unpacked_bytes: int = 0  # of those that are dequantised when they are read
     optional: frozenset[str] = frozenset()  # names that need no place in the model
+    slices: Mapping[str, Callable[[int], Tensor]] = field(default_factory=dict)
+    """Of tensors that are stored in slices along their first dimension: what reads one of them."""
+
+    def read_slice(self, name: str, place: int) -> Tensor:
+        """Return one slice along a tensor's first dimension; of a mapped tensor, a view."""
+        return self.slices[name](place) if name in self.slices else self.read(name)[place]
 
 
 def module_source(model: nn.Module, weights: bool = True) -> WeightSource:
@@ -132,10 +138,18 @@ class WeightMap:
     source: WeightSource
     stored: dict[str, str] = field(default_factory=dict)  # model's name -> stored name
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the stored tensor for a name of the model, which must have this shape and a floating type."""
+    def read(self, name: str, shape: tuple[int, ...], place: int | None = None) -> Tensor:
+        """Return the stored tensor for a name of the model, which must have this shape and a floating type.
+
+        Args:
+            shape: of the whole tensor.
+            place: of the slice along the first dimension that is wanted; None reads all.
+        """
         stored = self.stored[name]
-        tensor = self.source.read(stored)
+        if place is None:
+            tensor = self.source.read(stored)
+        else:
+            tensor, shape = self.source.read_slice(stored, place), shape[1:]
         if tuple(tensor.shape) != shape:
             raise CaptureError(
                 f"{self.source.place}: {stored} has shape {list(tensor.shape)}, the configuration says {list(shape)}; "

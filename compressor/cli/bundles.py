@@ -23,7 +23,7 @@ from compressor.errors import VerificationError
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
-@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--prompt", required=True, help="The text to continue; for a model of speech, a WAV file.")
 @click.option("--max-tokens", type=click.IntRange(0), default=64, show_default=True)
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Sample among the k likeliest.")

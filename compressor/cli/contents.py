@@ -24,7 +24,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
         return _inspect_bundle(path)
     from compressor.capture.capture import capture
     from compressor.graph.model import weight_bytes
-    from compressor.graph.sites import linear_sites
+    from compressor.graph.sites import weight_sites
 
     graph = capture(path)
     info = graph.meta["model"]
@@ -37,7 +37,7 @@ def inspect_path(path: Path) -> dict[str, Any]:
             "dtype": str(graph.get_parameter(site.weight_name).dtype).removeprefix("torch."),
             "tied": site.tied,
         }
-        for site in linear_sites(graph)
+        for site in weight_sites(graph)
     ]
     return {
         "model": info.name,
@@ -83,7 +83,8 @@ def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
     model = manifest["model"]
-    known = ("cache_format", "cache_bytes_per_token") if manifest["kind"] == "decoder" else ()
+    generates = manifest["kind"] in ("decoder", "seq2seq")
+    known = ("cache_format", "cache_bytes_per_token", "state_bytes") if generates else ()
     cache = {key: model[key] for key in known if key in model}  # bundles from before caches had formats lack them
     keys = ("site", "pass_name", "format", "bytes_before", "bytes_after", "error", "note")
     return {
@@ -111,9 +112,9 @@ def check_model(path: Path) -> dict[str, Any]:
         CompressorError: it cannot be captured; the message names the module and its line.
     """
     from compressor.capture.capture import capture
+    from compressor.graph.kinds.tables import embedding_tables
     from compressor.graph.model import weight_bytes
-    from compressor.graph.sites import linear_sites
-    from compressor.graph.tables import embedding_tables
+    from compressor.graph.sites import weight_sites
 
     if (path / "manifest.json").is_file():
         raise UsageError(f"{path}: a bundle; `compress verify` checks it")
@@ -122,7 +123,7 @@ def check_model(path: Path) -> dict[str, Any]:
     tables = embedding_tables(graph)
     packable = [table.site for table in tables if not table.others]
     tied = {table.site.weight_name for table in tables if table.linears}
-    sites = [site for site in linear_sites(graph) if site.weight_name not in tied] + packable
+    sites = [site for site in weight_sites(graph) if site.weight_name not in tied] + packable
     own = {site.weight_name for site in sites if not site.tied}  # a tied weight stays for its other reader
     total_bytes = weight_bytes(graph)
     return {
@@ -153,15 +154,17 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 
 
 def _dense(graph: GraphModule) -> list[dict[str, str]]:
-    """List tables and convolutions that no pass compresses; norms and biases are not worth a line each."""
+    """List tables, convolutions and gates that stay dense; norms and biases are not worth a line each."""
     from compressor.capture.convolutions import dense_convolutions
-    from compressor.graph.tables import embedding_tables
+    from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
+    from compressor.graph.kinds.tables import embedding_tables
 
     rows = [
         {"weight": table.site.weight_name, "why": f"{len(table.others)} other operators read the table as it is"}
         for table in embedding_tables(graph)
         if table.others
     ]
+    rows += [{"weight": name, "why": WHY_DENSE} for name in sorted(gate_projections(graph))]
     for line in dense_convolutions(graph):
         name, _, why = line.partition(": stays dense: ")
         rows.append({"weight": name, "why": why})

@@ -75,6 +75,11 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     Raises:
         UsageError: they do not.
     """
+    if info.hears and (spec.kind is not None or key == "calibration"):
+        raise UsageError(
+            f"{key}: {info.name} reads sound, on which nothing is calibrated or evaluated here; leave `{key}` out, and "
+            "take passes that need no calibration, such as rtn"
+        )
     reads_images = info.kind == "module"
     kinds = ("images", "parquet", "hub") if reads_images else ("text", "json", "parquet", "hub")
     reads = "images, as a plain module" if reads_images else "text"

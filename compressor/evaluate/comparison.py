@@ -75,6 +75,8 @@ def measure_speed(
     """
     if info.kind == "module":
         return Speed({}, {}, ["speed was not measured: only this run knows the inputs of a plain module"])
+    if info.hears:
+        return Speed({}, {}, ["speed was not measured: text is timed, and this model reads sound"])
     positions = info.max_positions
     prompt = min(128, positions or 128) if info.kind == "encoder" else max(1, min(128, (positions or 256) // 2))
 

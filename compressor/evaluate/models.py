@@ -128,11 +128,14 @@ def evaluate_path(
             batch = image_batch(graph, _IMAGES)
             found = _evaluate_images(graph_classes(graph), batch, info, spec, dense, reporter)
             return found | {"weight_bytes": weight_bytes(graph)}
+        check_kind("evaluation", spec, info)
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
         measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), text, spec, dense, reporter)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
+    if (manifest["model"].get("encoder_source") or {}).get("reads") == "audio":
+        raise UsageError(f"{path}: reads sound, on which nothing is evaluated here")
     with BundleProcess(path, threads) as process:
         facts: dict[str, Any] = {**manifest["model"], "kind": manifest["kind"]}
         if facts["kind"] == "module":

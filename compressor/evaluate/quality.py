@@ -21,7 +21,8 @@ from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.evaluate.mean import Mean
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_past
+from compressor.graph.kinds.encoder_decoder import source_inputs
 from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.progress import Reporter, Silent
@@ -254,7 +255,7 @@ def image_batch(graph: GraphModule, most: int) -> int:
 
 
 class GraphLogits:
-    """A captured decoder, run in PyTorch from an empty cache.
+    """A captured decoder or encoder-decoder, run in PyTorch from an empty cache.
 
     Args:
         run: an interpreter of the graph; the graph itself if left out.
@@ -265,13 +266,16 @@ class GraphLogits:
         self.graph, self.run, self.spill = graph, run or graph, spill
 
     @torch.no_grad()
-    def __call__(self, ids: Ids) -> Tensor:
-        """Return the logits of one batch."""
+    def __call__(self, ids: Ids, source: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the logits of one batch.
+
+        Args:
+            source: the inputs of an encoder-decoder's encoder; None gives it the ids too.
+        """
         info: ModelInfo = self.graph.meta["model"]
-        position = torch.arange(ids.shape[1])
-        caches = empty_caches(info, len(ids))
-        keys, values = caches[: info.layers], caches[info.layers :]
-        result: Tensor = self.run(torch.as_tensor(ids), position, position, keys, values)[0]
+        position, tokens = torch.arange(ids.shape[1]), torch.as_tensor(ids)
+        more = source_inputs(info, tokens) if source is None else source
+        result: Tensor = self.run(tokens, position, position, *empty_past(info, len(ids)), *more)[0]
         return result
 
     def windows(self, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:

@@ -41,6 +41,8 @@ def main() -> int:
             ids = np.frombuffer(requests.read(batch * length * 8), np.int64).reshape(batch, length)
             if bundle.kind == "decoder":
                 outputs = bundle.session(batch, length).step(ids, keep=np.arange(length))
+            elif bundle.kind == "seq2seq":
+                outputs = bundle.session(batch, length, source=ids).step(ids, keep=np.arange(length))
             else:
                 mask = np.frombuffer(requests.read(batch * length * 4), np.float32).reshape(batch, length)
                 outputs = bundle.encode(ids, mask)

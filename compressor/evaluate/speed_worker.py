@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.errors import UsageError
+from compressor.evaluate.source_steps import bundle_steps, dense_steps
 from compressor.host.child import serve
 from compressor.host.machine import peak_rss_bytes
 
@@ -79,6 +80,8 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
     bundle = load(path, threads=threads or None)
     loaded = {"load_s": _clock() - begin, "threads": bundle.threads}
     model = bundle.model
+    if bundle.kind == "seq2seq" and model["encoder_source"]["reads"] != "tokens":
+        raise UsageError(f"{path}: reads sound, and text is timed; time your own call of it")
     if bundle.kind == "module":
         raise UsageError(f"{path}: holds a plain module, whose inputs are not known; time your own call of it")
     ids = _random_ids(path, model["vocab_size"], model["max_positions"], prompt_tokens, new_tokens, bundle.kind)
@@ -87,10 +90,12 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
         session = bundle.session(capacity=capacity)
         return lambda tokens: session.step(tokens).argmax(-1)
 
+    opens = bundle_steps(bundle) if bundle.kind == "seq2seq" else start
+
     def finish_decoder() -> dict[str, Any]:
         peak = peak_rss_bytes()  # before the probe takes memory of its own
         positions = prompt_tokens + new_tokens / 2
-        cache_bytes = model["cache_bytes_per_token"] * positions
+        cache_bytes = model["cache_bytes_per_token"] * positions + model.get("state_bytes", 0)
         return {
             "bytes_per_token": int(model["weight_bytes_per_token"] + cache_bytes),
             "read_bandwidth_bytes_per_s": bundle.read_bandwidth(),
@@ -99,14 +104,14 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
 
     if bundle.kind == "encoder":
         return Subject(loaded, lambda: encoder_repeat(bundle.encode, ids), lambda: {"peak_rss_bytes": peak_rss_bytes()})
-    return Subject(loaded, lambda: decoder_repeat(start, ids, new_tokens), finish_decoder)
+    return Subject(loaded, lambda: decoder_repeat(opens, ids, new_tokens), finish_decoder)
 
 
 def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
     """Load a Hugging Face folder in PyTorch eager float32."""
     import torch
     from compressor_runtime import available_cores
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
     from compressor.capture.meta_model import cache_argument, model_kind
@@ -123,7 +128,8 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
     kind = model_kind(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False), str(path))
     if kind == "module":
         raise untimed
-    auto: Any = AutoModelForCausalLM if kind == "decoder" else AutoModel
+    autos: dict[str, Any] = {"decoder": AutoModelForCausalLM, "seq2seq": AutoModelForSeq2SeqLM}
+    auto = autos.get(kind, AutoModel)
     begin = _clock()
     model = auto.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
@@ -145,12 +151,14 @@ def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int)
 
         return step
 
+    opens = dense_steps(model, cache_argument(model)) if kind == "seq2seq" else start
+
     def encode(tokens: NDArray[np.int64]) -> None:
         inputs = torch.as_tensor(tokens)
         model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
 
     def repeat() -> dict[str, float]:
-        return encoder_repeat(encode, ids) if kind == "encoder" else decoder_repeat(start, ids, new_tokens)
+        return encoder_repeat(encode, ids) if kind == "encoder" else decoder_repeat(opens, ids, new_tokens)
 
     return Subject(loaded, repeat, lambda: {"peak_rss_bytes": peak_rss_bytes()})
 
@@ -160,6 +168,8 @@ def _random_ids(
 ) -> NDArray[np.int64]:
     """Return ids int64 [1, P], equal in every process; ``positions`` is 0 if the model states no limit."""
     tokens = prompt_tokens + (new_tokens if kind == "decoder" else 0)
+    if kind == "seq2seq":  # its source has positions of its own
+        tokens = max(prompt_tokens, new_tokens + 2)
     if positions and tokens > positions:
         raise UsageError(f"{path}: {tokens} tokens are more than the model's {positions} positions; ask for fewer")
     return np.random.default_rng(0).integers(0, vocab_size, (1, prompt_tokens), dtype=np.int64)

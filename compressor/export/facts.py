@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.graph.model import PREPROCESSOR, ModelInfo
-from compressor.graph.tables import rows_of_tables
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
+from compressor.graph.kinds.tables import rows_of_tables
+from compressor.graph.model import PREPROCESSOR, ModelInfo, state_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,14 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
     if info.kind == "module":
         read |= {"inputs": input_facts(graph)}
         read |= {"outputs": graph.meta["outputs"]} if graph.meta["outputs"] else {}
-    return {**dataclasses.asdict(info), **read}
+    facts = {**dataclasses.asdict(info), **read}
+    if not facts["states"]:
+        del facts["states"]
+    else:
+        facts["state_bytes"] = state_bytes(info.states)
+    if info.encoder_source is None:
+        del facts["encoder_source"]
+    return facts
 
 
 def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
@@ -109,8 +117,34 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:
-    """Bytes of parameters that one token reads: all, but of a table that only an embedding uses one row."""
-    total, rows = 0, rows_of_tables(graph)
+    """Bytes of parameters that one token reads.
+
+    These are all but those that only an encoder-decoder's encoder reads; of a table that only an embedding uses one
+    row, and of experts as many as a token has.
+    """
+    total, shares, once = 0, _expert_shares(graph), set(encoder_nodes(graph))
+    rows = rows_of_tables(graph, once)
+    read = {str(node.target) for node in graph.graph.find_nodes(op="get_attr") if set(node.users) - once}
     for name, parameter in graph.named_parameters():
-        total += parameter.numel() * parameter.element_size() // rows.get(name, 1)
+        each, experts = shares.get(name, (1, 1))
+        if name in read:
+            total += parameter.numel() * parameter.element_size() * each // experts // rows.get(name, 1)
     return total
+
+
+def _expert_shares(graph: GraphModule) -> dict[str, tuple[int, int]]:
+    """Return, for each parameter of stacked experts, how many experts a token has, and of how many.
+
+    Where the experts of a weight are stored in several formats, each format's are read as often as all are.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    ours = torch.ops.compressor
+    for target in (ours.routed_linear.default, ours.packed_routed_linear.default):
+        for node in graph.graph.find_nodes(op="call_function", target=target):
+            index: Any = node.args[1]
+            stored = [source for source in node.all_input_nodes if source.op == "get_attr"]
+            experts = len(graph.get_parameter(str(stored[0].target)))
+            if index.target is torch.ops.aten.index.Tensor:  # numbers the experts of a format
+                experts = len(graph.get_buffer(str(index.args[0].target)))
+            found |= {str(source.target): (int(node.meta["val"].shape[1]), experts) for source in stored}
+    return found

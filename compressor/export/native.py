@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,14 @@ class NativeParts:
     Attributes:
         name: of the model, for the bundle's README.
         graph: the parameters, by name; they may be memory-mapped, or views.
-        parameters: names, in the order in which the kernels' entry takes them.
+        parameters: names, in the order in which ``main`` takes them, then those that only other entries take.
         library: the kernels, linked.
         vectors: inputs and expected outputs, see :mod:`compressor.export.vectors`.
         kernels: name, evidence, ... of each.
         cpu_features: that the library needs, as in /proc/cpuinfo.
         isa: name of the library's instruction set.
         faster: libraries for CPUs that have more, best first.
+        entries: of each entry of a library that has several, the indices of its parameters.
         entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
     """
 
@@ -63,6 +64,7 @@ class NativeParts:
     isa: str = "native"
     faster: Sequence[FasterLibrary] = ()
     entry_bytes: Any = None
+    entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def write_native(folder: Path, parts: NativeParts) -> Written:
@@ -96,6 +98,8 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
         "libraries": [{"isa": isa, "file": name, "cpu_features": sorted(needed)} for isa, name, needed in listed],
         "weight_bytes": sum(t.numel() * t.itemsize for t in tensors.values()),
     }
+    if len(parts.entries) > 1:
+        fields["entries"] = {name: list(indices) for name, indices in parts.entries.items()}
     model = {} if parts.entry_bytes is None else {"entry_bytes": parts.entry_bytes}
     return Written(fields, parts.kernels, hashes, model)
 
@@ -103,8 +107,8 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
 def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     """Copy the run-time in Python, TVM's, and the README."""
     python, versions = resource("export") / "python", installed_versions()
-    (folder / "compressor_runtime").mkdir()
     for name, source in runtime_files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
     _copy_tvm_runtime(folder / "lib")
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))

@@ -73,6 +73,8 @@ class ModelEntry(_Entry):
     head_dim: Count
     cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
     cache_bytes_per_token: Count | None = None
+    states: list[list[Count]] | None = None  # of recurrent layers, without the batch; absent where there are none
+    state_bytes: Count | None = None
     outputs: list[str] | None = None  # of a plain module that returns its outputs by name
     inputs: list[InputEntry] | None = None  # of a plain module; bundles from before arrays were compared say nothing
     entry_bytes: Count = 0  # bundles from before batches were divided say nothing
@@ -94,7 +96,7 @@ class Manifest(_Entry):
 
     format: Literal["compressor bundle"]
     schema_version: Literal[1, 2]
-    kind: Literal["decoder", "encoder", "module"]
+    kind: Literal["decoder", "encoder", "seq2seq", "module"]
     model: ModelEntry
     recipe: dict[str, Any]
     calibration: dict[str, Any] | None
@@ -102,6 +104,7 @@ class Manifest(_Entry):
     sites: list[SiteEntry]
     parameters: list[str]
     parameter_types: list[TypeEntry] | None = None  # from schema 2 on
+    entries: dict[str, list[Count]] | None = None  # of libraries with several entry functions
     kernels: Annotated[list[KernelEntry], Field(min_length=1)]
     cpu_features: list[str]
     # Bundles from before there were several say nothing.

@@ -10,7 +10,7 @@ the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.host.tensor_files import release
+from compressor.ops.depthwise import depthwise_product
 from compressor.ops.linear import packed_product
 
-_PROMPT_TOKENS, _STEPS, _BATCH = 16, 2, 2
+_PROMPT_TOKENS, _STEPS, _BATCH, _SAMPLES = 16, 2, 2, 4000
 _ROWS, _COLUMNS = 64, 1024
 _BITS = 16
 _TOLERANCE = 1e-3
@@ -42,15 +43,18 @@ _PIECE_ELEMENTS = 1 << 22
 
 _DENSE, _PACKED = torch.ops.compressor.dense_linear.default, torch.ops.compressor.packed_linear.default
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.compressor.packed_embedding.default)
+_PACKED_DEPTHWISE = torch.ops.compressor.packed_depthwise.default
 _PACK_CACHE = torch.ops.compressor.pack_cache.default
+_ROUTED, _PACKED_ROUTED = torch.ops.compressor.routed_linear.default, torch.ops.compressor.packed_routed_linear.default
 
 
 def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
     """Compute inputs and expected outputs of a graph as it will be lowered; the same for the same graph.
 
-    A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder two of up to 16, one with
-    padding; a module its example inputs.  Of each output, seen as rows of its last dimension, at most 64 rows and 1,024
-    columns are kept, chosen at random so that they fall on all lanes of the kernels' tiles.
+    A decoder gets two random sequences of up to 16 tokens and two tokens more; an encoder, and that of an
+    encoder-decoder, two of up to 16, one with padding; a module its example inputs. Of each output, seen as rows of
+    its last dimension, at most 64 rows and 1,024 columns are kept, chosen at random so that they fall on all lanes of
+    the kernels' tiles.
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20 (by 2^-18 where
@@ -60,9 +64,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
-        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; a module's ``input_0``, ...; for each output
-        ``output_0`` float32 [rows, columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0``
-        int64 [rows], the likeliest token.
+        the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; an encoder-decoder's ``source``, and of text
+        ``source_mask``, beside a decoder's; a module's ``input_0``, ...; for each output ``output_0`` float32 [rows,
+        columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0`` int64 [rows], the likeliest
+        token.
     """
     info: ModelInfo = graph.meta["model"]
     if info.kind == "module":
@@ -82,7 +87,7 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
         effect = max([effect, *(_relative_error(part, parts[0]) for part in parts[1:])])
         stored[f"output_{number}"] = _rounded(parts[0])
         stored[f"rows_{number}"], stored[f"columns_{number}"] = rows, columns
-        if info.kind == "decoder":
+        if info.generates:
             stored[f"top_{number}"] = tables[0][rows].argmax(dim=1)
     tolerance = min(_LARGEST_TOLERANCE, max(_TOLERANCE, _MARGIN * effect))
     stored["tolerance"] = torch.tensor([float(f"{tolerance:.3g}")], dtype=torch.float64)
@@ -95,13 +100,16 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
     All runs are one batch, so that each weight is unpacked once.
     """
     limit = info.max_positions or _PROMPT_TOKENS + _STEPS
-    prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.kind == "decoder" else 0)))
-    length = min(prompt + _STEPS, limit) if info.kind == "decoder" else prompt
+    prompt = max(1, min(_PROMPT_TOKENS, limit - (_STEPS if info.generates else 0)))
+    length = min(prompt + _STEPS, limit) if info.generates else prompt
     ids = np.random.default_rng(0).integers(0, info.vocab_size, (_BATCH, length))
-    repeated, run = np.tile(ids, (1 + _TRIALS, 1)), _Exact(graph, noisy_from=_BATCH).run
-    if info.kind == "decoder":
-        inputs = {"prompt": torch.tensor([prompt])}
-        outputs = torch.as_tensor(GraphLogits(graph, run)(repeated))
+    repeated = np.tile(ids, (1 + _TRIALS, 1))
+    run = _Exact(graph, noisy_from=_BATCH, entries=len(repeated)).run
+    if info.generates:
+        source = {} if info.encoder_source is None else _source(info.encoder_source, info.vocab_size)
+        inputs = {"prompt": torch.tensor([prompt]), **source}
+        fed = [x.repeat(1 + _TRIALS, *[1] * (x.dim() - 1)) for x in source.values()]
+        outputs = torch.as_tensor(GraphLogits(graph, run)(repeated, fed or None))
     else:
         mask = np.ones(ids.shape, np.float32)
         mask[1, -(-length // 2) :] = 0
@@ -110,25 +118,40 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
     return {"ids": torch.as_tensor(ids), **inputs}, list(torch.split(outputs, _BATCH))
 
 
+def _source(info: SourceInfo, vocab_size: int) -> dict[str, Tensor]:
+    """Return what an encoder reads: fewer tokens than the decoder, and half of the second row is padding; or noise."""
+    if info.reads == "audio":
+        shape = [_BATCH, *(size or _SAMPLES for size in info.shape)]
+        return {"source": torch.as_tensor(np.random.default_rng(1).normal(0, 0.1, shape).astype(np.float32))}
+    length = max(1, min(_PROMPT_TOKENS, info.max_positions or _PROMPT_TOKENS) - 1)
+    ids = np.random.default_rng(1).integers(0, vocab_size, (_BATCH, length))
+    mask = np.ones(ids.shape, np.float32)
+    mask[1, -(-length // 2) :] = 0
+    return {"source": torch.as_tensor(ids), "source_mask": torch.as_tensor(mask)}
+
+
 class _Exact(Interpreter):
     """Runs a graph in float64, whatever types its nodes ask for, with one piece of a weight in memory at a time.
 
     Args:
         noisy_from: batch entries from here on have every packed linear's output, and what caches pack, off by about
             2^-20; None for none.
+        entries: of the batch; a tensor's first dimension may hold each entry's tokens one after another.
         seed: of the noise.
     """
 
-    def __init__(self, graph: GraphModule, noisy_from: int | None = None, seed: int = 0) -> None:
+    def __init__(self, graph: GraphModule, noisy_from: int | None = None, entries: int = 1, seed: int = 0) -> None:
         super().__init__(graph)
-        self._noisy_from = noisy_from
+        self._noisy_from, self._entries = noisy_from, entries
         self._generator = torch.Generator().manual_seed(seed)
 
     def call_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _DENSE:
             return self._dense(*args)
-        if target is _PACKED:
-            return self._packed(*args)
+        if target in (_ROUTED, _PACKED_ROUTED):  # weights are widened expert by expert
+            return self._routed(target, *args)
+        if target in (_PACKED, _PACKED_DEPTHWISE):
+            return self._packed(depthwise_product if target is _PACKED_DEPTHWISE else packed_product, *args)
         if target is _PACK_CACHE:  # rounds, as linears of 8-bit activations do
             args = (self._disturbed(args[0].double()), *args[1:])
         if target not in _LOOKUPS:  # a table is not worth widening for a few rows
@@ -143,6 +166,7 @@ class _Exact(Interpreter):
 
     def _packed(
         self,
+        product: Callable[[Tensor, PackedWeight], Tensor],
         x: Tensor,
         parts: Sequence[Tensor],
         bias: Tensor | None,
@@ -151,16 +175,25 @@ class _Exact(Interpreter):
         out_features: int,
     ) -> Tensor:
         fmt = Format.parse(format)
-        y = packed_product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
+        y = product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
         release(parts)
         return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
+
+    def _routed(self, target: Any, x: Tensor, index: Tensor, weight: Any, bias: Tensor | None, *rest: Any) -> Tensor:
+        y: Tensor = target(x.double(), index, weight, bias, *rest)
+        if target is _ROUTED:
+            release([weight])
+            return y
+        release(weight)
+        return self._disturbed(y, _ROUNDING if Format.parse(rest[0]).integer_products else _SPLIT)
 
     def _disturbed(self, y: Tensor, size: float = _ROUNDING) -> Tensor:
         """Return the tensor with noise in the batch entries from ``noisy_from`` on, float64."""
         if self._noisy_from is None:
             return y
-        noise = torch.randn(y[self._noisy_from :].shape, dtype=torch.float32, generator=self._generator)
-        return torch.cat([y[: self._noisy_from], y[self._noisy_from :] * (1 + size * noise)])
+        first = self._noisy_from * len(y) // self._entries
+        noise = torch.randn(y[first:].shape, dtype=torch.float32, generator=self._generator)
+        return torch.cat([y[:first], y[first:] * (1 + size * noise)])
 
 
 def _widened(value: Any) -> Any:

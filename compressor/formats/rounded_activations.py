@@ -35,7 +35,7 @@ def round_activations(x: Tensor, activations: Activations | None, input_scale: T
         return x
     columns = x.shape[-1]
     size = activations.group_size or columns
-    groups = pad(x, (0, -columns % size)).reshape(*x.shape[:-1], -1, size)
+    groups = pad(x, (0, -columns % size)).reshape(*x.shape[:-1], -(-columns // size), size)
     sizes = _sizes(groups, columns, activations)
     scale = _scale(sizes, activations, input_scale)
     if activations.granularity != "tensor":  # a stored scale has a place for infinity, and one that follows it has not

@@ -1,6 +1,7 @@
-"""Key-value caches of a captured decoder: their shapes, and how a pass changes their format.
+"""Key-value caches and states of a captured decoder: their shapes, and how a pass changes the caches' format.
 
 Caches come in as ``k_cache`` and ``v_cache``, new rows leave as outputs, and one attention operator a layer reads both.
+States of recurrent layers come in as ``states``, behind the caches, and leave whole, behind the new rows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,17 @@ def empty_caches(info: ModelInfo, batch: int, capacity: int = 1) -> list[Tensor]
     kind, size = cache_row(info.cache_format, info.head_dim)
     shape, dtype = (batch, info.kv_heads, capacity, size), getattr(torch, kind)
     return [torch.zeros(shape, dtype=dtype) for _ in range(2 * info.layers)]
+
+
+def empty_states(info: ModelInfo, batch: int) -> list[Tensor]:
+    """Return the states of recurrent layers before the first token."""
+    return [torch.zeros(batch, *shape) for shape in info.states]
+
+
+def empty_past(info: ModelInfo, batch: int, capacity: int = 1) -> list[list[Tensor]]:
+    """Return the last arguments of a decoder's graph before the first token: keys, values, and states if it has any."""
+    caches, states = empty_caches(info, batch, capacity), empty_states(info, batch)
+    return [caches[: info.layers], caches[info.layers :], *([states] if states else [])]
 
 
 @dataclass(frozen=True)

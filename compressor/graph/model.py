@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 from torch.fx import GraphModule
@@ -16,10 +18,37 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
+class SourceInfo:
+    """Facts about an encoder-decoder: what its encoder reads, and how its decoder begins and ends.
+
+    Attributes:
+        reads: ``tokens``: ids int64 [B, N] and a mask float32 [B, N]; ``audio``: samples or features, float32.
+        shape: of one source, without the batch; a size that may vary is 0.
+        max_positions: the longest source in tokens, or along the size that varies; 0 where no limit is stated.
+        min_positions: the shortest; convolutions look at several samples at once.
+        start_ids: what the decoder reads first.
+        suppressed_ids: tokens that are never generated.
+        first_suppressed_ids: tokens that are not generated first.
+        forced_eos_id: the token that is generated last where a generation reaches its limit; None for none.
+        features: how sound becomes the source: method and settings of the model's processor; empty for text.
+    """
+
+    reads: Literal["tokens", "audio"]
+    shape: tuple[int, ...]
+    max_positions: int
+    start_ids: tuple[int, ...]
+    suppressed_ids: tuple[int, ...] = ()
+    first_suppressed_ids: tuple[int, ...] = ()
+    forced_eos_id: int | None = None
+    features: Mapping[str, Any] = field(default_factory=dict)
+    min_positions: int = 1
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Facts about a captured model; ``graph.meta["model"]``.  Sizes are 0 where they have no meaning."""
 
-    kind: Literal["decoder", "encoder", "module"]
+    kind: Literal["decoder", "encoder", "seq2seq", "module"]
     name: str  # folder name, hub id or class name
     architecture: str  # class name
     vocab_size: int = 0
@@ -27,6 +56,7 @@ class ModelInfo:
     kv_heads: int = 0
     head_dim: int = 0
     cache_format: str = DENSE_CACHE  # of keys and values
+    states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -37,6 +67,22 @@ class ModelInfo:
     classes: int = 0  # of such a module, whose one output is a row of logits for each image
     class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
+    encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq
+
+    @property
+    def hears(self) -> bool:
+        """Whether it is an encoder-decoder that reads sound."""
+        return self.encoder_source is not None and self.encoder_source.reads == "audio"
+
+    @property
+    def generates(self) -> bool:
+        """Whether it predicts tokens one after another, from caches."""
+        return self.kind in ("decoder", "seq2seq")
+
+
+def state_bytes(states: Iterable[Sequence[int]]) -> int:
+    """Return the bytes of the recurrent layers' states of one sequence, however long it is."""
+    return 4 * sum(prod(shape) for shape in states)
 
 
 def weight_bytes(graph: GraphModule) -> int:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import _PACKED, Site
+from compressor.graph.sites import _PACKED, PACKED_FORM, Site
 
 
 def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
@@ -42,12 +42,12 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     weight, bias = cast(Node, old.args[1]), old.args[2]
     with graph.graph.inserting_before(old):
         new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
-    new.meta = dict(old.meta)
+    new.target, new.meta = PACKED_FORM[old.target], dict(old.meta)
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     if not weight.users:
         graph.graph.erase_node(weight)
-        _delete_parameter(graph, site.weight_name)
+        delete_parameter(graph, site.weight_name)
 
 
 def replace_weight(graph: GraphModule, site: Site, weight: Tensor) -> None:
@@ -85,12 +85,13 @@ def drop_dead_parameters(graph: GraphModule) -> list[str]:
     held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
     dead = [name for name, _ in held if name not in used]
     for name in dead:
-        _delete_parameter(graph, name)
+        delete_parameter(graph, name)
     graph.recompile()
     return dead
 
 
-def _delete_parameter(graph: GraphModule, name: str) -> None:
+def delete_parameter(graph: GraphModule, name: str) -> None:
+    """Remove a parameter, and the modules that hold nothing without it."""
     path, _, leaf = name.rpartition(".")
     delattr(graph.get_submodule(path), leaf)
     while path and not list(graph.get_submodule(path).parameters()) and not list(graph.get_submodule(path).buffers()):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.sites import Site, linear_sites, packed_sites
+from compressor.graph.kinds.encoder_decoder import SOURCE, memory_node
+from compressor.graph.sites import Site, packed_weight_sites, weight_sites
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,26 @@ class Segment:
 def segments(graph: GraphModule) -> list[Segment]:
     """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
 
-    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available
-    everywhere and do not count as live; nor do graph inputs, nor values that only the output reads (new keys
-    and values).  Running the segments in order with :func:`run_nodes` is running the graph.
+    Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available everywhere and
+    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor, in a
+    decoder, the output of its encoder. Running the segments in order with :func:`run_nodes` is running the graph.
     """
     nodes = _token_nodes(graph)
     index = {node: i for i, node in enumerate(nodes)}
     last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
-    sites = {site.node: site for site in linear_sites(graph)}
-    packed = {site.node: site for site in packed_sites(graph)}
+    sites = {site.node: site for site in weight_sites(graph)}
+    packed = {site.node: site for site in packed_weight_sites(graph)}
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
     linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
     result: list[Segment] = []
+    memory = memory_node(graph)
+    carried = -1 if memory is None else index[memory]
     live: set[int] = set()
     begin, entry = 0, None
     for i in range(linears[-1] if linears else 0):  # what follows the last linear belongs to its segment
         live = {j for j in (*live, i) if last_use[j] > i}
+        if i > carried:
+            live.discard(carried)
         if len(live) != 1 or not any(begin <= j <= i for j in linears):
             continue
         exit_node = nodes[next(iter(live))]
@@ -72,7 +77,7 @@ def shared_nodes(graph: GraphModule) -> list[Node]:
 def _token_nodes(graph: GraphModule) -> list[Node]:
     """Find the nodes whose values depend on the tokens (for a plain module: on any input), not on its shape alone."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    roots = {node for node in inputs if node.target == "ids"} or set(inputs)
+    roots = {node for node in inputs if node.target in ("ids", SOURCE)} or set(inputs)
     found: dict[Node, None] = {}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):

@@ -22,30 +22,55 @@ from compressor.graph.provenance import owner
 _DENSE = torch.ops.compressor.dense_linear.default
 _PACKED = torch.ops.compressor.packed_linear.default
 _LOOKED_UP = torch.ops.compressor.packed_embedding.default
+_ROWS = torch.ops.compressor.expert_rows.default
+EXPERT, ROUTER = "Expert", "Router"
+"""Classes of the linear of one expert, and of a linear that chooses experts."""
+_DEPTHWISE = torch.ops.compressor.depthwise_linear.default
+_PACKED_DEPTHWISE = torch.ops.compressor.packed_depthwise.default
+PACKED_FORM: dict[Any, Any] = {_DENSE: _PACKED, _DEPTHWISE: _PACKED_DEPTHWISE}
+"""Dense operator -> the operator of the same arguments whose weight is packed."""
 _LONGEST_PATTERN = 1000
 _MATCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Site:
-    """A linear in the graph."""
+    """A linear in the graph, or a depthwise convolution: each channel of it is a linear over its own taps."""
 
     name: str  # module name, "model.layers.0.self_attn.q_proj"; "@2", ... when a module is called again
     node: Node
     input: Node
-    module_class: str  # "Linear", "Conv1D", ...
+    module_class: str  # "Linear", "Conv1D", "Expert", "Router", ...
     weight_name: str
     bias_name: str | None
     in_features: int
     out_features: int
     tied: bool  # the weight has other users
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each output reads its own channel alone: ``in_features`` are taps."""
+        return self.node.target in (_DEPTHWISE, _PACKED_DEPTHWISE)
+
+    @property
+    def input_width(self) -> int:
+        """Columns of the input: those of the weight, or of depthwise convolutions the taps of all channels."""
+        return self.in_features * (self.out_features if self.is_depthwise else 1)
+
 
 def linear_sites(graph: GraphModule) -> list[Site]:
     """List the dense linears whose weight is a parameter, in dataflow order."""
-    sites, seen = [], dict[str, int]()
+    return [site for site in weight_sites(graph) if not site.is_depthwise]
+
+
+def weight_sites(graph: GraphModule) -> list[Site]:
+    """List the dense linears and depthwise convolutions whose weight is a parameter, in dataflow order."""
+    sites, seen, routers = [], dict[str, int](), _routers(graph)
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target is not _DENSE or not _is_attribute(node.args[1]):
+        if node.target in PACKED_FORM.values():  # counts among the calls of its module, so that names stay as they are
+            called = node.args[1][0].target.removesuffix(".codes").partition("@")[0]
+            seen[called] = seen.get(called, 0) + 1
+        if node.op != "call_function" or node.target not in PACKED_FORM or not _is_attribute(node.args[1]):
             continue
         args: Any = node.args
         x, weight, bias = args
@@ -57,7 +82,7 @@ def linear_sites(graph: GraphModule) -> list[Site]:
                 name=name if seen[name] == 1 else f"{name}@{seen[name]}",
                 node=node,
                 input=x,
-                module_class=module_class,
+                module_class=ROUTER if node in routers else module_class,
                 weight_name=weight.target,
                 bias_name=bias.target if _is_attribute(bias) else None,
                 in_features=in_features,
@@ -68,10 +93,32 @@ def linear_sites(graph: GraphModule) -> list[Site]:
     return sites
 
 
+def _routers(graph: GraphModule) -> set[Node]:
+    """Find the linears that choose experts: the last ones in front of the index of experts."""
+    ahead = list({cast(Node, node.args[1]) for node in graph.graph.find_nodes(op="call_function", target=_ROWS)})
+    seen, found = set(ahead), set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node.target in (_DENSE, _PACKED):
+            found.add(node)
+            continue
+        sources = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(sources)
+        ahead += sources
+    return found
+
+
 def packed_sites(graph: GraphModule) -> list[Site]:
     """List the linears whose weight is packed, in dataflow order; ``weight_name`` is that of the codes."""
+    return [site for site in packed_weight_sites(graph) if not site.is_depthwise]
+
+
+def packed_weight_sites(graph: GraphModule) -> list[Site]:
+    """As :func:`packed_sites`, with depthwise convolutions."""
     sites = []
-    for node in graph.graph.find_nodes(op="call_function", target=_PACKED, sort=True):
+    for node in graph.graph.nodes:
+        if node.target not in (_PACKED, _PACKED_DEPTHWISE):
+            continue
         args: Any = node.args
         x, (codes, *_), bias, _, in_features, out_features = args
         name = codes.target.removesuffix(".codes")
@@ -106,14 +153,20 @@ def group_by_input(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
+def family(site: Site) -> tuple[Node, ...]:
+    """Return what a linear reads: its input, or what all experts of its weight pick their rows from."""
+    args = site.input.args
+    return cast("tuple[Node, ...]", args[:2]) if site.input.target is _ROWS else (site.input,)
+
+
 def match_sites(
     sites: Sequence[Site], targets: str | Sequence[str], ignore: str | Sequence[str] = ()
 ) -> tuple[list[Site], list[str]]:
     """Return the sites that a target names and no ignore pattern does, and the patterns that matched nothing.
 
-    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` too), a module name
-    or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a regular expression that
-    matches from the name's beginning, as in llm-compressor.
+    A pattern is a class name (``Linear``, which covers transformers' transposed ``Conv1D`` and each ``Expert`` too, but
+    no ``Router``), a module name or a dotted beginning or end of one (``model.layers.0``, ``q_proj``), or ``re:`` and a
+    regular expression that matches from the name's beginning, as in llm-compressor.
 
     Raises:
         re.error: a regular expression does not compile, or takes seconds to match (some take years).
@@ -145,7 +198,7 @@ def _find(pattern: str, sites: Sequence[Site]) -> list[Site]:
 
 
 def _matches(pattern: str, site: Site) -> bool:
-    if pattern == site.module_class or (pattern == "Linear" and site.module_class == "Conv1D"):
+    if pattern == site.module_class or (pattern == "Linear" and site.module_class in ("Conv1D", EXPERT)):
         return True
     name = site.name.partition("@")[0]
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

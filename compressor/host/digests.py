@@ -135,8 +135,8 @@ def code_digest() -> str:
         if found is not None and found.origin is not None:
             origin = Path(found.origin)
             package = found.submodule_search_locations is not None
-            for path in origin.parent.glob("*.py") if package else [origin]:
-                sources[f"{module}/{path.name}"] = path
+            for path in origin.parent.rglob("*.py") if package else [origin]:
+                sources[f"{module}/{path.relative_to(origin.parent).as_posix()}"] = path
     lines = [f"{name} {read_sha256(sources[name])}\n" for name in sorted(sources)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

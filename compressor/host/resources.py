@@ -46,6 +46,6 @@ def runtime_files() -> dict[str, Path]:
     """
     python = resource("export") / "python"
     package = python / "compressor_runtime"
-    modules = {f"{package.name}/{path.name}": path for path in sorted(package.glob("*.py"))}
+    modules = {path.relative_to(python).as_posix(): path for path in sorted(package.rglob("*.py"))}
     starts = {"compressor_runtime.py": package / "__main__.py"}
     return starts | modules | {"compressor_selfcheck.py": python / "compressor_selfcheck.py"}

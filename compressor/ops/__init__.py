@@ -8,6 +8,6 @@ Invariant: one file a family, with the names of ``codegen/kernels`` and ``codege
 
 from __future__ import annotations
 
-from compressor.ops import attention, embedding, linear, norm, packed_cache, patches
+from compressor.ops import attention, depthwise, embedding, experts, linear, norm, packed_cache, patches, recurrence
 
-__all__ = ["attention", "embedding", "linear", "norm", "packed_cache", "patches"]
+__all__ = ["attention", "depthwise", "embedding", "experts", "linear", "norm", "packed_cache", "patches", "recurrence"]

@@ -107,16 +107,16 @@ def _(
 
 @operator("masked_attention")
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, window: int = 0, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int = 0, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute bidirectional attention with padding, for encoders.
+    """Compute bidirectional attention with padding, for encoders, and of a decoder over its encoder's output.
 
     Args:
-        q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, S, D].
-        mask: float32 [B, S], 1 for a token and 0 for padding; each row keeps at least one token.
+        q: float32 [B, H, S, D];  k, v: float32 [B, Hkv, N, D]; N is S but for cross-attention.
+        mask: float32 [B, N], 1 for a token and 0 for padding; each row keeps at least one token.  None for no padding.
         scale: factor on the scores.
         window: keys no further away than ``window - 1`` positions, on either side; 0 means all.
-        bias: float32 [B or 1, H or 1, S or 1, S], added to the scaled scores; or None.
+        bias: float32 [B or 1, H or 1, S or 1, N], added to the scaled scores; or None.
     Returns:
         float32 [B, S, H, D]; 0 for a query that sees nothing, which only padding does.
     """
@@ -125,7 +125,7 @@ def masked_attention(
     scores = (q @ keys.transpose(2, 3)) * scale
     if bias is not None:
         scores = scores + bias
-    hidden = mask[:, None, None, :] == 0
+    hidden = torch.zeros(length, dtype=torch.bool) if mask is None else mask[:, None, None, :] == 0
     if window:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         hidden = hidden | (distance.abs() >= window)
@@ -140,7 +140,7 @@ def masked_attention(
 
 @masked_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, window: int = 0, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int = 0, bias: Tensor | None = None
 ) -> Tensor:
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)

@@ -13,22 +13,27 @@ if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
 
 
-def operator(name: str) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
+def operator(name: str) -> Callable[[Callable[..., Tensor | tuple[Tensor, ...]]], CustomOpDef]:
     """Register a function as an operator whose gradients are the function's own, by running it again."""
 
-    def register(function: Callable[..., Tensor]) -> CustomOpDef:
+    def register(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> CustomOpDef:
         registered = custom_op(f"compressor::{name}", mutates_args=())(function)
 
-        def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.inputs = inputs
 
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
             wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed is True]
             inputs = list(ctx.inputs)
             with torch.enable_grad():
                 for i in wanted:
                     inputs[i] = inputs[i].detach().requires_grad_()
-                found = torch.autograd.grad(function(*inputs), [inputs[i] for i in wanted], gradient)
+                result = function(*inputs)
+                outputs = [result] if isinstance(result, Tensor) else list(result)
+                # A state may not depend on what gradients are asked of.
+                pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+                made, given = [y for y, _ in pairs], [g for _, g in pairs]
+                found = torch.autograd.grad(made, [inputs[i] for i in wanted], given)
             by_place = dict(zip(wanted, found, strict=True))
             return tuple([None] * len(x) if _are_tensors(x) else by_place.get(i) for i, x in enumerate(inputs))
 

@@ -18,7 +18,7 @@ from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_
 from compressor.formats.parts import PARTS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.rewrite import packed_weight, set_bias
-from compressor.graph.sites import Site, linear_sites, packed_sites, ties
+from compressor.graph.sites import Site, linear_sites, packed_sites, packed_weight_sites, ties
 from compressor.host.tensor_files import release
 from compressor.numerics.deterministic import column_sums
 from compressor.pipeline.context import Context
@@ -179,8 +179,8 @@ def _comparable(graph: GraphModule, ctx: Context) -> GraphModule:
     """
     if ctx.dense is None:
         raise CompressorError("bias_correction: runs in a pipeline, which keeps the dense graph for it")
-    packed = {f"{site.name}.{part}" for site in packed_sites(graph) for part in (*PARTS, "bias")}
-    own = packed | {site.bias_name for site in packed_sites(graph)}
+    packed = {f"{site.name}.{part}" for site in packed_weight_sites(graph) for part in (*PARTS, "bias")}
+    own = packed | {site.bias_name for site in packed_weight_sites(graph)}
     before = dict(ctx.dense.named_parameters())
     for name, value in graph.named_parameters():
         if name not in own and before.get(name) is not value:

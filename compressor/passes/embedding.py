@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, meta_packed
+from compressor.graph.kinds.tables import Table, embedding_tables, replace_table
 from compressor.graph.provenance import module_path
-from compressor.graph.tables import EMBEDDING_CLASS, Table, embedding_tables, replace_table
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes, weight_error
 from compressor.numerics.range_search import ChooseGrid, Work, grid_work, search_grid
@@ -42,7 +42,7 @@ class Embedding(Pass):
     """
 
     scheme: str = "W8A16"
-    targets: str | tuple[str, ...] = EMBEDDING_CLASS
+    targets: str | tuple[str, ...] = "Embedding"
     ignore: str | tuple[str, ...] = ()
     group_size: int = 0
 

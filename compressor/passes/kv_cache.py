@@ -60,7 +60,11 @@ class KvCache(Pass):
         """Refuse models without caches, and caches that are packed already."""
         info: ModelInfo = graph.meta["model"]
         if info.kind != "decoder":
-            raise UsageError(f"kv_cache: {info.name} is not a decoder and keeps no keys and values; leave the pass out")
+            raise UsageError(
+                f"kv_cache: {info.name} is not a decoder, whose caches alone are packed; leave the pass out"
+            )
+        if not info.layers:
+            raise UsageError(f"kv_cache: {info.name} has no attention and keeps no keys and values; leave the pass out")
         if not attention_layers(graph):
             raise UsageError(f"kv_cache: the caches are {info.cache_format} already; give the pass once")
         for layer in attention_layers(graph):

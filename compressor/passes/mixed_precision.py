@@ -209,12 +209,13 @@ def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: Segm
     changed.recompile()
     probe = SegmentRunner(changed, run.batches)
     probe.hidden = [None if hidden is None else hidden.clone() for hidden in run.hidden]
+    probe.memory = list(run.memory)
     (outputs,) = run_outputs(probe, Silent(), first)
     return outputs
 
 
 def _divergence(graph: GraphModule, dense: Tensor, rounded: Tensor) -> float:
-    if graph.meta["model"].kind == "decoder":
+    if graph.meta["model"].generates:
         p, q = (torch.log_softmax(x.double(), dim=-1) for x in (dense, rounded))
         return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
     return float((rounded - dense).double().square().sum() / dense.double().square().sum().clamp(min=1e-30))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from compressor.graph.sites import weight_sites
 from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs, input_scale_needs
@@ -20,7 +21,7 @@ from compressor.pipeline.sites import by_segment, choose_format, choose_sites, r
 
 @dataclass(frozen=True)
 class Rtn(Pass):
-    """Round the weights of the matched linears to the nearest points of their grids.
+    """Round the weights of the matched linears, depthwise convolutions too, to the nearest points of their grids.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
@@ -40,7 +41,7 @@ class Rtn(Pass):
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear; the record's error is that of the weight (||W - Q||^2 / ||W||^2)."""
         fmt = choose_format(self.scheme, self.group_size)
-        sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
+        sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore, weight_sites)
         with ctx.reporter.task("rtn", len(sites)) as task:
             scales = calibrate_inputs(graph, ctx, "rtn", {site.name: fmt for site in sites})
             learnt_from = ctx.calibration("rtn").sha256 if scales else None
@@ -56,7 +57,7 @@ class Rtn(Pass):
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Plan each linear on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
-        sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore)
+        sites = choose_sites(graph, "rtn", fmt, self.targets, self.ignore, weight_sites)
         return plan_sites(
             graph, {site.name: fmt for site in sites}, self.ignore, rtn_work, rtn_working_bytes, input_scale_needs(fmt)
         )

@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.guided_rows import guided_rows
-from compressor.calibration.statistics import Hessian
+from compressor.calibration.statistics import Hessian, expert_notes, expert_tokens
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import Site, linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.numerics.bfloat16 import is_coarse
 from compressor.numerics.deterministic import quadratic
 from compressor.numerics.range_search import Observer
@@ -91,22 +91,16 @@ def quantize_calibrated(
             weight = graph.get_parameter(site.weight_name).detach().float()
             with error_context(site):
                 quantized = quantize(weight, statistic, formats[site.name])
-            _compress(graph, ctx, site, quantized, scales.get(site.name), pass_name)
+            compress_site(
+                graph,
+                ctx,
+                site,
+                quantized.packed.with_input_scale(scales.get(site.name)),
+                pass_name,
+                error=quantized.error,
+                error_of="output",
+                rtn_error=quantized.rtn_error,
+                notes=[*expert_notes(site, statistic), *quantized.notes],
+                tokens=expert_tokens(site, statistic),
+            )
             blocks.task.advance()
-
-
-def _compress(
-    graph: GraphModule, ctx: Context, site: Site, quantized: Quantized, scale: Tensor | None, pass_name: str
-) -> None:
-    """Replace one linear, with the stored scale of its input where its format has one."""
-    compress_site(
-        graph,
-        ctx,
-        site,
-        quantized.packed.with_input_scale(scale),
-        pass_name,
-        error=quantized.error,
-        error_of="output",
-        rtn_error=quantized.rtn_error,
-        notes=quantized.notes,
-    )

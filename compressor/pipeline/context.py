@@ -31,6 +31,7 @@ class SiteRecord:
             of the weight if it is "weight".
         rtn_error: the relative squared error of round to nearest; None if the pass does not measure it.
         note: anything unusual that the user should know; usually empty.
+        tokens: of the calibration samples that were routed to it, of an expert whose pass looks at samples; else None.
     """
 
     site: str
@@ -42,6 +43,7 @@ class SiteRecord:
     error_of: str
     rtn_error: float | None = None
     note: str = ""
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

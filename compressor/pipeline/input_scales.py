@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.formats.format import Format
-from compressor.graph.sites import linear_sites
+from compressor.graph.sites import weight_sites
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
@@ -43,7 +43,7 @@ def calibrate_inputs(
     if not wanted:
         return {}
     samples = ctx.calibration(pass_name, f"stored scales of {next(iter(formats.values())).name}")
-    sites = [site for site in linear_sites(graph) if site.name in wanted]
+    sites = [site for site in weight_sites(graph) if site.name in wanted]
 
     def search() -> dict[str, Tensor]:
         found = {}

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from compressor.errors import CaptureError, VerificationError
 from compressor.formats.parts import PARTS
 from compressor.graph.rules import listing
-from compressor.graph.sites import linear_sites
+from compressor.graph.sites import weight_sites
 from compressor.host.tensor_files import release
 from compressor.pipeline.context import Context
 from compressor.registry import PASSES
@@ -55,7 +55,7 @@ class VerifyStages:
 
 
 def _verify_records(name: str, graph: GraphModule, ctx: Context) -> None:
-    dense = {site.name: site.weight_name for site in linear_sites(graph)}
+    dense = {site.name: site.weight_name for site in weight_sites(graph)}
     sizes = {key: value.numel() * value.element_size() for key, value in graph.named_parameters()}
     latest = {record.site: record for record in ctx.records}
     for record in latest.values():

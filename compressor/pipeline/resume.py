@@ -13,7 +13,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.formats.parts import PARTS
 from compressor.graph.rewrite import replace_linear, replace_weight, set_parameter
-from compressor.graph.sites import Site, linear_sites
+from compressor.graph.sites import Site, weight_sites
 from compressor.host.digests import digest
 from compressor.host.tensor_files import trim
 from compressor.pipeline.context import Context, SiteRecord
@@ -70,7 +70,7 @@ class Blocks:
         records = {record.site: dataclasses.asdict(record) for record in self.ctx.records}
         names = {f"{site.name}.{part}" for site in sites for part in PARTS}
         tensors = {name: value.detach() for name, value in graph.named_parameters() if name in names}
-        dense = {site.name: site.weight_name for site in linear_sites(graph)}
+        dense = {site.name: site.weight_name for site in weight_sites(graph)}
         for site in sites:
             if not records[site.name]["format"]:
                 tensors[f"{site.name}.weight"] = graph.get_parameter(dense[site.name]).detach()

@@ -13,7 +13,7 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
 from compressor.graph.folding import CannotFold, ScaleTarget, find_scale_target
 from compressor.graph.provenance import describe
-from compressor.graph.sites import Site
+from compressor.graph.sites import EXPERT, Site
 from compressor.numerics.deterministic import few_bits
 from compressor.pipeline.context import Context
 from compressor.pipeline.sites import error_context
@@ -60,6 +60,11 @@ def scale_inputs(
     Returns:
         The scale as applied, float32 [in], or None if it cannot be folded. Notes say so, and name copied norms.
     """
+    if group[0].module_class == EXPERT:
+        weight = group[0].name.rpartition(".")[0]
+        note = f"{pass_name}: {weight}: inputs of experts are not scaled: each reads chosen rows"
+        ctx.notes += [] if note in ctx.notes else [note]
+        return None
     names = ", ".join(site.name for site in group)
     try:
         target, readers = find_scale_target(graph, group[0].input)

@@ -14,8 +14,9 @@ from torch.fx import GraphModule
 
 from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
+from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
 from compressor.graph.rewrite import replace_linear
-from compressor.graph.sites import Site, linear_sites, match_sites
+from compressor.graph.sites import ROUTER, Site, linear_sites, match_sites, weight_sites
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes
 from compressor.pipeline.sites import patterns, site_notes
@@ -83,14 +84,15 @@ def plan_sites(
         ignore: the pass's option, for the notes on the other linears.
         work, working_bytes: functions of (out_features, in_features, format), see :class:`SitePlan`.
     """
-    ignored = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
-    plans = []
-    for site in linear_sites(graph):
+    ignored = {site.name for site in match_sites(weight_sites(graph), patterns(ignore))[0]}
+    gates, plans = gate_projections(graph), []
+    for site in weight_sites(graph):
         weight = graph.get_parameter(site.weight_name)
         shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()
         if site.name not in formats:
-            why = "stays dense: ignored" if site.name in ignored else "stays dense: no target matches it"
+            why = WHY_DENSE if site.name in gates else why_unmatched(site)
+            why = f"stays dense: {'ignored' if site.name in ignored else why}"
             plans.append(SitePlan(site.name, *shape, "", before, before, why))
             continue
         fmt = formats[site.name]
@@ -100,6 +102,13 @@ def plan_sites(
         amounts = (dict(work(*shape, fmt)), working_bytes(*shape, fmt))  # dataclasses.asdict cannot copy a Counter
         plans.append(SitePlan(site.name, *shape, fmt.name, before, packed.nbytes, notes, *amounts, needs))
     return plans
+
+
+def why_unmatched(site: Site) -> str:
+    """Say why no target matches a linear: patterns of classes leave routers alone."""
+    if site.module_class == ROUTER:
+        return f"a router, whose errors would choose other experts; only a target such as {site.name} matches it"
+    return "depthwise, which rtn packs where its targets match" if site.is_depthwise else "no target matches it"
 
 
 def plan_dense_sites(

@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
-from compressor.graph.sites import Site, linear_sites, match_sites, packed_sites
+from compressor.graph.sites import Site, linear_sites, match_sites, packed_weight_sites, weight_sites
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import weight_error
 from compressor.pipeline.context import Context, SiteRecord
@@ -55,6 +56,8 @@ def choose_sites(
 ) -> list[Site]:
     """Return the linears that match ``targets`` and not ``ignore``, in dataflow order.
 
+    Gate projections (:mod:`compressor.graph.kinds.gate_projections`) are quantised only if ``targets`` names them.
+
     Args:
         fmt: format whose group size has to fit; None if nothing is quantised.
         find: lists the linears to choose from.
@@ -81,6 +84,10 @@ def choose_sites(
             raise UsageError(f"{pass_name}: the model has no {what} that can be compressed")
         hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
         raise UsageError(f"{pass_name}: patterns that match no {what} of the model: {hints}")
+    if fmt is not None and find in (linear_sites, weight_sites) and matched:
+        matched = without_gates(graph, matched, patterns(targets))
+        if not matched:
+            raise UsageError(f"{pass_name}: all linears of the class in `targets` stay dense: {WHY_DENSE}")
     if not matched:
         raise UsageError(f"{pass_name}: every linear that `targets` matches is ignored as well; nothing to compress")
     if fmt is not None and fmt.group_size and all(site.in_features % fmt.group_size for site in matched):
@@ -95,7 +102,7 @@ def choose_sites(
 
 
 def _is_packed(graph: GraphModule, pattern: str) -> bool:
-    return bool(match_sites(packed_sites(graph), pattern)[0])
+    return bool(match_sites(packed_weight_sites(graph), pattern)[0])
 
 
 def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
@@ -126,6 +133,7 @@ def compress_site(
     rtn_error: float | None = None,
     notes: Sequence[str] = (),
     replace: Callable[[GraphModule, Site, PackedWeight], None] = replace_linear,
+    tokens: int | None = None,
 ) -> None:
     """Replace a dense weight by a packed one and record it, with notes on anything unusual."""
     if set(packed.parts) != set(packed.format.parts(*packed.shape)):
@@ -147,6 +155,7 @@ def compress_site(
         error_of,
         None if rtn_error is None else _short(rtn_error),
         "; ".join(notes),
+        tokens,
     )
     ctx.records.append(record)
 

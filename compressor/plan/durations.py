@@ -96,12 +96,17 @@ class LinearKernel:
 
 def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     """Return the linears' kernels that schedules are chosen for, equal ones once; of fused linears, the first one's."""
+    from compressor.codegen.lowering.converters.linears import dense_linear_name, packed_linear_name
     from compressor.codegen.lowering.fused_linear import groups
-    from compressor.codegen.lowering.linear_converters import dense_linear_name, packed_linear_name
 
     found: dict[str, LinearKernel] = {}
     for first, *_ in groups(graph.graph):
         _, _, bias, format_name, columns, rows = cast(Any, first.args)
+        fmt = Format.parse(format_name)
+        name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
+        found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.packed_routed_linear.default):
+        _, _, _, bias, format_name, columns, rows = cast(Any, node.args)
         fmt = Format.parse(format_name)
         name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
         found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
@@ -134,7 +139,7 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
         tune: ``off``, ``quick`` or ``full``.
         isa: instruction set of the kernels.
     """
-    from compressor.codegen.lowering.linear_converters import TUNED_TOKENS
+    from compressor.codegen.lowering.converters.linears import TUNED_TOKENS
     from compressor.codegen.tuning import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
+from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import RecipeError, UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from compressor.recipe.recipe import Recipe
 
 
-_KINDS = {"decoder": "a decoder", "encoder": "an encoder", "module": "a plain module"}
+_KINDS = {"decoder": "a decoder", "encoder": "an encoder", "seq2seq": "an encoder-decoder", "module": "a plain module"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PlannedPasses:
     Attributes:
         passes: a plan for each, in order.
         before: the graph before each pass, without weights.
-        final: after the last.
+        final: after the last, as it will be lowered.
     """
 
     passes: tuple[PassPlan, ...]
@@ -66,7 +67,7 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
-    return PlannedPasses(tuple(passes), tuple(before), meta)
+    return PlannedPasses(tuple(passes), tuple(before), as_lowered(meta))
 
 
 def check_recipe(recipe: Recipe, info: ModelInfo) -> None:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
 from compressor.host.machine import cache_bytes
@@ -73,7 +74,7 @@ class Roofline:
 
 
 def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
-    """Prefill and decode of a decoder, the forward call of an encoder; nothing for other modules.
+    """Prefill and decode of a decoder, the latter without its encoder; the forward call of an encoder.
 
     Args:
         graph: the compressed graph; parameters may be on the meta device.
@@ -89,11 +90,15 @@ def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
 
 def _phase(graph: GraphModule, prices: Prices, phase: str, tokens: int, past: int) -> Roofline:
     costs = node_costs(graph, 1, tokens, past, rows=1)
-    whole = sum(cost.weight_bytes for cost in costs.values())
+    once = set(encoder_nodes(graph)) if past else set()  # of a source, and so in no step
+    whole = sum(cost.weight_bytes for node, cost in costs.items() if node not in once)
     read_s = prices.seconds["cached_read_byte" if whole < _CACHED * cache_bytes() else "peak_read_byte"]
     found: dict[tuple[str, float, int], Layer] = {}
     for segment in segments(graph):
-        layer = _layer(_label(segment.nodes, costs), [costs[node] for node in segment.nodes], prices, read_s)
+        nodes = [node for node in segment.nodes if node not in once]
+        if not nodes:
+            continue
+        layer = _layer(_label(nodes, costs), [costs[node] for node in nodes], prices, read_s)
         key = (layer.name, layer.ops, layer.bytes)
         count = found[key].count + 1 if key in found else 1
         found[key] = Layer(layer.name, count, layer.ops, layer.bytes, layer.binds, layer.ms)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compressor.graph.costs import NodeCost, eager_work, node_costs
-from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.kinds.encoder_decoder import encoder_nodes
+from compressor.graph.model import ModelInfo, state_bytes, weight_bytes
 from compressor.numerics.range_search import Work
 from compressor.plan.durations import (
     bundle_seconds,
@@ -115,9 +116,12 @@ class Costs:
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
             seconds["evaluate"] = child + prices.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
-        if info.kind == "decoder":
+        if info.generates and not info.hears:
             prompt_tokens = bounds[0].tokens
-            dense = [node_costs(graph, 1, prompt_tokens, rows=1), node_costs(graph, 1, 1, prompt_tokens, rows=1)]
+            once = set(encoder_nodes(graph))
+            step = node_costs(graph, 1, 1, prompt_tokens, rows=1)
+            step = {node: cost for node, cost in step.items() if node not in once}
+            dense = [node_costs(graph, 1, prompt_tokens, rows=1), step]
             bundle = [bundle_seconds(bound, calls) for bound in bounds]
             steps = min(_NEW_TOKENS, prompt_tokens)
             seconds["time"] = timing_seconds(prices, dense, bundle, steps, dense_speed and self.times_dense)
@@ -155,7 +159,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
                 for step, streaming in zip(planned.passes, learning, strict=True)
             ],
             evaluation=forward,
-            logits=evaluation.window * info.vocab_size if evaluation is not None and info.kind == "decoder" else 0,
+            logits=evaluation.window * info.vocab_size if evaluation is not None and info.generates else 0,
             largest=max((site.out_features * site.in_features for site in sites), default=0),
             largest_operand_bytes=max((kernel.bytes for kernel in linear_kernels(final)), default=0),
             weight_bytes=weight_bytes(final),
@@ -212,9 +216,10 @@ def _pass_work(
 
 
 def _session_bytes(info: ModelInfo) -> int:
-    """Count the bytes of logits, keys and values in the process that times the bundle."""
+    """Count the bytes of logits, keys, values and states in the process that times the bundle."""
     positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
-    return 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    caches = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    return caches + 2 * state_bytes(info.states)
 
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:

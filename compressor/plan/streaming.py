@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from compressor.calibration.gradients import check_backwards
 from compressor.calibration.segment_runner import ancestors
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.formats.format import Format
@@ -133,7 +134,7 @@ class _Pricing:
     def _gather(self, groups: Sequence[Sequence[Site]]) -> int:
         """Add the work of the statistics of some groups; returns their bytes."""
         read = [_elements(self._dense[group[0].node], group[0]) for group in groups]  # in one run
-        widths = [group[0].in_features for group in groups]
+        widths = [group[0].input_width for group in groups]
         if not self._needs.hessian:
             self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
             return 0
@@ -161,7 +162,12 @@ class _Pricing:
 
 
 def _plan_backwards(graph: GraphModule, samples: int, length: int) -> Streaming:
-    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's."""
+    """Price each sample forwards twice and backwards once, which is two products more for each of a linear's.
+
+    Raises:
+        UsageError: gradients are not followed through this model.
+    """
+    check_backwards(graph.meta["model"])
     costs, cut = node_costs(graph, 1, length), segments(graph)
     runs = samples if length else samples / len(graph.meta["inputs"][0][0])
     work = {unit: 4 * runs * amount for unit, amount in eager_work(costs.values()).items()}

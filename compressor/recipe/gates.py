@@ -31,7 +31,7 @@ class Metric:
     dense: bool = False
     text: bool = False
     timing: bool = False
-    kinds: tuple[str, ...] = ("decoder", "encoder", "module")
+    kinds: tuple[str, ...] = ("decoder", "seq2seq", "encoder", "module")
     most: float = math.inf
 
 
@@ -44,15 +44,15 @@ _BYTES = {
 _MILLISECONDS = {"": 1.0, "ms": 1.0, "s": 1e3}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
-_DECODERS, _ENCODERS, _MODULES = ("decoder",), ("encoder",), ("module",)
+_DECODERS, _ENCODERS, _MODULES = ("decoder", "seq2seq"), ("encoder",), ("module",)
 _TEXT = _DECODERS + _ENCODERS
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "perplexity": Metric(_PLAIN, dense=True, text=True, kinds=_DECODERS),
         "perplexity_increase": Metric(_PERCENT, text=True, kinds=_DECODERS),
-        "kl_divergence": Metric(_PLAIN, text=True, kinds=("decoder", "module")),
-        "top1_agreement": Metric(_FRACTION, text=True, kinds=("decoder", "module"), most=1),
+        "kl_divergence": Metric(_PLAIN, text=True, kinds=_DECODERS + _MODULES),
+        "top1_agreement": Metric(_FRACTION, text=True, kinds=_DECODERS + _MODULES, most=1),
         "accuracy": Metric(_FRACTION, dense=True, text=True, kinds=_MODULES, most=1),
         "accuracy_drop": Metric(_PERCENT, text=True, kinds=_MODULES, most=1),
         "embedding_cosine": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check
+from compressor.codegen.lowering.experts.stack import stack_experts
 from compressor.codegen.tuning import summary
 from compressor.errors import CompressorError, GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
@@ -27,7 +28,8 @@ from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import check_destination, publishing
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.host.tensor_files import trim
+from compressor.host.cache import cache_folder
+from compressor.host.tensor_files import Spill, trim
 from compressor.host.threads import waits_passively
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import Dump, VerifyStages
@@ -173,6 +175,7 @@ def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independ
     observers: list[Observer] = [VerifyStages()] if dump is None else [VerifyStages(), Dump(dump)]
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     given.context.notes += graph.meta.get("notes", [])
+    stack_experts(graph, Spill(cache_folder() / "spilled", "stacked experts"))
     with given.clock.stage("independence"):
         independence = check_independence(graph)
     with given.clock.stage("compile"):
@@ -251,7 +254,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
 
 def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of a decoder's keys and values, as captured and in the bundle."""
-    if info.kind != "decoder":
+    if not info.generates:
         return {}
     dense_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
     return {

@@ -10,12 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
-from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
@@ -25,7 +28,7 @@ from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
-from compressor.graph.sites import packed_sites
+from compressor.graph.sites import packed_weight_sites
 from compressor.host.resources import resource, runtime_files
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -72,12 +75,25 @@ class NativeBackend:
 
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
+        graph = as_lowered(graph)
         check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
-        for site in packed_sites(graph):
+        formats = {}
+        for site in packed_weight_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
+            if not site.is_depthwise:
+                formats[site.name] = fmt.name
+            elif reason := depthwise.supports(fmt, site.in_features):
+                raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
+        routed = torch.ops.compressor.packed_routed_linear.default
+        formats |= {
+            str(node.args[2][0].target): str(node.args[4])
+            for node in graph.graph.find_nodes(op="call_function", target=routed)
+        }
+        for name, format_name in formats.items():
+            fmt = Format.parse(format_name)
             for isa in (self.isa, *self._target.faster()):
                 if reason := packed_linear.supports(fmt, isa):
-                    raise UsageError(f"{site.name}: {fmt.name}: {reason}; take a format without it")
+                    raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
@@ -127,6 +143,7 @@ class NativeBackend:
                 name=info.name,
                 graph=graph,
                 parameters=library.parameters,
+                entries=library.entries,
                 library=shared,
                 vectors=make_vectors(graph),
                 kernels=[kernel for one in self._libraries for kernel in one.kernels],

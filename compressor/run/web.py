@@ -67,10 +67,11 @@ class WebBackend:
     def check(self, graph: GraphModule) -> None:
         """Refuse plain modules, and operators and formats without kernels in WGSL."""
         info: ModelInfo = graph.meta["model"]
-        if info.kind == "module":
+        unserved = {"module": "a plain module", "seq2seq": "an encoder-decoder"}
+        if info.kind in unserved:
             raise UsageError(
-                f"{info.name}: the target webgpu serves decoders and encoders, this is a plain module; take the target "
-                "x86"
+                f"{info.name}: the target webgpu serves decoders and encoders, this is {unserved[info.kind]}; take the "
+                "target x86"
             )
         if reason := why_unsupported(graph):
             raise UsageError(reason)

@@ -140,7 +140,7 @@ def _tokens(graph: GraphModule, sites: Sequence[Site]) -> dict[str, int]:
     """Rows of each linear's input in the call that is timed: a decoder's step, an encoder's 128 tokens, one image."""
     info: ModelInfo = graph.meta["model"]
     if info.kind != "module":
-        each = 1 if info.kind == "decoder" else min(_ENCODED_TOKENS, info.max_positions or _ENCODED_TOKENS)
+        each = 1 if info.generates else min(_ENCODED_TOKENS, info.max_positions or _ENCODED_TOKENS)
         return {site.name: each for site in sites}
     return {site.name: math.prod(map(_size, site.node.meta["val"].shape[1:-1])) for site in sites}
 

@@ -22,6 +22,7 @@ from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import Format
 from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
+from compressor.graph.model import state_bytes
 from compressor.verify.smoke import SmokeResult, smoke_test
 from compressor.verify.web import NOT_EXECUTED, web_bytes, web_files, web_schema
 
@@ -163,15 +164,16 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
             if dense in sizes or not site.bytes_after:
                 _equal(f"{site.site}: bytes_after", site.bytes_after, sizes.get(dense, 0), "it takes")
             continue
-        parts = {part: stored[key] for part in PARTS if (key := f"{site.site}.{part}") in stored}
-        _equal(f"{site.site}: bytes_after", site.bytes_after, _packed_bytes(site.site, site.format, parts), "it takes")
+        _equal(f"{site.site}: bytes_after", site.bytes_after, _site_bytes(stored, site.site, site.format), "it takes")
     listed = sum(entry.bytes for entry in manifest.files.values())
     total = listed + (bundle / MANIFEST).stat().st_size
     _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
     model = manifest.model
-    if manifest.kind == "decoder" and model.cache_bytes_per_token is not None:
+    if manifest.kind in ("decoder", "seq2seq") and model.cache_bytes_per_token is not None:
         expected = cache_bytes_per_token(model.cache_format, model.layers, model.kv_heads, model.head_dim)
         _equal("cache_bytes_per_token", model.cache_bytes_per_token, expected, f"{model.cache_format} takes")
+    if model.states is not None:
+        _equal("state_bytes", model.state_bytes or 0, state_bytes(model.states), "states take")
     # Every dense weight is either still here or was one that a site replaced; a tied one is both.
     left = manifest.weight_bytes - sum(site.bytes_after for site in latest.values())
     most = left + sum(site.bytes_before for site in latest.values())
@@ -200,6 +202,33 @@ def _header(file: Path) -> dict[str, _Stored]:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     header.pop("__metadata__", None)
     return {name: (entry["dtype"], entry["shape"], tuple(entry["data_offsets"])) for name, entry in header.items()}
+
+
+def _site_bytes(stored: Mapping[str, _Stored], site: str, format_name: str) -> int:
+    """Return the bytes of a site's weight, which for an expert is a slice of its weight's stacked parts.
+
+    Experts that are stored in several formats are stacked by format (``<weight>.kind0``, ...): one has to fit.
+    """
+    parts = {part: stored[key] for part in PARTS if (key := f"{site}.{part}") in stored}
+    weight, _, number = site.rpartition(".")
+    if parts or not number.isdigit():
+        return _packed_bytes(site, format_name, parts)
+    kinds = [weight, *(f"{weight}.kind{i}" for i in range(int(number) + 1))]  # new ones come in the experts' order
+    problem: VerificationError | None = None
+    for kind in kinds:
+        stacked = {part: stored[key] for part in PARTS if (key := f"{kind}.{part}") in stored}
+        try:
+            return _packed_bytes(site, format_name, {part: _slice(entry) for part, entry in stacked.items()})
+        except VerificationError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _slice(entry: _Stored) -> _Stored:
+    """Return what the header would say of one slice along the first dimension."""
+    kind, shape, (begin, end) = entry
+    return kind, shape[1:], (0, (end - begin) // max(1, shape[0] if shape else 1))
 
 
 def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:

@@ -359,6 +359,9 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
     fail(kBadRequest, root.string(), ": holds a ", kind, "; only a decoder generates");
   }
   auto facts = field<json::Object>(manifest, "model");
+  if (facts.count(ffi::String("states")) != 0) {
+    fail(kBadRequest, root.string(), ": has recurrent layers, whose states this runner does not keep; run it from Python");
+  }
   Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"), field<int64_t>(facts, "kv_heads"),
               field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids")};
   if (model.limit == 0) model.limit = INT64_MAX;  // the model states none

@@ -64,9 +64,9 @@ def _vectors(bundle: Bundle) -> Iterator[dict[str, NDArray[Any]]]:
 
 
 def _run(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> list[Any]:
-    if bundle.kind == "decoder":
+    if bundle.kind in ("decoder", "seq2seq"):
         ids, prompt = stored["ids"], int(stored["prompt"][0])
-        session = bundle.session(batch=len(ids), capacity=prompt)  # must grow
+        session = bundle.session(len(ids), prompt, stored.get("source"), stored.get("source_mask"))  # must grow
         parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
         return [np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)]
     if bundle.kind == "encoder":
@@ -101,12 +101,13 @@ def measure(bundle: Bundle) -> tuple[float, float | None]:
     """
     with _vectors(bundle) as stored:
         begin = time.perf_counter()
-        if bundle.kind != "decoder":
+        if bundle.kind not in ("decoder", "seq2seq"):
             _run(bundle, stored)
             return 1e3 * (time.perf_counter() - begin), None
         prompt = stored["ids"][:1, : int(stored["prompt"][0])]
         count = min(_DECODED_TOKENS, bundle.limit - prompt.shape[1])
-        session = bundle.session(capacity=prompt.shape[1] + count)
+        source = stored["source"][:1] if "source" in stored else None
+        session = bundle.session(1, prompt.shape[1] + count, source)
         logits = session.step(prompt)
         ends = [time.perf_counter()]
         for _ in range(count):

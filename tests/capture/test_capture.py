@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,12 +15,13 @@ from compressor.capture.convolutions import dense_convolutions
 from compressor.data.text import Samples
 from compressor.formats.packing import dequantize
 from compressor.graph.folding import CannotFold, find_scale_target
-from compressor.graph.sites import linear_sites
+from compressor.graph.sites import linear_sites, packed_weight_sites, weight_sites
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.rtn import Rtn
 from compressor.passes.smoothquant import Smoothquant
 from compressor.pipeline.context import Context
 from compressor.pipeline.sites import choose_format
+from compressor.verify.independence.check import check_independence
 
 TOLERANCE = 1e-5  # of the largest output
 
@@ -38,7 +39,7 @@ def prepared(module: nn.Module) -> nn.Module:
                 for value in (part.running_mean, part.running_var, part.weight, part.bias):
                     if value is not None:
                         value.copy_(torch.rand(value.shape, generator=rng) + 0.1)
-            elif isinstance(part, nn.Conv2d | nn.Linear):
+            elif isinstance(part, nn.Conv1d | nn.Conv2d | nn.Linear):
                 for parameter in part.parameters():
                     parameter.copy_(torch.randn(parameter.shape, generator=rng) / 5)
     return module.eval().requires_grad_(False)
@@ -132,15 +133,64 @@ def test_other_batch_norms_become_a_product_and_a_sum() -> None:
     assert not any("norm" in name for name in targets(graph)) and "flat.scale" not in names  # the linear took that in
 
 
+class Depthwise(nn.Module):
+    """Depthwise convolutions with batch norms: of images, and of rows beside ordinary ones of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Conv2d(6, 6, (3, 5), (1, 2), (2, 0), (2, 1), groups=6, bias=False), nn.BatchNorm2d(6)
+        self.rows, self.after = nn.Conv1d(6, 10, 3, padding=1, bias=False), nn.BatchNorm1d(10)
+        self.each, self.last = nn.Conv1d(10, 10, 5, 2, "valid", 1, 10), nn.Conv1d(10, 4, 4, padding="same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu6(self.norm(self.wide(x)))
+        y = torch.relu(self.after(self.rows(y.mean(3))))
+        result: Tensor = self.last(functional.hardtanh(self.each(y), 0.0, 2.0))
+        return result
+
+
+def test_depthwise_convolutions_and_those_of_rows_are_sites() -> None:
+    module, x = prepared(Depthwise()), images(2, 6, 14, 11)
+    graph = capture(module, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    assert error(graph(x), module(x)) < TOLERANCE
+    sites = {site.name: site for site in weight_sites(graph)}
+    shapes = {name: (site.module_class, site.out_features, site.in_features) for name, site in sites.items()}
+    assert shapes == {"wide": ("Conv2d", 6, 15), "rows": ("Conv1d", 10, 18), "each": ("Conv1d", 10, 5)}
+    assert [site.name for site in linear_sites(graph)] == ["rows"]
+    assert [line.partition(":")[0] for line in dense_convolutions(graph)] == ["last"]  # pads unevenly
+    assert not any("norm" in name for name in targets(graph))
+    assert check_independence(graph).independent
+    folded = graph.get_parameter("wide.weight").detach().clone()
+    packed = Rtn("W8A8_STATIC", ("Conv2d", "Conv1d")).run(graph, Context(samples=Samples(x, torch.empty(0), "", "")))
+    assert [site.name for site in packed_weight_sites(packed)] == ["wide", "rows", "each"]
+    assert torch.equal(packed.get_parameter("wide.codes"), rtn_quantize(folded, choose_format("W8A8")).parts["codes"])
+    assert 1e-4 < error(packed(x), module(x)) < 0.05
+    assert check_independence(packed).independent
+
+
+def test_a_depthwise_convolution_rounds_what_it_reads() -> None:
+    """By hand: of one scale for all, the definition is a convolution of rounded images and weights."""
+    fmt, rng = choose_format("W8A8_STATIC"), torch.Generator().manual_seed(0)
+    weight, x = torch.randn(5, 9, generator=rng), torch.randn(2, 6, 7, 5, generator=rng)
+    scale = torch.tensor([0.03])
+    packed = rtn_quantize(weight, fmt).with_input_scale(scale)
+    rows = torch.ops.compressor.patches(x, [3, 3], [2, 1], [1, 1], [1, 1])
+    got = torch.ops.compressor.packed_depthwise(rows, list(packed.parts.values()), None, fmt.name, 9, 5)
+    rounded = (torch.round((x / scale).clamp(-127, 127)) * scale).permute(0, 3, 1, 2)
+    kernel = dequantize(packed).view(5, 1, 3, 3)
+    expected = functional.conv2d(rounded, kernel, None, (2, 1), 1, 1, 5).permute(0, 2, 3, 1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 class Refused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.depthwise, self.even = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 2, padding="same")
+        self.grouped, self.even = nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 2, padding="same")
         self.shared, self.up = nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2)
         self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.up(self.shared(self.shared(self.even(self.norm(self.depthwise(x))))))
+        result: Tensor = self.up(self.shared(self.shared(self.even(self.norm(self.grouped(x))))))
         return result
 
 
@@ -150,8 +200,8 @@ def test_what_is_no_linear_over_patches_stays_and_is_named() -> None:
     assert error(graph(x), module(x)) < TOLERANCE
     assert linear_sites(graph) == []
     reasons = dense_convolutions(graph)
-    assert [line.partition(":")[0] for line in reasons] == ["depthwise", "even", "shared", "shared", "up"]
-    for line, word in zip(reasons, ("4 groups", "even size", "shared", "shared", "not a 2-d"), strict=True):
+    assert [line.partition(":")[0] for line in reasons] == ["grouped", "even", "shared", "shared", "up"]
+    for line, word in zip(reasons, ("2 groups", "even size", "shared", "shared", "not a 2-d"), strict=True):
         assert "stays dense" in line and word in line
 
 

@@ -1,4 +1,4 @@
-"""Families of text models: captured, the graph computes what transformers' model does, in one prompt and in steps."""
+"""Families of text models: captured and quantised by GPTQ, they compute what transformers' models do, also in steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import DECODERS, ENCODERS, LENGTH, POSITIONS, VOCAB, make, save
+from families import DECODERS, ENCODERS, LENGTH, POSITIONS, RECURRENT, VOCAB, make, save
+from packed_models import by_gptq, exact, heads_of, random_samples, take_packed_weights
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.codegen.lowering.experts.stack import stack_experts
 from compressor.errors import CaptureError
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_past
 
 TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
 # One or two of each cause; benchmarks/families.py runs them all, with kernels.
@@ -29,10 +31,43 @@ SHOWN = {
     "XGLM",  # heads and batch as one dimension
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
+    "Mixtral",  # experts, stored one by one
+    "OLMoE",
+    "Qwen 2, experts",
+    "Qwen 3, experts",
+    "BioGPT",
+    "CodeGen",
+    "Gemma 3",
+    "Granite",
+    "InternLM kind",
+    "Llama, tied",
+    "Nemotron",
+    "OPT",
+    "Persimmon",
+    "Phi",
+    "SmolLM 3",
+    "Starcoder 2",
+    "DeepSeek 3",  # experts chosen by groups, shared experts, layers without experts
+}
+SHOWN_RECURRENT = {  # with the operators that have a state
+    "LFM2": {"causal_convolution", "cached_attention"},
+    "Mamba": {"causal_convolution", "selective_scan"},
+    "Mamba 2": {"causal_convolution", "selective_scan"},
+    "Qwen3-Next, dense": {"causal_convolution", "gated_delta_rule", "cached_attention"},
+    "RWKV": {"causal_convolution", "wkv"},
+}
+NOT_QUANTISED = {
+    "ALBERT": "each call of its one block gets weights of its own, which transformers' model has no place for",
+    "Falcon, ALiBi": "its products with W.T are not recognised as linears",
+    "SqueezeBERT": "its linears are convolutions in groups",
 }
 SHOWN_ENCODERS = {
     "RoBERTa",  # positions from the mask
     "ModernBERT",  # windows
+    "ALBERT",  # one block, read again and again
+    "BERT",
+    "DistilBERT",
+    "ELECTRA",
     "T5 encoder",  # relative positions through the interface
     "MPNet",  # relative positions, written out
     "SqueezeBERT",  # keys that come turned
@@ -42,6 +77,7 @@ SHOWN_ENCODERS = {
 REFUSED = {
     "Diffllama": "its keys and values are not those that it stores",
     "OpenAI GPT": "takes no past_key_values",
+    "Recurrent Gemma": "keep a state that it computes by one of the functions",
 }
 REFUSED_ENCODERS = {
     "DeBERTa": "reads a number out of a tensor",
@@ -55,14 +91,15 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def logits(graph: GraphModule, ids: torch.Tensor, steps: list[int]) -> torch.Tensor:
-    layers, begin, found = graph.meta["model"].layers, 0, []
-    caches = empty_caches(graph.meta["model"], len(ids), ids.shape[1])
+    begin, found = 0, []
+    past = empty_past(graph.meta["model"], len(ids), ids.shape[1])
     for step in steps:
         here = slice(begin, begin + step)
         position = torch.arange(begin, begin + step)
-        out, keys, values = graph(ids[:, here], position, torch.arange(step), caches[:layers], caches[layers:])
-        for cache, new in zip(caches, [*keys, *values], strict=True):
-            cache[:, :, here] = new
+        out, *new = graph(ids[:, here], position, torch.arange(step), *past)
+        for cache, rows in zip([*past[0], *past[1]], [*new[0], *new[1]], strict=True):
+            cache[:, :, here] = rows
+        past[2:] = new[2:]
         found.append(out)
         begin += step
     return torch.cat(found, dim=1)
@@ -73,34 +110,64 @@ def tokens() -> torch.Tensor:
 
 
 def test_the_list_is_long() -> None:
-    assert len(DECODERS) + len(ENCODERS) >= 80
-    assert set(DECODERS) >= SHOWN | set(REFUSED) and set(ENCODERS) >= SHOWN_ENCODERS | set(REFUSED_ENCODERS)
+    assert len(DECODERS) + len(ENCODERS) + len(RECURRENT) >= 80
+    assert set(RECURRENT) >= set(SHOWN_RECURRENT)
+    assert len(SHOWN) + len(SHOWN_ENCODERS) + len(SHOWN_RECURRENT) - len(NOT_QUANTISED) >= 40
+    assert {*DECODERS, *RECURRENT} >= SHOWN | set(REFUSED) and set(ENCODERS) >= SHOWN_ENCODERS | set(REFUSED_ENCODERS)
+
+
+def check_quantised(graph: GraphModule, model: Any) -> None:
+    """Compare a decoder's graph in W4A16 with transformers' model, given the same weights, in float64."""
+    ids, heads = tokens(), heads_of(model)
+    graph = by_gptq(graph, heads, random_samples(VOCAB, LENGTH))
+    prompt = logits(graph, ids, [LENGTH])
+    steps = logits(graph, ids, [5, *[1] * (LENGTH - 5)])
+    stack_experts(graph)
+    take_packed_weights(model, graph)
+    assert relative(prompt, exact(model, ids)) < TOLERANCE
+    assert relative(steps, prompt) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN))
 def test_decoder(name: str, tmp_path: Path) -> None:
     model: Any = save(tmp_path, *DECODERS[name], True)
     graph, ids = capture(tmp_path), tokens()
-    prompt = logits(graph, ids, [LENGTH])
-    assert relative(prompt, model(ids).logits) < TOLERANCE
-    assert relative(logits(graph, ids, [5, *[1] * (LENGTH - 5)]), prompt) < TOLERANCE
+    assert relative(logits(graph, ids, [LENGTH]), model(ids).logits) < TOLERANCE
     assert sum(node.target is torch.ops.compressor.cached_attention.default for node in graph.graph.nodes) == 2
+    if name not in NOT_QUANTISED:
+        check_quantised(graph, model)
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN_RECURRENT))
+def test_recurrent(name: str) -> None:
+    model: Any = make(*RECURRENT[name], True)
+    graph, ids = capture(model), tokens()
+    assert relative(logits(graph, ids, [LENGTH]), model(ids).logits) < TOLERANCE
+    called = {str(node.target).split(".")[1] for node in graph.graph.nodes if "compressor." in str(node.target)}
+    assert called & set.union(*SHOWN_RECURRENT.values()) == SHOWN_RECURRENT[name]
+    check_quantised(graph, model)
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN_ENCODERS))
 def test_encoder(name: str, tmp_path: Path) -> None:
     model: Any = save(tmp_path, *ENCODERS[name], False)
-    mask = torch.ones(2, LENGTH)
+    graph, mask = capture(tmp_path), torch.ones(2, LENGTH)
     mask[1, 8:] = 0
-    got, expected = capture(tmp_path)(tokens(), mask), model(tokens(), attention_mask=mask.long()).last_hidden_state
+    got, expected = graph(tokens(), mask), model(tokens(), attention_mask=mask.long()).last_hidden_state
+    assert relative(got[mask.bool()], expected[mask.bool()]) < TOLERANCE
+    if name in NOT_QUANTISED:
+        return
+    graph = by_gptq(graph, [], random_samples(VOCAB, LENGTH))
+    take_packed_weights(model, graph)
+    got, expected = graph(tokens(), mask), exact(model, tokens(), mask)
     assert relative(got[mask.bool()], expected[mask.bool()]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_ENCODERS])
 def test_what_is_refused_says_why(name: str) -> None:
-    decoder = name in REFUSED
+    decoder, table = name in REFUSED, {**DECODERS, **RECURRENT} if name in REFUSED else ENCODERS
     with pytest.raises(CaptureError, match={**REFUSED, **REFUSED_ENCODERS}[name]):
-        capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+        capture(make(*table[name], decoder))
 
 
 def test_what_takes_more_memory_is_said(tmp_path: Path) -> None:

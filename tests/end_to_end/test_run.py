@@ -32,9 +32,9 @@ from compressor.evaluate.models import evaluate_path
 from compressor.evaluate.quality import GraphLogits, graph_hidden, measure_quality
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
+from compressor.graph.kinds.tables import embedding_tables
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites
-from compressor.graph.tables import embedding_tables
 from compressor.host.resources import resource
 from compressor.passes.embedding import Embedding
 from compressor.passes.rtn import Rtn

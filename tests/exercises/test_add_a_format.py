@@ -98,7 +98,7 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     scratch.edit(extras, before + "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures)\n", EXTRA)
     scratch.edit(parts, "PART_TABLE = (\n", PART)
     scratch.edit(parts, "from compressor.formats.extras import", "from compressor.formats.extras import RowScales,")
-    spread = "unscaled(codes, zero, fmt).mul_(_spread(scales, size, columns))\n"
+    spread = "unscaled(codes, zero, fmt).mul_(scale)\n"
     rescale = "values if row_scales is None else values.mul_(row_scales[begin:end, None])\n"
     values = f'        values = {spread}        row_scales = packed.parts.get("row_scales")\n'
     yields = "        yield slice(begin, end), "

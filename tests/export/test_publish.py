@@ -156,7 +156,8 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: dict[str, 
     bundle = write_native_bundle(tmp_path / "deep" / "bundle", parts)
     own = {"README.md", "compressor_runtime.py", "compressor_selfcheck.py", "manifest.json", "model.so"}
     own |= {"tokenizer.json", "vectors.safetensors", "weights.safetensors"}
-    own |= {f"compressor_runtime/{file.name}" for file in Path(compressor_runtime.__file__).parent.glob("*.py")}
+    python = Path(compressor_runtime.__file__).parents[1]
+    own |= {file.relative_to(python).as_posix() for file in (python / "compressor_runtime").rglob("*.py")}
     tvm = {"lib/LICENSE-apache-tvm", "lib/NOTICE-apache-tvm", "lib/libtvm_runtime.so"}
     assert set(contents(bundle)) == own | tvm
     manifest = read_manifest(bundle)

@@ -12,10 +12,10 @@ from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.export.facts import weight_bytes_per_token
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.kinds.tables import embedding_tables
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites, packed_sites
-from compressor.graph.tables import embedding_tables
 from compressor.passes.embedding import Embedding
 from compressor.pipeline.context import Context
 from compressor.verify.independence.check import check_independence

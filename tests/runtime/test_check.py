@@ -14,7 +14,10 @@ from compressor.runtime import BundleError, DamagedBundleError, load
 
 
 def test_a_changed_byte_is_found_and_its_file_named(copy: Path) -> None:
-    code = ("compressor_runtime.py", *(f"compressor_runtime/{file.name}" for file in RUNTIME.glob("*.py")))
+    code = (
+        "compressor_runtime.py",
+        *(f"compressor_runtime/{file.relative_to(RUNTIME).as_posix()}" for file in RUNTIME.rglob("*.py")),
+    )
     for name in ("weights.safetensors", "model.so", "lib/libtvm_runtime.so", "tokenizer.json", *code):
         content = bytearray((copy / name).read_bytes())
         content[-1] ^= 1

@@ -32,6 +32,10 @@ _N = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions
 _N |= {"bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _DENSE_LATENT = {**_SIZES, **_LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LATENT_EXPERTS = {**_SIZES, **_LATENT, "num_key_value_heads": 4, **_GROUPS, **_LOCAL, "moe_intermediate_size": 32}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", _GROUPED),
@@ -136,12 +140,140 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["chunked_attention", "full_attention"],
         },
     ),
+    "Qwen 2, experts": ("Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen 3, experts": ("Qwen3Moe", {**_WIDE, **_EXPERTS}),
+    "OLMoE": ("Olmoe", {**_GROUPED, **_EXPERTS}),
+    "Mixtral": ("Mixtral", {**_WIDE, **_LOCAL}),
+    "Phi, experts": ("Phimoe", {**_GROUPED, **_LOCAL}),
+    "GPT-OSS": ("GptOss", {**_WIDE, **_LOCAL, "sliding_window": 4}),
+    "DeepSeek 2": ("DeepseekV2", {**_LATENT_EXPERTS, "topk_method": "group_limited_greedy"}),
+    "DeepSeek 3": ("DeepseekV3", _LATENT_EXPERTS),
+    "Granite, experts": ("GraniteMoe", {**_GROUPED, **_LOCAL}),
+    "Granite, shared experts": ("GraniteMoeShared", {**_GROUPED, **_LOCAL, "shared_intermediate_size": 32}),
+    "ERNIE 4.5, experts": (
+        "Ernie4_5_Moe",
+        {**_WIDE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
+    ),
+    "GLM 4, experts": ("Glm4Moe", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "GLM 4 Lite": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "dots.llm1": ("Dots1", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "Solar Open": ("SolarOpen", {**_WIDE, **_EXPERTS, **_GROUPS, "n_group": 1}),
+    "EXAONE, experts": (
+        "ExaoneMoe",
+        {**_WIDE, **_EXPERTS, "num_shared_experts": 1, "sliding_window": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "Hunyuan, experts": ("HunYuanMoEV1", {**_WIDE, "num_experts": 4, "moe_topk": 2}),
+    "FlexOlmo": ("FlexOlmo", {**_GROUPED, **_EXPERTS}),
+    "Cohere 2, experts": ("Cohere2Moe", {**_WIDE, **_EXPERTS, "sliding_window": 4}),
+    "AFM": ("Afmoe", {**_WIDE, **_EXPERTS, "num_dense_layers": 1, "sliding_window": 4}),
+    "MiniMax M2": ("MiniMaxM2", {**_WIDE, **_LOCAL}),
+    "JetMoe": ("JetMoe", {**_SIZES, **_LOCAL, "kv_channels": 16}),
+    "Llama 4, experts": (
+        "Llama4Text",
+        {
+            **_WIDE,
+            "attention_chunk_size": 4,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
     "BERT, decoder": ("Bert", {**_SIZES, "is_decoder": True, "architectures": ["BertLMHeadModel"]}),
     "RoBERTa, decoder": ("Roberta", {**_SIZES, "is_decoder": True, "architectures": ["RobertaForCausalLM"]}),
     "OpenAI GPT": ("OpenAIGPT", _N),
     "CTRL": ("CTRL", {**_N, "dff": 64}),
     "Megatron GPT kinds (JAIS 2)": ("Jais2", _GROUPED),
     "Youtu": ("Youtu", {**_SIZES, **_LATENT, "num_key_value_heads": 4}),
+}
+
+_STATES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+_STATES |= {"bos_token_id": 1, "eos_token_id": 2}
+_SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_DELTA = {
+    **_WIDE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {  # with states, some with attention as well
+    "LFM2": ("Lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "Mamba": ("Mamba", {**_STATES, "time_step_rank": 8}),
+    "Falcon Mamba": ("FalconMamba", {**_STATES, "time_step_rank": 8}),
+    "Mamba 2": ("Mamba2", {**_STATES, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 4}),
+    "Qwen3-Next, dense": ("Qwen3Next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1]}),
+    "Qwen 3.5": ("Qwen3_5Text", _DELTA),
+    "OLMo hybrid": ("OlmoHybrid", _DELTA),
+    "Falcon H1": (
+        "FalconH1",
+        {**_WIDE, **_SCAN, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    ),
+    "Bamba": ("Bamba", {**_GROUPED, **_SCAN, "attn_layer_indices": [1]}),
+    "Granite 4, dense": (
+        "GraniteMoeHybrid",
+        {
+            **_GROUPED,
+            **_SCAN,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "Nemotron-H": (
+        "NemotronH",
+        {
+            **_WIDE,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "Jamba, dense": (
+        "Jamba",
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 100,
+            "expert_layer_offset": 99,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "Zamba 2": (
+        "Zamba2",
+        {
+            **_GROUPED,
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 1,
+            "chunk_size": 4,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+        },
+    ),
+    "RWKV": (
+        "Rwkv",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "context_length": POSITIONS,
+            "attention_hidden_size": 64,
+            "intermediate_size": 64,
+        },
+    ),
+    "Recurrent Gemma": ("RecurrentGemma", {**_GROUPED, "lru_width": 64, "attention_window_size": 4}),
 }
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,6 +17,7 @@ from tvm import relax
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
@@ -25,7 +26,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, dequantize, pack
-from compressor.graph.caches import empty_caches
+from compressor.graph.caches import empty_caches, empty_states
 from compressor.numerics.grids import round_scales
 
 OPS = torch.ops.compressor
@@ -50,6 +51,18 @@ def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> to
     arrays = [t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in operands if t is not None]
     kernel(*(tvm.runtime.tensor(t.numpy()) for t in arrays), result)
     return torch.from_numpy(result.numpy())
+
+
+def call(kernel: Any, *given: torch.Tensor | None, out: tuple[int, ...], kind: Any = np.float32) -> torch.Tensor:
+    """Call a kernel as :func:`run` does, with outputs of another type."""
+    result = tvm.runtime.tensor(np.full(out, np.nan if kind is np.float32 else 0, kind))
+    kernel(*(tvm.runtime.tensor(x.numpy()) for x in given if x is not None), result)
+    return torch.from_numpy(result.numpy())
+
+
+def pairs(geometry: Geometry) -> list[list[int]]:
+    """Return kernel, stride, padding and dilation as operators take them."""
+    return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor, typical: float = 0.0) -> float:
@@ -207,6 +220,10 @@ class Program:
         return self.vm["main"](*given, self.parameters).numpy()
 
     def caches(self, batch: int, capacity: int) -> list[Any]:
-        """Make caches of NaN, and of 255 in packed ones, which show if a kernel reads what nothing has written."""
+        """Make caches of NaN, and of 255 in packed ones, which show if a kernel reads what nothing has written; and
+        states, of zeros.
+        """
         empty = [cache.numpy() for cache in empty_caches(self.info, batch, capacity)]
-        return [tvm.runtime.tensor(np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype)) for x in empty]
+        unread = [np.full(x.shape, np.nan if x.dtype == np.float32 else 255, x.dtype) for x in empty]
+        states = [state.numpy() for state in empty_states(self.info, batch)]
+        return [tvm.runtime.tensor(x) for x in (*unread, *states)]

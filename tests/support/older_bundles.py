@@ -10,14 +10,15 @@ from pathlib import Path
 
 _MODULES = (
     *("errors", "arguments", "manifest", "cpu", "check", "vm", "tensors"),
-    *("session", "generation", "bundle", "command"),
+    *("session", "generation", "source/wave_file", "source/features", "source/encoding", "bundle", "command"),
 )
 
 
 def with_a_run_time_of_one_file(bundle: Path) -> Path:
     """Change a bundle to what it was before its run-time became a package, with hashes and the total that agree."""
     package, file = bundle / "compressor_runtime", bundle / "compressor_runtime.py"
-    assert {path.stem for path in package.glob("*.py")} == {*_MODULES, "__init__", "__main__"}
+    found = {path.relative_to(package).with_suffix("").as_posix() for path in package.rglob("*.py")}
+    assert found == {*_MODULES, "__init__", "__main__", "source/__init__"}
     file.write_text(_joined(package), encoding="utf-8")
     shutil.rmtree(package)
     manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))

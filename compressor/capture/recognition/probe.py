@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -44,7 +44,7 @@ class Probed:
         notes: what the user should know.
     """
 
-    program: DecoderProgram | EncoderProgram
+    program: nn.Module
     facts: dict[str, Any]
     self_made: bool
     notes: tuple[str, ...] = ()
@@ -86,23 +86,26 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
                 program.run(Recorder(program.names, position=position), ids, keep, own_positions=True)
             program.first_position = _first_position(given.indices, default.indices)
     layers = len(recorder.keys)
-    if not layers or sorted(recorder.keys) != list(range(layers)):
+    program.layers, program.state_keys = sorted(recorder.keys), sorted(recorder.new_states)
+    if not program.state_keys and (not layers or program.layers != list(range(layers))):
         raise CaptureError(
             f"{meta_model.name}: {layers} layers of {type(model).__name__} store keys and values in a cache; every "
-            "layer must (recurrent and hybrid models are not covered)"
+            "layer must, or keep a state that it computes by one of the functions that our operators replace "
+            "(docs/decisions/0058-recurrent-layers.md)"
         )
     if not self_made and len(recorder.calls) != layers:
         raise SelfMadeAttention(f"{meta_model.name}: a layer does not attend through transformers' interface")
     sizes = {(int(x.shape[1]), int(x.shape[3])) for x in (*recorder.keys.values(), *recorder.values.values())}
-    if len(sizes) != 1:
+    if layers and len(sizes) != 1:
         raise CaptureError(
             f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
         )
     if not self_made:
         with error_context(None, meta_model.name):
             program.rules = mask_rules(recorder.calls, causal=True, positions=positions or _LONGEST)
-    kv_heads, head_dim = next(iter(sizes))
-    facts = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    kv_heads, head_dim = next(iter(sizes), (0, 0))
+    states = tuple(tuple(map(int, recorder.new_states[key].shape[1:])) for key in program.state_keys)
+    facts = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "states": states}
     notes = tuple(sorted(recorder.notes))
     return Probed(program, facts | _usable(positions, program.first_position), self_made, notes)
 
@@ -160,13 +163,13 @@ def _first_position(given: list[Tensor], default: list[Tensor]) -> int:
     return 0
 
 
-def check_positions(graph: fx.Graph, program: DecoderProgram | EncoderProgram, name: str) -> None:
+def check_positions(graph: fx.Graph, program: nn.Module, name: str) -> None:
     """Refuse a decoder that takes no positions and counts them itself, from 0 in each step.
 
     Raises:
         CaptureError: names the module and the line that count.
     """
-    if isinstance(program, EncoderProgram) or program.takes_positions:
+    if not isinstance(program, DecoderProgram) or program.takes_positions:
         return
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target).startswith(("aten.arange", "aten.cumsum")):

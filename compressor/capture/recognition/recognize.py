@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, fx
 
 from compressor.capture.noops import DropNoOp
@@ -27,6 +28,7 @@ def recognize(graph: fx.Graph, info: ModelInfo, constant: Callable[[str], Tensor
     Raises:
         CaptureError: attention that no operator here computes, or none.
     """
+    _read_sizes_of_tokens(graph)
     evaluator, constants = Evaluator({}, constant), dict[str, Tensor]()
     if info.kind == "decoder":
         constants = recognize_decoder(graph, info.layers, info.max_positions or 2048, evaluator)
@@ -39,3 +41,12 @@ def recognize(graph: fx.Graph, info: ModelInfo, constant: Callable[[str], Tensor
     apply([DropNoOp()], graph)  # results lie in another order in memory than before
     graph.lint()
     return constants
+
+
+def _read_sizes_of_tokens(graph: fx.Graph) -> None:
+    """Read batch and length from the tokens wherever another input, such as a state, has the same sizes."""
+    tokens = graph.find_nodes(op="placeholder")[0]
+    places = {str(size): dim for dim, size in enumerate(tokens.meta["val"].shape)}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        if node.args[0].op == "placeholder" and str(node.meta["val"]) in places:
+            node.args = (tokens, places[str(node.meta["val"])])

@@ -88,6 +88,12 @@ def at_most(x: Any, high: float, lanes: int) -> Any:
     return T.min(splat_float(high, lanes), x)
 
 
+def larger(one: Any, other: Any, lanes: int) -> Any:
+    """Return the larger of two vectors, and NaN where either is NaN."""
+    infinite = T.int32(_INFINITE) if lanes == 1 else splat(_INFINITE, lanes)
+    return T.Select(size_bits(one, lanes) > infinite, one, T.max(one, other))
+
+
 def size_bits(x: Any, lanes: int) -> Any:
     """Return ``|x|`` as the int32 of its bits, which are larger for the larger size; infinity and NaN above all."""
     whole, mask = ("int32", T.int32(0x7FFFFFFF)) if lanes == 1 else (f"int32x{lanes}", splat(0x7FFFFFFF, lanes))

@@ -12,19 +12,19 @@ from compressor_runtime import available_cores
 from torch.fx import GraphModule
 from tvm import relax
 
-from compressor.capture.capture import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import probe
-from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
+from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, error_context, import_program
+from compressor.codegen.lowering.importer import Importer, error_context, import_program, renamed_main
 from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
 from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.tuning import Tuner
-from compressor.graph.rules import listing
+from compressor.graph.rules import Outcome, listing
 from compressor.host.machine import cpu_name
 
 
@@ -34,7 +34,8 @@ class Library:
 
     Attributes:
         executable: TVM's executable.
-        parameters: names of the parameters, in the order of the entry function's last argument, a tuple.
+        parameters: names of all parameters.
+        entries: of each entry function, the indices of its parameters, in the order of its last argument, a tuple.
         kernels: one record a kernel: name, family, shape, format, schedule, evidence.
         isa: the instruction set that it needs.
         schedules: kernel and number of tokens -> fields of the chosen schedule, for the lock.
@@ -46,6 +47,7 @@ class Library:
 
     executable: Any
     parameters: list[str]
+    entries: dict[str, list[int]]
     kernels: list[dict[str, Any]]
     isa: Isa
     schedules: dict[str, dict[str, Any]]
@@ -101,7 +103,8 @@ def compile_graph(
     evidence = "executed" if runs_here else "compiled"
     kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
-    return Library(executable, lowered.parameters, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+    parameters, used = lowered.parameters, lowered.entries
+    return Library(executable, parameters, used, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,14 @@ class Lowered:
 
     Attributes:
         mod: what the virtual machine runs, and the kernels in TIR.
-        parameters: names of the parameters, in the order in which the entry takes them.
+        parameters, entries: as of :class:`Library`.
         kernels: name, family, format, ... of each.
         entry_bytes: as of :class:`Library`.
     """
 
     mod: tvm.IRModule
     parameters: list[str]
+    entries: dict[str, list[int]]
     kernels: list[dict[str, Any]]
     entry_bytes: int
 
@@ -139,18 +143,25 @@ def lower_graph(
         DriftError: the tuner's pinned schedules are those of other kernels.
     """
     converter = Converter(isa, tuner)
-    program = reexport(graph)
-    outcomes = fuse_convolutions(program.graph)
-    activations, kind = fixed_sizes(program), graph.meta["model"].kind
-    outcomes += fuse(program.graph)
+    kind = graph.meta["model"].kind
+    outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
+    for entry in entries(graph):
+        program = entry.program
+        outcomes += fuse_convolutions(program.graph)
+        activations |= fixed_sizes(program)
+        outcomes += fuse(program.graph)
+        importer = Importer(entry.caches, mod)
+        mod, named[entry.name] = import_program(program, converter.table(), importer)
+        mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     if dump is not None:
         dump("fuse", listing(outcomes))
-    mod, parameters = import_program(program, converter.table(), Importer(kind == "decoder"))
     mod = _add_probe(mod)
     with tvm_target:
         mod = run_phases(mod, phases(), converter.smallest_packed, activations, dump)
-    part = 0 if kind == "decoder" else entry_bytes(program, tokens=kind == "encoder")
-    return Lowered(mod, parameters, list(converter.records), part)
+    part = 0 if graph.meta["model"].generates else entry_bytes(program, tokens=kind == "encoder")
+    parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
+    used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}
+    return Lowered(mod, parameters, used, list(converter.records), part)
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:

@@ -57,11 +57,26 @@ def check_operators(graph: fx.GraphModule, ours: Collection[str]) -> None:
 
 
 class Importer(ExportedProgramImporter):  # type: ignore[misc]
-    """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits."""
+    """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits.
 
-    def __init__(self, decoder: bool) -> None:
+    Args:
+        decoder: new keys and values are outputs.
+        beside: functions that are there already; kernels of theirs are used again.
+    """
+
+    def __init__(self, decoder: bool, beside: tvm.IRModule | None = None) -> None:
+        self._beside = beside
         super().__init__()
         self.decoder = decoder
+
+    @property
+    def block_builder(self) -> relax.BlockBuilder:
+        """The builder of the module, which TVM's importer makes anew for each program."""
+        return self._builder
+
+    @block_builder.setter
+    def block_builder(self, builder: relax.BlockBuilder) -> None:
+        self._builder = builder if self._beside is None else relax.BlockBuilder(self._beside)
 
     @staticmethod
     def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:
@@ -99,3 +114,11 @@ def import_program(
     mod["main"] = mod["main"].without_attr("params")
     specs = program.graph_signature.input_specs
     return mod, [str(spec.target) for spec in specs if spec.kind is kind.PARAMETER]
+
+
+def renamed_main(mod: tvm.IRModule, name: str) -> tvm.IRModule:
+    """Give the entry another name, so that a module can have several."""
+    functions = dict(mod.functions.items())
+    main = next(gvar for gvar in functions if gvar.name_hint == "main")
+    functions[tvm.ir.GlobalVar(name)] = functions.pop(main).with_attr("global_symbol", name)
+    return tvm.IRModule(functions)

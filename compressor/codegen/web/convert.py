@@ -15,14 +15,22 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.lowering.converters import index_rows, slice_rows
+from compressor.codegen.lowering.converters.plain import index_rows, slice_rows
 from compressor.codegen.web.kernel import Kernel
 from compressor.codegen.web.kernels import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 
+_RECURRENT = ("causal_convolution.default", "selective_scan.default", "gated_delta_rule.default", "wkv.default")
 _ABSENT = {
+    **dict.fromkeys(_RECURRENT, "recurrent layers"),
     "patches.default": "convolutions",
+    "join_experts.default": "experts",
+    "routed_linear.default": "experts",
+    "packed_routed_linear.default": "experts",
+    "top_k.default": "experts (the choice of the largest scores)",
+    "depthwise_linear.default": "depthwise convolutions",
+    "packed_depthwise.default": "depthwise convolutions",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }

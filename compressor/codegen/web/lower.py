@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule
 from tvm import relax
 
-from compressor.capture.capture import reexport
+from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
-from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.importer import Importer, error_context, import_program

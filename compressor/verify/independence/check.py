@@ -68,10 +68,10 @@ class Independence:
 def check_independence(graph: GraphModule) -> Independence:
     """Follow every batch entry through a captured graph, dense or compressed.
 
-    The entries lie along dimension 0 of a decoder's ids and caches and of an encoder's ids and mask; a decoder's
-    position and keep are shared by all.  In a plain module they lie along the dimension whose ``Dim`` is named
-    ``batch`` in ``dynamic_shapes``, inputs without one being shared; where none has that name, along dimension 0 of
-    every tensor.
+    The entries lie along dimension 0 of a decoder's ids, caches and source, and of an encoder's ids and mask; a
+    decoder's position and keep are shared by all. In a plain module they lie along the dimension whose ``Dim`` is
+    named ``batch`` in ``dynamic_shapes``, inputs without one being shared; where none has that name, along dimension
+    0 of every tensor.
 
     Raises:
         CompressorError: the graph is not a captured one, or no input has a batch dimension.
@@ -203,7 +203,7 @@ def _values(sizes: ShapeEnv) -> Any:
 
 def _entry_dims(graph: GraphModule, info: ModelInfo, inputs: list[Any]) -> list[int | None]:
     """Return, for each input, the dimension along which the entries lie, or None where the input is shared."""
-    if info.kind == "decoder":
+    if info.generates:
         return [0, None, None, *[0] * (len(inputs) - 3)]
     if info.kind == "encoder":
         return [0] * len(inputs)

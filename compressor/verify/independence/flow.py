@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compressor.errors import first_line
 from compressor.verify.independence.call import Call, pointwise
+from compressor.verify.independence.induction import follow_one_token, loops_over_tokens
 from compressor.verify.independence.labels import (
     SHARED,
     CannotProve,
@@ -223,6 +224,11 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark_each([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], known)
             return out
         before = len(self.reasons), len(self.escaped)
+        if loops_over_tokens(func):
+            out, labels = self._induct(func, args, kwargs, definition)
+            if before == (len(self.reasons), len(self.escaped)):
+                self._known[key] = labels
+            return out
         state = self._code, self._outside
         self._code, self._outside = _is_custom(func), False
         try:
@@ -237,6 +243,25 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if before == (len(self.reasons), len(self.escaped)):
             self._known[key] = [self.label(result) for result in results]
         return out
+
+    def _induct(
+        self, func: OpOverload, args: Any, kwargs: Any, definition: Callable[..., Any]
+    ) -> tuple[Any, list[Label]]:
+        """Follow one token through a loop over tokens, label the results of all, and return both."""
+        state = self._code, self._outside
+
+        def follow(**given: Any) -> Any:
+            self._code, self._outside = True, False
+            try:
+                with self:
+                    return definition(**given)
+            finally:
+                self._code, self._outside = state
+
+        labels = follow_one_token(func, _bind(func, args, kwargs), self.label, self.mark, follow)
+        out = func(*args, **kwargs)
+        self._mark_each(list(out), labels)
+        return out, labels
 
     def _key(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         def describe(leaf: Any) -> Any:

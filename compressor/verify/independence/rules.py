@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.verify.independence import indexing, views
 from compressor.verify.independence.call import Call, Rule, agree, aligned, avoid, dims_of, pointwise
 from compressor.verify.independence.labels import SHARED, CannotProve, Label, same_size, size_of
@@ -103,6 +104,11 @@ def _attention(call: Call) -> Label:
     return avoid(label, (2, 3), "attends over")
 
 
+def _routed(call: Call) -> Label:
+    """Label a routed linear: each row is multiplied by the weights that its own place in ``index`` names."""
+    return avoid(agree([call.entries("x"), call.entries("index")]), (1, 2), "sums over")
+
+
 def _rules() -> dict[Any, Rule]:
     groups: list[tuple[str, Rule]] = [
         ("alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy to tril triu bucketize frexp", _keep()),
@@ -158,7 +164,10 @@ def _rules() -> dict[Any, Rule]:
         ("scatter scatter_add scatter_reduce", indexing.scatter),
         ("index_copy index_add index_fill", indexing.index_write),
     ]
-    return {getattr(_aten, name): rule for names, rule in groups for name in names.split()}
+    ours = torch.ops.compressor
+    rules = {getattr(_aten, name): rule for names, rule in groups for name in names.split()}
+    # Their definitions pick rows by what the index holds, which cannot be followed without data.
+    return {**rules, ours.routed_linear: _routed, ours.packed_routed_linear: _routed}
 
 
 RULES = _rules()

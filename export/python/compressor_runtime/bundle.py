@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Generator, Iterable
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,19 +20,23 @@ from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
 from compressor_runtime.generation import Generation, TextStream, choose
 from compressor_runtime.manifest import (
+    GENERATING,
     LIBRARY,
     MEASUREMENTS,
     TOKENIZER,
     checked_model,
+    entry_indices,
     field,
     member,
     read_json,
     read_manifest,
 )
 from compressor_runtime.session import Session
+from compressor_runtime.source.encoding import encode_source, source_of_prompt, without, wrong_source
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
+Prompt: TypeAlias = str | os.PathLike[str] | ArrayLike
 _PART_BYTES = 3 << 19
 """Bytes a thread of the largest value in a part of a batch: three quarters of a second-level cache."""
 
@@ -67,10 +71,14 @@ class Bundle:
 
     def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str = LIBRARY) -> None:
         self.path, self.manifest, self.threads, self.library = root, manifest, threads, library
-        self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder" or "module"
+        self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder", "seq2seq" or "module"
         self.model = checked_model(manifest)
         self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
-        self._parameters = tvm_ffi.convert([to_tvm(array) for array in read_parameters(root, manifest)])
+        if self.kind == "seq2seq" and wrong_source(self.model):
+            raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
+        arrays = [to_tvm(array) for array in read_parameters(root, manifest)]
+        used = entry_indices(manifest)
+        self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
         self.vm = Vm(member(root, library), threads)
 
     @cached_property
@@ -172,14 +180,28 @@ class Bundle:
         hidden: NDArray[np.float32] = self._run([tokens, kept.astype(np.float32)])
         return hidden
 
-    def session(self, batch: int = 1, capacity: int = 256) -> Session:
-        """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow."""
+    def session(
+        self, batch: int = 1, capacity: int = 256, source: ArrayLike | None = None, source_mask: ArrayLike | None = None
+    ) -> Session:
+        """Start a sequence of tokens per batch entry, with room for ``capacity`` tokens before it must grow.
+
+        Args:
+            source: an encoder-decoder's: whole numbers [B, N].  The encoder runs here, once.
+            source_mask: [B, N], 1 for tokens and 0 for padding; None for no padding.
+        Raises:
+            RequestError: no model that generates, no source or one too many, or a source that the encoder cannot read.
+        """
         self._check_generates()
+        if self.kind == "seq2seq":
+            memory = encode_source(self.model, partial(self.call, entry="encode"), source, source_mask, batch)
+            return Session(self.model, self.limit, self.call, batch, capacity, memory)
+        if source is not None or source_mask is not None:
+            raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
         return Session(self.model, self.limit, self.call, batch, capacity)
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
@@ -190,8 +212,11 @@ class Bundle:
     ) -> Generation:
         """Continue a prompt; the result yields pieces of text as soon as they are certain.
 
+        An encoder-decoder reads the prompt as its source, and generates what its decoder says to it.
+
         Args:
-            prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.
+            prompt: text, or token ids; empty starts from the model's beginning-of-sequence token.  A model of speech
+                takes a WAV file's path, or samples float32 in a row.
             max_tokens: at most so many new tokens; fewer when the model's last position is reached.
             temperature: 0 takes the likeliest token, above 0 samples.
             top_k: sample among the k likeliest only; 0 for no limit.
@@ -203,15 +228,15 @@ class Bundle:
         """
         self._check_generates()
         ends, texts = stops_of(stop)
-        ids = self._prompt_ids(prompt)
-        tokens = self.generate_ids(
-            ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=ends
-        )
-        return Generation(ids, tokens, TextStream(self.tokenizer, ids), texts)
+        ids = self._prompt_ids(prompt) if self._reads_tokens else []
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": ends}
+        tokens = self.generate_ids(ids or prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+        before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
+        return Generation(ids, tokens, TextStream(self.tokenizer, before), texts)
 
     def generate_ids(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
@@ -228,17 +253,24 @@ class Bundle:
         max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
         temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
         seed = None if seed is None else whole("seed", seed, 0)
-        ids = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"])
-        session = self.session(capacity=ids.shape[1] + min(max_tokens, 256))
-        session.make_room(ids.shape[1])
+        facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
+        if facts is None:
+            first, source = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"]), None
+        else:
+            first, source = np.array([facts["start_ids"]]), source_of_prompt(self.model, prompt, self._prompt_ids)
+        session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
+        session.make_room(first.shape[1])
         ends: dict[int, str] = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
         ends |= dict.fromkeys(self.model["eos_ids"], "eos_token")
         generator = np.random.default_rng(seed)
 
         def tokens() -> Generator[int, None, str]:
-            step = ids
-            for _ in range(max_tokens):
-                token = choose(session.step(step)[0, -1], generator, temperature, top_k, top_p)
+            step = first
+            for count in range(max_tokens):
+                if facts is not None and facts["forced_eos_id"] is not None and count == max_tokens - 1:
+                    break  # transformers puts the end in the last token's place
+                logits = without(session.step(step)[0, -1], facts, count == 0)
+                token = choose(logits, generator, temperature, top_k, top_p)
                 if token in ends:
                     return ends[token]
                 yield token
@@ -249,18 +281,23 @@ class Bundle:
 
         return tokens()
 
+    @property
+    def _reads_tokens(self) -> bool:
+        return self.kind == "decoder" or self.model["encoder_source"]["reads"] == "tokens"
+
     def _check_generates(self) -> None:
-        if self.kind != "decoder":
+        if self.kind not in GENERATING:
             raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             try:
                 ids = self.tokenizer.encode(prompt).ids
             except (TypeError, UnicodeEncodeError) as error:
                 raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
         else:
-            ids = array("prompt", prompt)
+            given: Any = prompt  # a path is an array of no whole numbers
+            ids = array("prompt", given)
             if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
                 raise RequestError(f"prompt: {ids.dtype} {list(ids.shape)}; give text, or token ids in a row")
             ids = ids.tolist()
@@ -282,7 +319,8 @@ class Bundle:
             seconds.append(time.perf_counter() - begin)
         return words.nbytes / min(seconds)
 
-    def call(self, *tensors: Any) -> Any:
+    def call(self, *tensors: Any, entry: str = "main") -> Any:
         """Call the library with 64-byte aligned tensors and the parameters; return the result as numpy, not copied."""
-        result = self.vm.call(self.vm.main, *tensors, self._parameters)
+        function = self.vm.main if entry == "main" else self.vm.functions[entry]
+        result = self.vm.call(function, *tensors, self._parameters[entry])
         return np.from_dlpack(result) if isinstance(result, tvm_ffi.Tensor) else [np.from_dlpack(r) for r in result]

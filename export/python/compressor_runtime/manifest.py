@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,7 @@ SCHEMA_VERSION = 2  # 1 had no vectors
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
 TVM_RUNTIME = "lib/libtvm_runtime.so"
 LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
+GENERATING = ("decoder", "seq2seq")  # kinds of models that predict tokens from caches
 DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
 _MOST_LAYERS = 4096  # no model has more
 # Control characters as JSON has them, but the new line and the tab.
@@ -115,7 +117,11 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         DamagedBundleError: one is missing or impossible.
     """
     model: dict[str, Any] = field(manifest, "model", dict)
-    sizes = {"decoder": ("vocab_size", "layers", "kv_heads", "head_dim"), "encoder": ("vocab_size",), "module": ()}
+    caches = ("layers", "kv_heads", "head_dim")
+    # Where all layers are recurrent, there are no caches at all.
+    is_recurrent = manifest["kind"] == "decoder" and "states" in model and all(model.get(size) == 0 for size in caches)
+    cached = ("vocab_size", *(() if is_recurrent else caches))
+    sizes = {"decoder": cached, "seq2seq": cached, "encoder": ("vocab_size",), "module": ()}
     field(model, "max_positions", int)
     field({"entry_bytes": 0, **model}, "entry_bytes", int)
     others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", "vocab_size")}
@@ -126,15 +132,32 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if all(_is_input(entry) for entry in items(model, "inputs", dict)) else ["inputs"]
     if "outputs" in model:
         wrong += [] if items(model, "outputs", str) else ["outputs"]
-    if manifest["kind"] == "decoder":
+    if manifest["kind"] in GENERATING:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         items(model, "eos_ids", int)
-    if manifest["kind"] == "decoder" and not wrong:
+    if manifest["kind"] in GENERATING and not wrong:
         wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
+        wrong += [] if _states_fit(model) else ["states"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
+
+
+def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
+    """Return, of each entry function of the kernels, the indices of its parameters; most bundles have ``main`` alone.
+
+    Raises:
+        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, or an index is out of range.
+    """
+    count = len(items(manifest, "parameters", str))
+    if manifest["kind"] != "seq2seq":
+        return {"main": list(range(count))}
+    entries = field(manifest, "entries", dict)
+    found = {name: items(entries, name, int) for name in ("main", "encode")}
+    if any(not 0 <= index < count for indices in found.values() for index in indices):
+        raise DamagedBundleError(f"{MANIFEST}: `entries` names parameters that are not there; copy the bundle again")
+    return found
 
 
 def _is_input(entry: dict[str, Any]) -> bool:
@@ -150,6 +173,15 @@ def _cache_fits(model: dict[str, Any]) -> bool:
         for key, default in (("cache_format", DENSE_CACHE), ("cache_bytes_per_token", dense_bytes))
     )
     return bool(cache_bytes == dense_bytes if cache_format == DENSE_CACHE else cache_bytes > 0 == cache_bytes % rows)
+
+
+def _states_fit(model: dict[str, Any]) -> bool:
+    """Return whether the states of recurrent layers, where there are any, have sizes and the bytes that are stated."""
+    if "states" not in model:
+        return "state_bytes" not in model
+    shapes = items(model, "states", list)
+    right = all(shape and all(type(size) is int and 0 < size < 1 << 31 for size in shape) for shape in shapes)
+    return bool(right and shapes) and field(model, "state_bytes", int) == 4 * sum(map(math.prod, shapes))
 
 
 def read_json(data: bytes) -> Any:

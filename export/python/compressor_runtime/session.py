@@ -1,9 +1,9 @@
-"""A decoder's keys and values, and the step that appends tokens to them."""
+"""A decoder's keys, values and states, and the step that appends tokens to them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,23 @@ from compressor_runtime.tensors import aligned_zeros, to_tvm
 
 
 class Session:
-    """Keys and values of the tokens seen so far; made by :meth:`Bundle.session`."""
+    """Keys, values and states of the tokens seen so far; made by :meth:`Bundle.session`."""
 
-    def __init__(self, model: dict[str, Any], limit: int, call: Callable[..., Any], batch: int, capacity: int) -> None:
-        self._model, self._limit, self._call = model, limit, call
+    def __init__(
+        self,
+        model: dict[str, Any],
+        limit: int,
+        call: Callable[..., Any],
+        batch: int,
+        capacity: int,
+        memory: Sequence[Any] = (),  # of an encoder-decoder: what its steps read of the source
+    ) -> None:
+        self._model, self._limit, self._call, self._memory = model, limit, call, tuple(memory)
         self._batch, self._capacity, self._position, self._stored = whole("batch", batch, 1), 0, 0, 0
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
+        self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
+        self._check_memory(model.get("state_bytes", 0) * self._batch, f"{self._batch} sequences")
+        self._forget_states()
         self._resize(max(1, min(whole("capacity", capacity, 0), limit)))
 
     @property
@@ -39,16 +50,26 @@ class Session:
         """Tokens that the next step comes after.
 
         It may be set back, to go on from an earlier token, and forward again as far as keys and values are stored: a
-        step forgets those behind its own tokens.
+        step forgets those behind its own tokens.  Recurrent layers keep one state, that of the last token: a model that
+        has any goes back to 0 only, and forgets all.
 
         Raises:
-            RequestError: not a whole number from 0 to the tokens stored.
+            RequestError: not a whole number from 0 to the tokens stored, or between them where there are states.
         """
         return self._position
 
     @position.setter
     def position(self, value: int) -> None:  # kernels write keys and values at this row, unchecked
-        self._position = whole("position", value, 0, self._stored)
+        position = whole("position", value, 0, self._stored)
+        if self._states and position not in (0, self._position):
+            raise RequestError(
+                f"position={position}: the model's recurrent layers keep no state but that of token {self._position}; "
+                "give 0 to begin again"
+            )
+        if self._states and position == 0:
+            self._stored = 0
+            self._forget_states()
+        self._position = position
 
     def step(self, ids: ArrayLike, keep: ArrayLike | None = None) -> NDArray[np.float32]:
         """Append tokens.
@@ -72,7 +93,8 @@ class Session:
             )
         self.make_room(count)
         inputs = (tokens, np.arange(self._position, self._position + count), rows.astype(np.int64))
-        logits: NDArray[np.float32] = self._call(*(to_tvm(x) for x in inputs), *self._caches)
+        kept = (*self._caches, *self._states, *self._memory)
+        logits: NDArray[np.float32] = self._call(*(to_tvm(x) for x in inputs), *kept)
         self._position += count
         self._stored = self._position
         return logits
@@ -96,13 +118,9 @@ class Session:
     def _resize(self, capacity: int) -> None:
         model, caches = self._model, []
         size_bytes = model["cache_bytes_per_token"] * self._batch * capacity
-        if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise RequestError(
-                f"{self._batch} sequences of {capacity} tokens: their keys and values take {size_bytes} bytes, more "
-                "than this machine's memory; give fewer or shorter ones"
-            )
+        self._check_memory(size_bytes, f"{self._batch} sequences of {capacity} tokens")
         dtype = np.dtype(np.float32 if model["cache_format"] == DENSE_CACHE else np.uint8)
-        row_bytes = model["cache_bytes_per_token"] // (2 * model["layers"] * model["kv_heads"])
+        row_bytes = model["cache_bytes_per_token"] // max(1, 2 * model["layers"] * model["kv_heads"])
         for index in range(2 * model["layers"]):
             cache = aligned_zeros((self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize), dtype)
             if self._caches:
@@ -110,3 +128,15 @@ class Session:
                 self._caches[index] = None  # at most one layer is held twice
             caches.append(to_tvm(cache))
         self._caches, self._capacity = caches, capacity
+
+    def _forget_states(self) -> None:
+        shapes = self._model.get("states", [])
+        self._states = [to_tvm(aligned_zeros((self._batch, *shape), np.dtype(np.float32))) for shape in shapes]
+
+    @staticmethod
+    def _check_memory(size_bytes: int, what: str) -> None:
+        if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise RequestError(
+                f"{what}: their keys, values and states take {size_bytes} bytes, more than this machine's memory; give "
+                "fewer or shorter ones"
+            )

@@ -13,7 +13,8 @@ from onnx_models import convnet, make_model, node, recurrent, reference, write
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.errors import ModelFileError
 from compressor.graph.sites import linear_sites
 

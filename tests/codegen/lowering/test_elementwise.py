@@ -11,11 +11,12 @@ from torch.export import Dim
 from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.lowering import compile as lower
 from compressor.codegen.lowering.compile import compile_graph
-from compressor.codegen.lowering.converters import Converter
+from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tuning import Tuner
 

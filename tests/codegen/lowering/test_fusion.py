@@ -20,7 +20,8 @@ from kernel_cases import (
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.packed import Schedule, common_schedule

@@ -144,7 +144,7 @@ def masked_attention(
         for task in T.parallel(batch * kv_heads * count):
             kv = T.meta_var(task // count % kv_heads)
             b = T.meta_var(task // count // kv_heads)
-            seen = T.meta_var(partial(_kept, mask, b, window))
+            seen = T.meta_var(partial(unpadded, mask, b, window))
             block = T.meta_var(task % count)
             early, late = T.meta_var(prompt.tokens(block, length))
             begin = T.meta_var(T.max(early - (window - 1), T.int64(0)) if windowed else T.int64(0))
@@ -186,7 +186,7 @@ def _fall(slopes: Any, position: Any, heads: Any, tokens: Any, key: Any) -> Any:
     return slopes[heads] * T.Cast(f"float32x{VECTOR}", back)
 
 
-def _kept(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
+def unpadded(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
     """Tell whether a key is not padding and within the window, for 16 tokens."""
     seen = T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
     if window:

@@ -9,6 +9,7 @@ A task computes some rows of outputs of one image, its band.  First it rounds wh
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -70,9 +71,9 @@ class ImageFeed:
     one is the left end of the next.
     """
 
-    def __init__(self, geometry: Geometry, act: Activations, *, is_rounded: bool) -> None:
-        """``is_rounded``: images come as bytes already."""
-        self.geometry, self.act, self.is_rounded = geometry, act, is_rounded
+    def __init__(self, geometry: Geometry, act: Activations, *, is_rounded: bool, is_planar: bool = False) -> None:
+        """``is_rounded``: images come as bytes already; ``is_planar``: as planes of up to four channels, floats."""
+        self.geometry, self.act, self.is_rounded, self.is_planar = geometry, act, is_rounded, is_planar
         (kh, kw), pw, (dh, dw) = geometry.kernel, geometry.padding[1], geometry.dilation
         self.pixel = -(-geometry.channels // 4) * 4
         self.pitch = max(geometry.size[1] + pw, geometry.outputs[1])
@@ -135,7 +136,10 @@ class ImageFeed:
             with T.If(inside), T.Then():
                 to = (i * self.pitch + self.geometry.padding[1]) * self.pixel
                 read = (image * high + begin + i) * wide * c
-                if self.pixel == c:
+                if self.is_planar:
+                    first = image * c * high + begin + i
+                    self._interleave(feed, to, x, [(first + high * k) * wide for k in range(c)], inverse)
+                elif self.pixel == c:
                     self._copy(feed, to, x, read, wide * c, inverse)
                 else:
                     with T.serial(0, wide) as w:
@@ -147,6 +151,22 @@ class ImageFeed:
             _each(length, lambda k, lanes: T.buffer_store(feed, x[_at(read + k, lanes)], [_at(to + k, lanes)]), 4)
         else:
             _round(feed, to, x, read, length, inverse, self.act)
+
+    def _interleave(self, feed: Any, to: Any, x: Any, planes: Sequence[Any], inverse: Any) -> None:
+        """Emit a row of pixels of four bytes, from the row of each plane."""
+
+        def pixels(k: Any, lanes: int) -> None:
+            whole, byte = (f"{kind}x{lanes}" if lanes > 1 else kind for kind in ("int32", "uint8"))
+            blank = int.from_bytes([0] * len(planes) + [ZERO & 0xFF] * (4 - len(planes)), "little", signed=True)
+            word = widen(T.int32(blank), lanes)
+            for place, plane in enumerate(planes):
+                near = on_grid(x[_at(plane + k, lanes)], inverse, self.act, lanes)
+                value = T.Cast(whole, T.reinterpret(to_byte(near, lanes), dtype=byte))
+                word = T.bitwise_or(word, T.shift_left(value, widen(T.int32(8 * place), lanes)))
+            four = T.reinterpret(word, dtype=f"int8x{4 * lanes}")
+            T.buffer_store(feed, four, [T.ramp(to + 4 * k, 1, 4 * lanes)])
+
+        _each(self.geometry.size[1], pixels, 1)
 
     def of(self, factor: Any, _q: Any) -> Any:
         """Return the scale of an output's activations."""

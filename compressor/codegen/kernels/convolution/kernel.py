@@ -20,7 +20,7 @@ from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFe
 from compressor.codegen.kernels.convolution.products import BandProducts, is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
 from compressor.codegen.kernels.linear.weights import parameter
-from compressor.codegen.kernels.vector import at_least, ramp, registers
+from compressor.codegen.kernels.vector import at_least, at_most, ramp, registers
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
@@ -37,12 +37,14 @@ class Epilogue:
     Attributes:
         has_residual: another tensor of their shape is added.
         is_relu: negative ones become zero, after that.
+        ceiling: larger ones become this, after that (6 of ReLU6); None for no bound.
         next_activations: they are written as the bytes that the next convolution makes of its input; else as float32.
     """
 
     has_residual: bool = False
     is_relu: bool = False
     next_activations: Activations | None = None
+    ceiling: float | None = None
 
 
 def supports(fmt: Format, geometry: Geometry) -> str:
@@ -66,40 +68,62 @@ def supports(fmt: Format, geometry: Geometry) -> str:
     return ""
 
 
+def reads_planes(fmt: Format, geometry: Geometry) -> bool:
+    """Whether :func:`convolution` can read images that lie channel by channel, as a model's input does."""
+    return fmt.activations is not None and fmt.activations.granularity == "tensor" and geometry.channels <= 4
+
+
 def convolution_name(
     out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue
 ) -> str:
     """Return the kernel's name."""
+    shape = f"{out_features}x{geometry.channels}"
+    return kernel_name("convolution", shape, geometry, fmt.name, has_bias, is_rounded, epilogue)
+
+
+def kernel_name(
+    family: str, shape: str, geometry: Geometry, stored: str, has_bias: bool, is_rounded: bool, epilogue: Epilogue
+) -> str:
+    """Return the name of a kernel of convolutions."""
     pairs = (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)
-    name = f"convolution_{out_features}x{geometry.channels}_" + "_".join("x".join(map(str, pair)) for pair in pairs)
+    name = f"{family}_{shape}_" + "_".join("x".join(map(str, pair)) for pair in pairs)
     marks = {
         "_bias": has_bias,
         "_bytes": is_rounded,
         "_add": epilogue.has_residual,
         "_relu": epilogue.is_relu,
+        f"_at_most_{epilogue.ceiling}".replace(".", "p"): epilogue.ceiling is not None,
         "_round": epilogue.next_activations is not None,
     }
     size = "x".join(map(str, geometry.size))
-    return f"{name}_of_{size}_{fmt.name}" + "".join(mark for mark, is_there in marks.items() if is_there)
+    return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 
-def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool) -> Feed:
+def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False) -> Feed:
     assert fmt.activations is not None
     if fmt.activations.granularity == "tensor":
-        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded)
+        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar)
     return PatchFeed(geometry, fmt.activations)
 
 
 def convolution(
-    out_features: int, geometry: Geometry, fmt: Format, has_bias: bool, is_rounded: bool, epilogue: Epilogue, isa: Isa
+    out_features: int,
+    geometry: Geometry,
+    fmt: Format,
+    has_bias: bool,
+    is_rounded: bool,
+    epilogue: Epilogue,
+    isa: Isa,
+    is_planar: bool = False,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for a packed linear over patches.
+    """TIR for a packed linear over patches; ``is_planar``, which needs :func:`reads_planes`: x is [n, channels, height,
+    width].
 
     Parameters of the result: x [n, height, width, channels], float32, or int8 where ``is_rounded``: as an
     :class:`Epilogue` wrote it; the weight's parts; bias (where there is one); residual float32 [n, rows, columns, out]
     and the next input's scale float32 [1] (where the epilogue has them); y float32 or int8 [n, rows, columns, out].
     """
-    feed = _feed(fmt, geometry, is_rounded=is_rounded)
+    feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar)
     (high, wide), (out_high, out_wide) = geometry.size, geometry.outputs
     rows, channels, tiles = out_features, geometry.channels, -(-out_features // TILE_ROWS)
     parts = fmt.parts(out_features, geometry.columns)
@@ -113,7 +137,7 @@ def convolution(
         n = T.int64()
         shape = T.meta_var((n, out_high, out_wide, rows))
         flat = T.meta_var((n * out_high * out_wide, rows))
-        x4 = T.meta_var(parameter((n, high, wide, channels), kind))
+        x4 = T.meta_var(parameter((n, channels, high, wide) if is_planar else (n, high, wide, channels), kind))
         codes = T.meta_var(parameter(parts["codes"][1], "int32"))
         scales = T.meta_var(parameter(parts["scales"][1], "float16"))
         input_scale = T.meta_var(parameter((1,), "float32") if is_calibrated else None)
@@ -203,13 +227,25 @@ class _End:
                         self._finish(lane[r], m, begin + r, 1)
 
     def _finish(self, value: Any, m: Any, begin: Any, lanes: int) -> None:
-        at, act = ramp(begin, lanes), self.epilogue.next_activations
+        at = ramp(begin, lanes)
         if self.bias is not None:
             value = value + self.bias[at]
-        if self.residual is not None:
-            value = value + self.residual[m, at]
-        if self.epilogue.is_relu:
-            value = at_least(value, 0.0, lanes)
-        if act is not None:
-            value = to_byte(on_grid(value, self.inverse[0], act, lanes), lanes)
-        T.buffer_store(self.y, value, [m, at])
+        inverse = None if self.next_scale is None else self.inverse[0]
+        T.buffer_store(self.y, finish(value, self.epilogue, self.residual, inverse, m, at, lanes), [m, at])
+
+
+def finish(value: Any, epilogue: Epilogue, residual: Any, inverse: Any, m: Any, at: Any, lanes: int) -> Any:
+    """Return what is written of outputs ``at`` of pixel ``m``.
+
+    Args:
+        residual: float32 [pixels, out], where the epilogue has one.
+        inverse: of the next activations' scale, where it has some.
+    """
+    act = epilogue.next_activations
+    if residual is not None:
+        value = value + residual[m, at]
+    if epilogue.is_relu:
+        value = at_least(value, 0.0, lanes)
+    if epilogue.ceiling is not None:
+        value = at_most(value, epilogue.ceiling, lanes)
+    return value if act is None else to_byte(on_grid(value, inverse, act, lanes), lanes)

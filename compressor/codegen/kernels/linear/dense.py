@@ -70,7 +70,7 @@ def dense_linear(
                 for r in T.unroll(n_rows):
                     acc[t, r, every] = T.broadcast(T.float32(0), VECTOR)
             for k in range(vectors):
-                _add(acc, x, weight, row0, rows, m0, tokens, n_rows, n_tokens, k, storage)
+                add_vector(acc, x, weight, row0, rows, m0, tokens, n_rows, n_tokens, k, storage)
             for t in T.unroll(n_tokens):
                 for r in T.unroll(n_rows):
                     emit_tree_sum(acc, VECTOR, t, r)
@@ -94,7 +94,7 @@ def dense_linear(
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
-def _add(
+def add_vector(
     acc: Any,
     x: Any,
     weight: Any,

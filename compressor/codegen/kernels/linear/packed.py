@@ -102,7 +102,7 @@ def packed_linear(
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """What the loops of one kernel have in common, decided before any of it is written.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Shape:
     step: int
 
     @classmethod
-    def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> _Shape:
+    def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> Shape:
         """Decide how a format is multiplied on an instruction set."""
         body = (Products if bit_planes.supports(fmt, isa) else PlaneProducts)(weights.rows[0], columns, fmt, isa)
         is_tiled = not amx_tiles.supports(fmt, isa)
@@ -164,7 +164,7 @@ def fused_linear(
     added to the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
     """
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
-    shape = _Shape.of(columns, fmt, weights, isa, schedule)
+    shape = Shape.of(columns, fmt, weights, isa, schedule)
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
     # Float columns and outliers read the activations again, as they came.
@@ -172,8 +172,8 @@ def fused_linear(
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     split = shape.tiles.split if shape.is_tiled and not integer else None
     prepare = preparation(body, columns, width, has_planes, split, prologue)
-    store = _store_outputs(shape)
-    block, tile_block = _vector_block(shape, store), _tile_block(shape, store)
+    store = store_outputs(shape)
+    block, by_tiles = vector_block(shape, store), tile_block(shape, store)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -207,7 +207,7 @@ def fused_linear(
                 # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
                 for task in T.parallel(blocks * steps):
                     weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
-                    tile_block(at, tokens, weight, first, task // steps * step)
+                    by_tiles(at, tokens, weight, first, task // steps * step)
             else:
                 for i in T.parallel(steps):
                     weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
@@ -217,7 +217,7 @@ def fused_linear(
     return kernel
 
 
-def _store_outputs(shape: _Shape) -> Any:
+def store_outputs(shape: Shape) -> Any:
     """Make a macro that adds what a token's outputs of a tile still lack, and stores them where they belong."""
     body, weights = shape.body, shape.weights
     fmt, by_group = body.fmt, body.act_groups > 1
@@ -256,7 +256,7 @@ def _store_outputs(shape: _Shape) -> Any:
     return store
 
 
-def _vector_block(shape: _Shape, store: Any) -> Any:
+def vector_block(shape: Shape, store: Any) -> Any:
     """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
     body = shape.body
     groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
@@ -289,7 +289,7 @@ def _vector_block(shape: _Shape, store: Any) -> Any:
     return block
 
 
-def _tile_block(shape: _Shape, store: Any) -> Any:
+def tile_block(shape: Shape, store: Any) -> Any:
     """Make a macro that computes some tiles of a weight for a block of tokens, by AMX."""
     by_tiles, is_final, step, round_to = shape.tiles, shape.is_final, shape.step, shape.round_to
     every = T.ramp(0, 1, 16)

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import tvm
-from kernel_cases import Program, build, check_special, random_packed, relative_error, special_rows
+from kernel_cases import Program, build, call, check_special, pairs, random_packed, relative_error, special_rows
 from torch import Tensor, nn
 from torch.export import Dim
 
-from compressor.capture.capture import capture, reexport
+from compressor.capture.capture import capture
+from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
-from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, supports
+from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution, reads_planes, supports
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.convolutions import fuse_convolutions, fused_convolution
 from compressor.codegen.targets import x86
@@ -54,12 +54,6 @@ def operands(case: Any, fmt: Format, n: int, seed: int = 0) -> tuple[Geometry, T
     return geometry, x, list(packed.parts.values()), torch.randn(rows, generator=rng), residual
 
 
-def call(kernel: Any, *given: Tensor | None, out: tuple[int, ...], kind: Any = np.float32) -> Tensor:
-    result = tvm.runtime.tensor(np.full(out, np.nan if kind is np.float32 else 0, kind))
-    kernel(*(tvm.runtime.tensor(x.numpy()) for x in given if x is not None), result)
-    return torch.from_numpy(result.numpy())
-
-
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W4A8_C", "W4A6_C_STATIC"])
 def test_formats(scheme: str, isa: Isa) -> None:
@@ -91,8 +85,20 @@ def check(case: Any, fmt: Format, isa: Isa) -> None:
         check_special(got.flatten()[None], expected.flatten()[None], TOLERANCE, (fmt.name, isa.name))
 
 
-def pairs(geometry: Geometry) -> list[list[int]]:
-    return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_planes_are_read_as_pixels_are(channels: int) -> None:
+    fmt, isa = Format.parse("W8A8_STATIC"), x86.AVX512_VNNI
+    case = ((11, 21), channels, 16, (3, 3), (2, 2), (1, 1), (1, 1))
+    geometry, x, parts, bias, residual = operands(case, fmt, 2)
+    assert reads_planes(fmt, geometry) and not reads_planes(Format.parse("W8A8"), geometry)
+    assert not reads_planes(fmt, Geometry(*PLAIN[:2], *PLAIN[3:]))
+    x[1, 3, 4, 0] = torch.nan
+    results = []
+    for image, is_planar in ((x, False), (x.permute(0, 3, 1, 2).contiguous(), True)):
+        kernel = build(convolution(16, geometry, fmt, True, False, Epilogue(), isa, is_planar), isa)
+        results.append(call(kernel, image, *parts, bias, out=tuple(residual.shape)))
+    assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num())
+    assert torch.isfinite(results[1][0]).all() and torch.isnan(results[1][1]).any()
 
 
 def test_what_has_no_kernel() -> None:

@@ -13,13 +13,14 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
-from compressor.codegen.kernels.convolution import patches
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
+from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TIMING_FILL
 from compressor.ops.patches import outputs
@@ -170,21 +171,43 @@ class LinearConverter:
 
     def convolution(self, node: fx.Node, importer: Any) -> Any:
         """Emit a :func:`compressor.codegen.lowering.convolutions.fused_convolution`."""
-        x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following = importer.retrieve_args(node)
-        fmt, geometry = Format.parse(name), geometry_of(cast(fx.Node, node.args[0]), pairs)
+        x, parts, bias, residual, next_scale, name, rows, pairs, is_relu, following, *others = importer.retrieve_args(
+            node
+        )
+        ceiling, by_channel, is_planar = others
+        fmt, geometry = Format.parse(name) if name else None, geometry_of(cast(fx.Node, node.args[0]), pairs, is_planar)
         assert geometry is not None
-        self._count_packed(rows * geometry.columns)
+        if fmt is not None:
+            self._count_packed(rows * (prod(geometry.kernel) if by_channel else geometry.columns))
         next_act = Format.parse(following).activations if following else None
-        epilogue = convolution.Epilogue(residual is not None, is_relu, next_act)
-        shape = (rows, geometry, fmt, bias is not None, str(x.ty.dtype) == "int8", epilogue)
+        epilogue = convolution.Epilogue(residual is not None, is_relu, next_act, ceiling)
+        more = (bias is not None, str(x.ty.dtype) == "int8", epilogue)
         out = relax.TensorType([x.ty.shape[0], *geometry.outputs, rows], "int8" if following else "float32")
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return convolution.convolution(*shape, self.isa), {"family": "convolution", "format": fmt.name}
+            if by_channel:
+                stored = {"format": fmt.name} if fmt is not None else {}
+                return depthwise.depthwise(geometry, fmt, *more, self.isa), {"family": "depthwise", **stored}
+            assert fmt is not None
+            details = {"family": "convolution", "format": fmt.name}
+            return convolution.convolution(rows, geometry, fmt, *more, self.isa, is_planar), details
 
+        if by_channel:
+            kernel_name = depthwise.depthwise_name(geometry, fmt, *more)
+        else:
+            assert fmt is not None
+            kernel_name = convolution.convolution_name(rows, geometry, fmt, *more) + ("_planes" if is_planar else "")
         args = [x, *parts, *(part for part in (bias, residual, next_scale) if part is not None)]
-        kernel = self.kernel(importer, convolution.convolution_name(*shape), make)
+        kernel = self.kernel(importer, kernel_name, make)
         return importer.block_builder.emit(relax.call_tir(kernel, args, out_ty=out))
+
+    def depthwise(self, node: fx.Node, importer: Any) -> Any:
+        """Refuse a depthwise convolution that no rule has fused with the patches in front of it."""
+        given: Any = node.args
+        fmt = Format.parse(given[3]) if len(given) > 3 else None
+        channels, columns = (given[0].meta["val"].shape[-1], node.meta["val"].shape[-1])
+        reason = depthwise.supports(fmt, channels // columns) or "it reads other rows than patches of images"
+        raise UsageError(f"{node.name}: a depthwise convolution without a kernel: {reason}")
 
     def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any) -> Any:
         return self.tuner.choose(kernel, space, build, operands)

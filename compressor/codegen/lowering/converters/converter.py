@@ -9,13 +9,28 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
-from tvm import relax, te
+from tvm import relax
 
 from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
+from compressor.codegen.kernels.attention.cross import cross_attention
+from compressor.codegen.lowering.converters.experts import ExpertConverter
+from compressor.codegen.lowering.converters.plain import (
+    flatten,
+    group_norm,
+    index_rows,
+    masked_fill,
+    put_in_place,
+    reshape,
+    running_sum,
+    scatter_value,
+    slice_rows,
+    subtract_from,
+)
+from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
-from compressor.codegen.lowering.linear_converters import LinearConverter
+from compressor.errors import VerificationError
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
 from compressor.graph.matching import shape_of
@@ -23,7 +38,7 @@ from compressor.graph.matching import shape_of
 _ATEN = torch.ops.aten
 
 
-class Converter(LinearConverter):
+class Converter(ExpertConverter, RecurrenceConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -32,7 +47,12 @@ class Converter(LinearConverter):
             "dense_linear.default": self.dense_linear,
             "packed_linear.default": self.packed_linear,
             "fused_linear": self.fused_linear,
+            "routed_linear.default": self.routed_linear,
+            "packed_routed_linear.default": self.packed_routed_linear,
+            "top_k.default": self.top_k,
             "patches.default": self.patches,
+            "depthwise_linear.default": self.depthwise,
+            "packed_depthwise.default": self.depthwise,
             fused_convolution.__name__: self.convolution,
             "rms_norm.default": self._rms_norm,
             "layer_norm.default": self._layer_norm,
@@ -47,6 +67,13 @@ class Converter(LinearConverter):
             "view.default": reshape,
             "cumsum.default": running_sum,
             "index.Tensor": index_rows,
+            "rsub.Scalar": subtract_from,
+            "select_scatter.default": put_in_place,
+            **self.recurrences(),
+            "masked_fill.Scalar": masked_fill,
+            "scatter.value": scatter_value,
+            "group_norm.default": group_norm,
+            "flatten.using_ints": flatten,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -120,6 +147,11 @@ class Converter(LinearConverter):
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
         batch, heads, length, width = q.ty.shape
+        if mask is None:
+            shown = relax.op.ones([batch, k.ty.shape[2]], "float32")
+            mask = importer.block_builder.emit(shown)
+        if not _same_length(node):
+            return self._cross_attention(node, importer, mask)
         shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
         given = [x if row is None else importer.env[row] for x, row in zip((q, k, v), rows, strict=True)]
@@ -142,6 +174,18 @@ class Converter(LinearConverter):
         kernel = self.kernel(importer, name, make)
         operands = [*given, mask, *(given_bias if own else [])]
         return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
+
+    def _cross_attention(self, node: fx.Node, importer: Any, mask: Any) -> Any:
+        q, k, v, _, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        if window or bias is not None:
+            raise VerificationError(f"{node.name}: attention to an encoder's output within a window, or with a bias")
+        batch, heads, length, width = q.ty.shape
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        name = f"cross_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        make = lambda: (cross_attention(*shape), {"family": "cross_attention"})  # noqa: E731
+        out = relax.TensorType([batch, length, heads, width], "float32")
+        call = relax.call_tir(self.kernel(importer, name, make), [q, k, v, mask], out_ty=out)
+        return importer.block_builder.emit(call)
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -192,74 +236,15 @@ def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
     return importer.block_builder.emit(relax.TupleGetItem(importer.block_builder.emit(call), 0))
 
 
+def _same_length(node: fx.Node) -> bool:
+    """Return whether attention has as many queries as keys, of the same tokens."""
+    q, k = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+    return shape_of(q)[2] == shape_of(k)[2]
+
+
 def _tokens_first(arg: Any) -> fx.Node | None:
     """Return the node [B, S, H, D] of which an operand is the transpose [B, H, S, D]; None where it is not one."""
     if not isinstance(arg, fx.Node) or arg.target not in (_ATEN.transpose.int, _ATEN.permute.default):
         return None
     source: Any = arg.args[0]
     return source if arg.target(torch.empty(1, 2, 3, 4, device="meta"), *arg.args[1:]).shape == (1, 3, 2, 4) else None
-
-
-def slice_rows(node: fx.Node, importer: Any) -> Any:
-    """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
-
-    TVM's own converter infers min(S, rows), with which nothing broadcasts.
-    """
-    given: tuple[Any, ...] = node.args
-    table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
-    length = node.meta["val"].shape[axis]
-    known = end.meta["val"] if isinstance(end, fx.Node) else None
-    if begin or step != 1 or not _same_symbol(length, known):
-        return importer._slice(node)
-
-    def first(x: Any) -> Any:
-        shape = list(x.shape)
-        shape[axis] = importer.env[end]
-        return te.compute(shape, lambda *index: x[index], "first")
-
-    return importer.block_builder.emit_te(first, importer.env[table])
-
-
-def reshape(node: fx.Node, importer: Any) -> Any:
-    """Emit a reshape; TVM's own converter compares symbolic sizes as if they were numbers, and fails."""
-    before: Any = node.args[0]
-    x, sizes = importer.retrieve_args(node)
-    if shape_of(before.meta["val"]) == shape_of(node.meta["val"]):
-        return x
-    return importer.block_builder.emit(relax.op.reshape(x, sizes))
-
-
-def running_sum(node: fx.Node, importer: Any) -> Any:
-    """Emit sums of all places up to each, such as those that count the tokens in front of one; TVM lowers none of its
-    own for lengths that vary.  They take time with the square of the length.
-    """
-    x, axis = importer.retrieve_args(node)[:2]
-    axis = axis % len(x.ty.shape)
-    dtype = "int64" if str(x.ty.dtype).startswith(("int", "bool")) else str(x.ty.dtype)  # as PyTorch's sums
-
-    def sums(given: Any) -> Any:
-        place = te.reduce_axis((0, given.shape[axis]), "place")
-
-        def upto(*index: Any) -> Any:
-            earlier = given[(*index[:axis], place, *index[axis + 1 :])].astype(dtype)
-            zero = tvm.tirx.const(0, dtype)
-            return te.sum(tvm.tirx.Select(place <= index[axis], earlier, zero), axis=place)
-
-        return te.compute(given.shape, upto, "running_sum")
-
-    return importer.block_builder.emit_te(sums, x)
-
-
-def index_rows(node: fx.Node, importer: Any) -> Any:
-    """Emit rows picked by one index tensor; TVM's own converter reads foreign memory where an index is out of range."""
-    indices: Any = node.args[1]
-    given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
-        return importer._index_tensor(node)
-    ((axis, index),) = given
-    return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
-
-
-def _same_symbol(one: object, other: object) -> bool:
-    """Return whether both are the same symbolic number."""
-    return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr

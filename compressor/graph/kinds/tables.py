@@ -6,7 +6,7 @@ they still do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -99,11 +99,15 @@ def _replace(graph: GraphModule, old: Node, before: Node, target: object, args: 
         graph.graph.erase_node(node)
 
 
-def rows_of_tables(graph: GraphModule) -> dict[str, int]:
-    """Return, for each stored tensor that only lookups read, the rows of its table: one token reads one of them."""
+def rows_of_tables(graph: GraphModule, left_out: Collection[Node] = ()) -> dict[str, int]:
+    """Return, for each stored tensor that only lookups read, the rows of its table: one token reads one of them.
+
+    Args:
+        left_out: nodes that read nothing for a token.
+    """
     rows: dict[str, int] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
-        users = list(node.users)
+        users = [user for user in node.users if user not in left_out]
         if users and all(user.target in (_EMBEDDING, _LOOKED_UP) for user in users):
             first = users[0]
             count = first.args[3] if first.target is _LOOKED_UP else graph.get_parameter(str(node.target)).shape[0]

@@ -1,0 +1,43 @@
+"""Tell encoder-decoders that predict tokens by transformers' own tables of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from compressor.errors import CaptureError
+
+_COMPOSED = {"EncoderDecoderModel", "SpeechEncoderDecoderModel"}  # their halves are any two models
+
+
+def seq2seq_kind(config: Any, place: str, architecture: str) -> Literal["seq2seq"]:
+    """Return the kind of an encoder-decoder.
+
+    Raises:
+        CaptureError: its class has no head that predicts tokens, or its two halves are models of their own.
+    """
+    text, speech = _classes()
+    if (architecture or text.get(config.model_type, "")) in {*text.values(), *speech.values()} - _COMPOSED:
+        return "seq2seq"
+    raise CaptureError(
+        f"{place}: {architecture or config.model_type} is an encoder-decoder that does not predict tokens, or is made "
+        "of two models; capture one half as a module with example inputs"
+    )
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class that builds an encoder-decoder of this configuration."""
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    return AutoModelForSeq2SeqLM if config.model_type in _classes()[0] else AutoModelForSpeechSeq2Seq
+
+
+def _classes() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as TEXT,
+    )
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH,
+    )
+
+    return TEXT, SPEECH

@@ -1,0 +1,162 @@
+"""Cut an encoder-decoder's graph into the two programs that a library has: what a source needs once, and each step.
+
+    encode: source, source_mask -> keys and values of each layer's cross-attention
+    main: ids, position, keep, k_cache, v_cache, source_mask, these keys and values -> logits, new keys and values
+
+The cut is where the encoder's half (:func:`compressor.graph.kinds.encoder_decoder.encoder_nodes`) is read by the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+
+from compressor.capture.export import example_call, export_program, reexport
+from compressor.errors import VerificationError
+from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
+from compressor.graph.model import ModelInfo
+
+_SIZE = torch.ops.aten.sym_size.int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A function of the library.
+
+    Attributes:
+        name: ``main`` for what every model has.
+        program: to be imported.
+        caches: whether new keys and values, all outputs but the first, are written to caches in place.
+    """
+
+    name: str
+    program: ExportedProgram
+    caches: bool
+
+
+def entries(graph: GraphModule) -> list[Entry]:
+    """Export the programs of a captured graph, ``main`` last.
+
+    Raises:
+        VerificationError: the halves of an encoder-decoder share more than tensors.
+    """
+    info: ModelInfo = graph.meta["model"]
+    if info.encoder_source is None:
+        return [Entry("main", reexport(graph), info.kind == "decoder")]
+    encoder, decoder = split(graph)
+    return [
+        Entry(name, export_program(half, *_call(half, info), info.name), caches)
+        for name, half, caches in (("encode", encoder, False), ("main", decoder, True))
+    ]
+
+
+def split(graph: GraphModule) -> tuple[GraphModule, GraphModule]:
+    """Return encoder and decoder as graphs of their own, which share the parameters.
+
+    The decoder's inputs are those of the whole but the source, and then the encoder's outputs, in the same order.
+    """
+    inside = set(encoder_nodes(graph))
+    crossing = [node for node in graph.graph.nodes if node in inside and any(user not in inside for user in node.users)]
+    odd = [node.name for node in crossing if not isinstance(node.meta.get("val"), Tensor)]
+    if odd:
+        raise VerificationError(f"the decoder reads {', '.join(odd)} of the encoder, which are not tensors; report it")
+    return _half(graph, inside, [], crossing), _half(graph, inside, crossing, None)
+
+
+def _half(graph: GraphModule, inside: set[Node], given: Sequence[Node], results: Sequence[Node] | None) -> GraphModule:
+    """Copy one half.
+
+    Args:
+        inside: the encoder's nodes.
+        given: that the decoder reads; empty for the encoder.
+        results: that the encoder returns; None for the decoder, which returns what the whole does.
+    """
+    encoder = results is not None
+    nodes, env = fx.Graph(), dict[Node, Node]()
+    inputs = graph.graph.find_nodes(op="placeholder")
+    own = [node for node in inputs if node.target == SOURCE_MASK or (node.target == SOURCE) is encoder]
+    own = [node for node in own if not encoder or node.target in (SOURCE, SOURCE_MASK)]
+    for node in (*own, *given):
+        env[node] = nodes.placeholder(node.name if node in given else str(node.target))
+        env[node].meta = dict(node.meta)
+    output: Any = graph.graph.output_node().args[0] if results is None else tuple(results)
+    needed = _needed([n for n in output if isinstance(n, Node)], set(env))
+    batch = inputs[0] if not encoder else next(n for n in inputs if n.target == SOURCE)
+    for node in graph.graph.nodes:
+        if node not in needed or node in env or node.op in ("placeholder", "output"):
+            continue
+        if node.target is _SIZE and node.args[0].op == "placeholder" and node.args[0] not in env:
+            env[node] = nodes.call_function(_SIZE, _same_size(node, env, batch))
+        else:
+            env[node] = nodes.node_copy(node, env.__getitem__)
+    nodes.output(fx.node.map_arg(output, env.__getitem__))
+    half = GraphModule(graph, nodes, class_name=type(graph).__name__)
+    half.meta.update(graph.meta)
+    return half
+
+
+def _needed(targets: list[Node], given: set[Node]) -> set[Node]:
+    """Return what the targets are computed from."""
+    found, ahead = set[Node](), list(targets)
+    while ahead:
+        node = ahead.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node not in given:
+            ahead.extend(node.all_input_nodes)
+    return found
+
+
+def _same_size(node: Node, env: dict[Node, Node], batch: Node) -> tuple[Node, int]:
+    """Return where a half finds the size that the whole asks an input for which it lacks."""
+    size = str(node.meta["val"])
+    for source, own in env.items():
+        value = source.meta.get("val")
+        if own.op == "placeholder" and isinstance(value, Tensor):
+            for axis, other in enumerate(value.shape):
+                if str(other) == size:
+                    return own, axis
+    raise VerificationError(f"{node.name}: no input of this half has the size {size}; report it")
+
+
+def _call(half: GraphModule, info: ModelInfo) -> tuple[tuple[Any, ...], Any]:
+    """Return example arguments of a half, and their ``dynamic_shapes``."""
+    (ids, position, keep, k, v, *_), shapes = example_call(info)
+    known = dict(zip(("ids", "position", "keep"), zip((ids, position, keep), shapes[:3], strict=True), strict=True))
+    for name, caches, its_shapes in (("k_cache", k, shapes[3]), ("v_cache", v, shapes[4])):
+        known |= {f"{name}_{i}": pair for i, pair in enumerate(zip(caches, its_shapes, strict=True))}
+    source_args, source_shapes = example_call(info)[0][5:], shapes[5:]
+    known |= dict(zip((SOURCE, SOURCE_MASK), zip(source_args, source_shapes, strict=True), strict=False))
+    batch, varying = shapes[0][0], dict[str, Any]()
+    args, dims = [], []
+    for node in half.graph.find_nodes(op="placeholder"):
+        if node.target in known:
+            example, shape = known[node.target]
+        else:
+            example, shape = _crossing(node.meta["val"], batch, source_shapes, varying)
+        args.append(example)
+        dims.append(shape)
+    return tuple(args), tuple(dims)
+
+
+def _crossing(
+    value: Tensor, batch: Any, source_shapes: Sequence[dict[int, Any]], varying: dict[str, Any]
+) -> tuple[Tensor, dict[int, Any]]:
+    """Return an example of a tensor that the encoder gives the decoder, [batch, ...], and which sizes vary."""
+    tokens = next((dim for axis, dim in source_shapes[0].items() if axis), None) if len(source_shapes) > 1 else None
+    sizes, shape = [2], {0: batch}
+    given: list[Any] = list(value.shape[1:])  # numbers and symbols
+    for axis, size in enumerate(given, 1):
+        if isinstance(size, int):
+            sizes.append(size)
+        else:
+            shape[axis] = varying.setdefault(str(size), tokens if tokens is not None else Dim("frames", min=1))
+            sizes.append(6)
+    return torch.zeros(sizes, dtype=value.dtype), shape

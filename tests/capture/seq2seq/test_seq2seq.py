@@ -1,0 +1,132 @@
+"""Encoder-decoders: captured, the graph computes what transformers' model does, in one prompt and in steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from encoder_decoders import POSITIONS, SPEECH, TEXT, VOCAB, make, relative, save, steps_of
+
+from compressor.capture.capture import capture
+from compressor.capture.seq2seq.audio import whisper_start
+from compressor.errors import CaptureError
+
+transformers = pytest.importorskip("transformers")
+TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
+TARGET, SOURCE = 12, 9
+SHOWN = {
+    "BART",  # learned positions that begin with 2
+    "Marian",  # tables of sines that no checkpoint holds
+    "M2M100",  # positions counted from the tokens, in a buffer
+}
+
+
+def tokens() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    rng = np.random.default_rng(1)
+    mask = torch.ones(2, SOURCE)
+    mask[1, 5:] = 0
+    ids, source = (torch.from_numpy(rng.integers(3, VOCAB, (2, length))) for length in (TARGET, SOURCE))
+    return ids, [source, mask]
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN))
+def test_a_prompt_and_steps_are_the_models(name: str, tmp_path: Path) -> None:
+    model: Any = save(tmp_path, *TEXT[name])
+    graph, (ids, source) = capture(tmp_path), tokens()
+    prompt = steps_of(graph, ids, source, [TARGET])
+    expected = model(input_ids=source[0], attention_mask=source[1].long(), decoder_input_ids=ids).logits
+    assert relative(prompt, expected) < TOLERANCE
+    assert relative(steps_of(graph, ids, source, [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
+    masked = graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.masked_attention.default)
+    assert len(masked) == 3  # one layer of the encoder, two of the decoder
+
+
+def test_padding_of_the_source_changes_nothing() -> None:
+    graph, (ids, (source, mask)) = capture(make(*TEXT["BART"])), tokens()
+    short = steps_of(graph, ids[1:], [source[1:, :5], torch.ones(1, 5)], [TARGET])
+    assert relative(steps_of(graph, ids[1:], [source[1:], mask[1:]], [TARGET]), short) < TOLERANCE
+
+
+def test_what_a_generation_begins_with_is_read(tmp_path: Path) -> None:
+    model = save(tmp_path, *TEXT["BART"])
+    settings = {"bad_words_ids": [[7], [2], [3, 4]], "num_beams": 4, "forced_bos_token_id": 5, "suppress_tokens": [9]}
+    model.generation_config.update(**settings)
+    model.generation_config.save_pretrained(tmp_path)
+    graph = capture(tmp_path, weights=False)
+    source = graph.meta["model"].encoder_source
+    assert (source.start_ids, source.suppressed_ids, source.max_positions) == ((2, 5), (7, 9), POSITIONS)
+    assert "num_beams, bad_words_ids of several tokens" in graph.meta["notes"][0]
+
+
+def test_without_a_start_it_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, *TEXT["BART"])
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": [2, 3]}')
+    with pytest.raises(CaptureError, match=r"decoder_start_token_id is \[2, 3\]"):
+        capture(tmp_path, weights=False)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no head": (lambda: transformers.BartModel(transformers.BartConfig(**TEXT["BART"][1])), "does not predict tokens"),
+    "a table of its own": (
+        lambda: transformers.ProphetNetForConditionalGeneration(
+            transformers.ProphetNetConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                num_encoder_layers=1,
+                num_decoder_layers=1,
+                num_encoder_attention_heads=2,
+                num_decoder_attention_heads=2,
+                encoder_ffn_dim=32,
+                decoder_ffn_dim=32,
+            )
+        ),
+        "0 attend to the encoder's output through",
+    ),
+    "biases for pairs of tokens": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+            )
+        ),
+        "adds biases to its scores, for which cached_attention has no rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    build, reason = REFUSED[name]
+    with pytest.raises(CaptureError, match=reason):
+        capture(build().eval())
+
+
+@pytest.mark.parametrize("name", sorted(SPEECH))
+def test_models_of_speech(name: str, tmp_path: Path) -> None:
+    model: Any = save(tmp_path, *SPEECH[name])
+    graph, (ids, _) = capture(tmp_path), tokens()
+    info = graph.meta["model"]
+    for samples in (4000, 2000) if name == "Moonshine" else (0,):
+        source = torch.randn(2, *(size or samples for size in info.encoder_source.shape)) * 0.1
+        prompt = steps_of(graph, ids, [source], [TARGET])
+        assert relative(prompt, model(source, decoder_input_ids=ids).logits) < TOLERANCE
+        assert relative(steps_of(graph, ids, [source], [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
+    expected = {"Moonshine": ("samples", (0,), 1279), "Whisper": ("log_mel", (8, 50), 1)}[name]
+    source_info = info.encoder_source
+    assert (source_info.features["method"], source_info.shape, source_info.min_positions) == expected
+
+
+def test_whisper_begins_as_transformers_lets_it() -> None:
+    given = {"lang_to_id": {"<|en|>": 5, "<|de|>": 6}, "task_to_id": {"transcribe": 8, "translate": 9}}
+    assert whisper_start(3, {**given, "no_timestamps_token_id": 11}) == (3, 5, 8, 11)
+    assert whisper_start(3, {**given, "language": "de", "task": "translate", "return_timestamps": True}) == (3, 6, 9)
+    assert whisper_start(3, {"forced_decoder_ids": [[1, None], [2, 8]], "no_timestamps_token_id": 11}) == (3, 8, 11)
+
+
+def test_other_features_of_sound_are_refused(tmp_path: Path) -> None:
+    options = {**TEXT["BART"][1], "input_feat_per_channel": 8, "max_source_positions": 64, "max_target_positions": 64}
+    model = transformers.Speech2TextForConditionalGeneration(transformers.Speech2TextConfig(**options))
+    with pytest.raises(CaptureError, match="speech_to_text computes features that no run-time here does"):
+        capture(model.eval())

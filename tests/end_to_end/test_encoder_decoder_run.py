@@ -1,0 +1,173 @@
+"""Encoder-decoders through recipes: their bundles generate what transformers does with the same weights."""
+
+from __future__ import annotations
+
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save
+from safetensors.torch import load_file
+
+import compressor
+import compressor.run.job
+from compressor.capture.capture import capture
+from compressor.cli.commands import main
+from compressor.data.load import check_kind
+from compressor.errors import UsageError
+from compressor.evaluate.comparison import Speed
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
+from compressor.recipe.recipe import Recipe
+from compressor.runtime import RequestError
+
+LENGTH = 9
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the comparison of speeds, which waits for gates on them."""
+    monkeypatch.setattr(compressor.run.job, "measure_speed", lambda *_, **__: Speed({}, {}))
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def write_text(file: Path) -> Path:
+    rng = np.random.default_rng(0)
+    file.write_text("\n".join(" ".join(f"w{i}" for i in rng.integers(3, VOCAB, 20)) for _ in range(60)))
+    return file
+
+
+def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
+    write_text(folder / "text.txt")
+    content = {
+        "model": "model",
+        "calibration": {"text": "text.txt", "samples": 8, "sequence_length": 32},
+        "evaluation": {"tokens": 128, "window": 64, "stride": 32},
+        "passes": passes,
+        "tune": "off",
+        "target": {"x86": {"isa": "avx2"}},  # the quickest to generate
+        "gates": {"kl_divergence": "<= 1", "batch_independent": True},
+        **more,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
+    """Return what transformers generates greedily, behind the tokens that the decoder begins with."""
+    found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
+    return [int(token) for token in found[0, 1:]]
+
+
+def take_stored_weights(model: Any, bundle: Path) -> None:
+    """Give the model the weights that the bundle's packed ones stand for."""
+    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
+    for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
+        fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
+        parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
+        with torch.no_grad():
+            weight.copy_(dequantize(PackedWeight.of(parts, fmt, tuple(weight.shape))))
+
+
+def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    passes = [{"gptq": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
+    cls, options = TEXT["BART"]
+    # Else a random model repeats the token that it is given.
+    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False, "scale_embedding": True})
+    model.generation_config.update(suppress_tokens=[2], forced_eos_token_id=None)  # else it ends at once
+    model.generation_config.save_pretrained(tmp_path / "model")
+    done = command("run", recipe_of(tmp_path, passes), "-o", tmp_path / "bundle", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert {"kl_divergence", "perplexity", "top1_agreement", "batch_independent"} <= set(result)
+    bundle = compressor.load(tmp_path / "bundle")
+    take_stored_weights(model, tmp_path / "bundle")
+
+    rng = np.random.default_rng(2)
+    source, ids, mask = rng.integers(3, VOCAB, (2, 7)), rng.integers(3, VOCAB, (2, LENGTH)), np.ones((2, 7))
+    mask[1, 4:] = 0
+    prompt = bundle.session(2, 4, source, mask).step(ids, np.arange(LENGTH))
+    exact = model.double()(*(torch.from_numpy(x) for x in (source, mask)), decoder_input_ids=torch.from_numpy(ids))
+    assert relative(prompt, exact.logits) < 1e-4
+    session = bundle.session(2, 4, source, mask)
+    steps = [session.step(ids[:, :3], np.arange(3)), *(session.step(ids[:, [i]]) for i in range(3, LENGTH))]
+    assert relative(np.concatenate(steps, 1), prompt) < 1e-5
+
+    tokens = expected_tokens(model, torch.from_numpy(source[:1]), 12)
+    assert list(bundle.generate_ids(source[0], max_tokens=12)) == tokens and len(set(tokens)) > 1
+    words = " ".join(f"w{i}" for i in source[0])
+    said = command("generate", tmp_path / "bundle", "--prompt", words, "--max-tokens", 12, "--json")
+    generated = json.loads(said.stdout)
+    assert generated["text"].split() == bundle.tokenizer.decode(tokens).split()
+    assert generated["prompt_tokens"] == 7 and generated["finish_reason"] == "length"
+
+    timed = command("bench", tmp_path / "bundle", "--prompt-tokens", 6, "--new-tokens", 4, "--repeats", 1, "--json")
+    assert json.loads(timed.stdout)["prefill_tokens_per_s"] > 0
+    sites = json.loads((tmp_path / "bundle" / "manifest.json").read_text())["sites"]
+    assert len(sites) == 6 + 2 * 10 and all(site["error"] < site["rtn_error"] * 1.01 for site in sites)
+    checked = command("verify", tmp_path / "bundle", "--json")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["verified"]
+    with pytest.raises(RequestError, match="begins with a source"):
+        bundle.session()
+    with pytest.raises(RequestError, match="at most 64 tokens"):
+        bundle.session(1, 1, np.full((1, 65), 3))
+    with pytest.raises(RequestError, match="all padding"):
+        bundle.session(1, 1, source[:1], 0 * mask[:1])
+
+
+def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
+    save(tmp_path / "model", *TEXT["BART"])
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*"}}]
+    done = command("run", recipe_of(tmp_path, passes, target="webgpu"), "-o", tmp_path / "bundle")
+    assert done.exit_code == 2 and "this is an encoder-decoder; take the target x86" in done.output.replace("\n", " ")
+    for step, reason in (
+        ({"kv_cache": {"scheme": "INT8_G16"}}, "is not a decoder, whose caches alone are packed"),
+        (
+            {"squeezellm": {"scheme": "LUT4", "targets": "re:.*"}},
+            "gradients are not followed through an encoder-decoder",
+        ),
+    ):
+        done = command("plan", recipe_of(tmp_path, [step]))
+        assert done.exit_code == 2 and reason in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["proj_out"]}}]
+    cls, options = SPEECH["Moonshine"]
+    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False})
+    recipe = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off"}
+    recipe["target"] = {"x86": {"isa": "avx2"}}  # the quickest to generate
+    bundle = compressor.compress(None, recipe, tmp_path / "bundle")
+    take_stored_weights(model, tmp_path / "bundle")
+    samples = (0.3 * np.sin(np.arange(6000) ** 1.2 / 50)).astype(np.float32)
+    file = tmp_path / "speech.wav"
+    with wave.open(str(file), "wb") as stream:
+        stream.setparams((1, 2, 16_000, 0, "NONE", ""))
+        stream.writeframes((samples * 32767).astype("<i2").tobytes())
+    heard = torch.from_numpy((samples * 32767).astype("<i2") / np.float32(32768))[None]
+    tokens = expected_tokens(model, heard, 10)
+    assert list(bundle.generate_ids(file, max_tokens=10)) == tokens and len(set(tokens)) > 1
+    generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", file, "--json").stdout)
+    assert generated["text"].split()[:3] == bundle.tokenizer.decode(tokens).split()[:3]
+    with wave.open(str(file), "wb") as stream:
+        stream.setparams((2, 2, 8_000, 0, "NONE", ""))
+        stream.writeframes(b"\0" * 400)
+    for path, reason in ((file, "2 channels at 8000"), (tmp_path / "none.wav", "not a WAV file")):
+        done = command("generate", tmp_path / "bundle", "--prompt", path)
+        assert done.exit_code == 2 and reason in done.output
+    spec = Recipe.from_dict({**recipe, "calibration": {"text": "python_docs"}}).calibration
+    with pytest.raises(UsageError, match="reads sound, on which nothing is calibrated"):
+        check_kind("calibration", spec, capture(tmp_path / "model", weights=False).meta["model"])

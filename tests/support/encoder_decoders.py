@@ -1,0 +1,127 @@
+"""Tiny random encoder-decoders of many families, from transformers' own configurations, saved as folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from compressor.graph.caches import empty_caches
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, POSITIONS = 97, 64
+_IDS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2}
+_SIZES = {
+    **_IDS,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": POSITIONS,
+}
+TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "BART": ("Bart", _SIZES),
+    "Marian": ("Marian", {**_SIZES, "decoder_start_token_id": 0}),
+    "Pegasus": ("Pegasus", {**_SIZES, "decoder_start_token_id": 0}),
+    "mBART": ("MBart", _SIZES),
+    "M2M100": ("M2M100", {**_SIZES, "scale_embedding": True}),
+    "Blenderbot": ("Blenderbot", _SIZES),
+    "Blenderbot small": ("BlenderbotSmall", _SIZES),
+    "PLBART": ("PLBart", _SIZES),
+}
+
+
+SPEECH: dict[str, tuple[str, dict[str, Any]]] = {
+    "Moonshine": (
+        "Moonshine",
+        {
+            **_IDS,
+            "decoder_start_token_id": 1,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "encoder_num_hidden_layers": 1,
+            "decoder_num_hidden_layers": 2,
+            "encoder_num_attention_heads": 4,
+            "decoder_num_attention_heads": 4,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+    "Whisper": (
+        "Whisper",
+        {
+            **_SIZES,
+            "num_mel_bins": 8,
+            "max_source_positions": 25,
+            "max_target_positions": POSITIONS,
+            "suppress_tokens": [],
+            "begin_suppress_tokens": [2],
+        },
+    ),
+}
+
+
+def make(cls: str, options: dict[str, Any]) -> Any:
+    """Build a random model whose weights are large enough for masks and positions to matter."""
+    config = getattr(transformers, f"{cls}Config")(**options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        speech = cls in {name for name, _ in SPEECH.values()}
+        auto: Any = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+        model: Any = auto.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if name not in (model._keys_to_ignore_on_save or ()):  # tables of sines, which the class makes
+                parameter.data += 0.15 * torch.randn(parameter.shape)
+    return model.requires_grad_(False)
+
+
+def take_packed_weights(model: Any, graph: Any) -> None:
+    """Give the model the weights that the graph's packed ones stand for."""
+    modules, packed = dict(model.named_modules()), torch.ops.compressor.packed_linear.default
+    for node in graph.graph.find_nodes(op="call_function", target=packed):
+        parts = [graph.get_parameter(part.target) for part in node.args[1]]
+        dense = packed(torch.eye(node.args[4]), parts, None, *node.args[3:])  # [in, out]
+        with torch.no_grad():
+            modules[node.args[1][0].target.rpartition(".")[0]].weight.copy_(dense.t())
+
+
+def steps_of(graph: Any, ids: torch.Tensor, source: list[torch.Tensor], steps: list[int]) -> torch.Tensor:
+    """Return the logits of a captured graph that takes the target's tokens in steps."""
+    layers, begin, found = graph.meta["model"].layers, 0, []
+    caches = empty_caches(graph.meta["model"], len(ids), ids.shape[1])
+    for step in steps:
+        here, position = slice(begin, begin + step), torch.arange(begin, begin + step)
+        given = (ids[:, here], position, torch.arange(step), caches[:layers], caches[layers:])
+        out, keys, values = graph(*given, *source)
+        for cache, new in zip(caches, [*keys, *values], strict=True):
+            cache[:, :, here] = new
+        found.append(out)
+        begin += step
+    return torch.cat(found, dim=1)
+
+
+def relative(got: Any, expected: Any) -> float:
+    """Return the root mean square of the error over that of what is expected."""
+    difference = torch.as_tensor(got).double() - torch.as_tensor(expected).double()
+    return float(difference.norm() / torch.as_tensor(expected).double().norm())
+
+
+def save(folder: Path, cls: str, options: dict[str, Any]) -> Any:
+    """Save a family's model in a folder with a tokenizer, and return it."""
+    model = make(cls, options)
+    model.save_pretrained(folder)
+    if cls == "Moonshine":
+        transformers.Wav2Vec2FeatureExtractor(do_normalize=False).save_pretrained(folder)
+    if cls == "Whisper":
+        transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=320).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model
