@@ -135,8 +135,9 @@ def test_repeated_and_functional_linears() -> None:
     weight = graph.get_parameter("layer.weight")
     packed, x = quantize(weight), torch.linspace(-1, 1, 16).view(2, 8)
     dense = graph(x)
-    for site in linear_sites(graph)[:2]:
-        replace_linear(graph, site, packed)
+    replace_linear(graph, sites[0], packed)
+    assert [site.name for site in linear_sites(graph)] == ["layer@2", "free_linear"]  # no call takes another's name
+    replace_linear(graph, linear_sites(graph)[0], packed)
     graph.recompile()
     assert "layer.weight" not in dict(graph.named_parameters())
     torch.testing.assert_close(graph(x), dense, rtol=0.05, atol=0.02)
