@@ -54,8 +54,12 @@ def check_destination(destination: Path) -> None:
 
     A folder that is there must be empty, or hold a bundle and nothing else: its place is taken as a whole.
     """
-    if "\0" in str(destination):
+    if "\0" in str(destination):  # which pathlib takes for a path that is not there
         raise UsageError(f"{str(destination)!r:.80}: no path may hold a NUL; choose another name for the bundle")
+    try:
+        destination.exists()
+    except OSError as error:  # too long, or behind a folder that may not be entered
+        raise UsageError(f"{str(destination)!r:.80}: no path for a bundle ({error.strerror}); take another") from error
     if destination.name in ("", ".."):
         raise UsageError(f"{destination}: the bundle takes the place of a folder; name one of its own")
     if destination.is_symlink():

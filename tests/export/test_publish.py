@@ -330,3 +330,9 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, shared_data: Callable[[str
     (tmp_path / "config.json").write_bytes((shared_data("models/stories260K") / "config.json").read_bytes())
     with pytest.raises(CompressorError, match=r"no tokenizer\.json"):
         write_tokenizer(tmp_path, tmp_path / "out.json", 512)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "y" * 300, "a\0b"], ids=["long", "long name", "NUL"])
+def test_what_cannot_be_a_path_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no path (for a bundle|may hold a NUL)"):
+        check_destination(tmp_path / name)
