@@ -1,4 +1,4 @@
-"""Linears that only say how fast a recurrent state decays, and what is written to it and read from it.
+"""Find linears that only say how fast a recurrent state decays, and what is written to it and read from it.
 
     x_proj -> dt_proj -> dt, b, c of a selective scan;   in_proj_ba -> decay, beta of the gated delta rule
 
