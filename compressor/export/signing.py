@@ -98,11 +98,18 @@ def _public_key(file: Path) -> Ed25519PublicKey:
 _ADVICE = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
 
+_LARGEST_KEY_BYTES = 1 << 16
+
+
 def _content(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with file.open("rb") as stream:
+            content = stream.read(_LARGEST_KEY_BYTES + 1)  # a device such as /dev/zero has no end
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error}") from error
+    if len(content) > _LARGEST_KEY_BYTES:
+        raise UsageError(f"{file}: holds more than any key or signature; {_ADVICE}")
+    return content
 
 
 def _library() -> tuple[Any, Any]:

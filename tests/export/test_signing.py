@@ -127,3 +127,9 @@ def test_a_missing_library_is_named(bundle: Path, keys: tuple[Path, Path], monke
         sign_bundle(bundle, keys[0])
     with pytest.raises(ToolchainError, match=r"pip install 'compressor\[sign\]'"):
         check_signature(bundle, keys[1])
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "/dev/full"])
+def test_a_device_without_an_end_is_no_key(file: str, bundle: Path) -> None:
+    with pytest.raises(UsageError, match="holds more than any key"):
+        sign_bundle(bundle, Path(file))
