@@ -124,7 +124,7 @@ def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
         recipe = recipe_for(folder, "rtn" if dense.meta["model"].hears else "gptq", heads)
         samples = random_samples(families.VOCAB, families.LENGTH)
         graph, _ = write_bundle(dense, recipe, samples, Path(scratch) / "bundle")
-        encoder_decoders.take_packed_weights(model, graph)
+        take_packed_weights(model, graph)
         bundle, rng = compressor.load(Path(scratch) / "bundle"), np.random.default_rng(1)
         info = dense.meta["model"].encoder_source
         ids = rng.integers(3, families.VOCAB, (2, families.LENGTH))

@@ -44,7 +44,7 @@ from compressor.graph.rewrite import drop_dead_parameters
 from compressor.recipe.sources import ARCHIVE_SUFFIX
 
 _LONGEST = ("max_target_positions", "max_position_embeddings", "max_seq_len")
-"""What configurations call the tokens that a model is made for."""
+"""Keys of configurations for the longest sequence of a model."""
 _LARGE_BUFFER_BYTES = 1 << 12
 _WRAPPER = "hf"  # where the programs of capture/meta_model.py hold the model
 

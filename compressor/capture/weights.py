@@ -38,7 +38,7 @@ class WeightSource:
     unpacked_bytes: int = 0  # of those that are dequantised when they are read
     optional: frozenset[str] = frozenset()  # names that need no place in the model
     slices: Mapping[str, Callable[[int], Tensor]] = field(default_factory=dict)
-    """Of tensors that are stored in slices along their first dimension: what reads one of them."""
+    """Readers of single slices, by the names of tensors that are stored in slices along their first dimension."""
 
     def read_slice(self, name: str, place: int) -> Tensor:
         """Return one slice along a tensor's first dimension; of a mapped tensor, a view."""

@@ -11,6 +11,7 @@ from compressor.errors import CompressorError, UsageError
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from compressor.graph.kinds.tables import Table
     from compressor.graph.sites import Site
 
 
@@ -135,7 +136,7 @@ def check_model(path: Path) -> dict[str, Any]:
         "dense_bytes": total_bytes - sum(graph.get_parameter(name).nbytes for name in own),
         "notes": list(graph.meta.get("notes", [])),
         "linears": _linears(graph, sites),
-        "stays_dense": _dense(graph),
+        "stays_dense": _dense(graph, tables),
         "targets": _targets(graph),
     }
 
@@ -153,15 +154,14 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _dense(graph: GraphModule) -> list[dict[str, str]]:
+def _dense(graph: GraphModule, tables: Sequence[Table]) -> list[dict[str, str]]:
     """List tables, convolutions and gates that stay dense; norms and biases are not worth a line each."""
     from compressor.capture.convolutions import dense_convolutions
     from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
-    from compressor.graph.kinds.tables import embedding_tables
 
     rows = [
         {"weight": table.site.weight_name, "why": f"{len(table.others)} other operators read the table as it is"}
-        for table in embedding_tables(graph)
+        for table in tables
         if table.others
     ]
     rows += [{"weight": name, "why": WHY_DENSE} for name in sorted(gate_projections(graph))]

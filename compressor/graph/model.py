@@ -71,12 +71,12 @@ class ModelInfo:
 
     @property
     def hears(self) -> bool:
-        """Whether it is an encoder-decoder that reads sound."""
+        """Return whether it is an encoder-decoder that reads sound."""
         return self.encoder_source is not None and self.encoder_source.reads == "audio"
 
     @property
     def generates(self) -> bool:
-        """Whether it predicts tokens one after another, from caches."""
+        """Return whether it predicts tokens one after another, from caches."""
         return self.kind in ("decoder", "seq2seq")
 
 

@@ -49,12 +49,12 @@ class Site:
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether each output reads its own channel alone: ``in_features`` are taps."""
+        """Return whether each output reads its own channel alone: ``in_features`` counts taps."""
         return self.node.target in (_DEPTHWISE, _PACKED_DEPTHWISE)
 
     @property
     def input_width(self) -> int:
-        """Columns of the input: those of the weight, or of depthwise convolutions the taps of all channels."""
+        """Return the columns of the input: those of the weight, or the taps of all channels."""
         return self.in_features * (self.out_features if self.is_depthwise else 1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize_rows
 from compressor.formats.rounded_activations import round_activations
+from compressor.ops.linear import packed_outputs
 from compressor.ops.register import operator
 
 
@@ -68,16 +69,7 @@ def packed_depthwise(
     return y if bias is None else y + bias
 
 
-@packed_depthwise.register_fake
-def _(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    format: str,
-    in_features: int,
-    out_features: int,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+packed_depthwise.register_fake(packed_outputs)
 
 
 def _taps_product(x: Tensor, weight: Tensor) -> Tensor:

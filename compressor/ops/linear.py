@@ -74,7 +74,7 @@ def packed_linear(
 
 
 @packed_linear.register_fake
-def _(
+def packed_outputs(
     x: Tensor,
     parts: Sequence[Tensor],
     bias: Tensor | None,
@@ -82,4 +82,5 @@ def _(
     in_features: int,
     out_features: int,
 ) -> Tensor:
+    """Return outputs without values, for every operator of these arguments that keeps the leading dimensions."""
     return x.new_empty(*x.shape[:-1], out_features)

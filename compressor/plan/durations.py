@@ -100,13 +100,9 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     from compressor.codegen.lowering.fused_linear import groups
 
     found: dict[str, LinearKernel] = {}
-    for first, *_ in groups(graph.graph):
-        _, _, bias, format_name, columns, rows = cast(Any, first.args)
-        fmt = Format.parse(format_name)
-        name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
-        found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.packed_routed_linear.default):
-        _, _, _, bias, format_name, columns, rows = cast(Any, node.args)
+    routed = graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.packed_routed_linear.default)
+    for node in (*(first for first, *_ in groups(graph.graph)), *routed):
+        *_, bias, format_name, columns, rows = cast(Any, node.args)
         fmt = Format.parse(format_name)
         name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
         found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)

@@ -79,7 +79,7 @@ def one_thread() -> Iterator[None]:
 
 
 def packs(step: Any) -> bool:
-    """Whether it stores linears: a pass with a scheme but without targets is about caches, and one is about tables."""
+    """Return whether a pass stores linears: one with a scheme but no targets packs caches, `embedding` packs tables."""
     has_scheme = hasattr(step, "scheme") or hasattr(step, "schemes")
     return hasattr(step, "targets") and has_scheme and not isinstance(step, Embedding)
 

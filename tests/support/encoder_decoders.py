@@ -82,16 +82,6 @@ def make(cls: str, options: dict[str, Any]) -> Any:
     return model.requires_grad_(False)
 
 
-def take_packed_weights(model: Any, graph: Any) -> None:
-    """Give the model the weights that the graph's packed ones stand for."""
-    modules, packed = dict(model.named_modules()), torch.ops.compressor.packed_linear.default
-    for node in graph.graph.find_nodes(op="call_function", target=packed):
-        parts = [graph.get_parameter(part.target) for part in node.args[1]]
-        dense = packed(torch.eye(node.args[4]), parts, None, *node.args[3:])  # [in, out]
-        with torch.no_grad():
-            modules[node.args[1][0].target.rpartition(".")[0]].weight.copy_(dense.t())
-
-
 def steps_of(graph: Any, ids: torch.Tensor, source: list[torch.Tensor], steps: list[int]) -> torch.Tensor:
     """Return the logits of a captured graph that takes the target's tokens in steps."""
     layers, begin, found = graph.meta["model"].layers, 0, []

@@ -207,7 +207,7 @@ def _always(row: Any, _slot: Any) -> Any:
 
 
 def _is_expert(index: Any, experts: int) -> Any:
-    """Whether an index names an expert; foreign memory is never read, whatever it says."""
+    """Return whether an index names an expert; others never lead to memory outside the weights."""
     return T.And(index >= 0, index < experts)
 
 

@@ -60,7 +60,7 @@ def fused_convolution(
             without a format, the only part is the weight of a ``depthwise_linear``.
         is_planar: x is [N, C, H, W].
         residual: float32 [N, H', W', out], added to the outputs.
-        is_relu, ceiling: outputs are no smaller than zero, and no larger than this.
+        is_relu, ceiling: whether outputs are clipped below at zero, and their upper limit.
         next_scale, next_format: the part ``input_scale`` and the format of the convolution that reads the result.
         geometry: kernel, stride, padding, dilation, as of ``patches``.
     Returns:

@@ -39,6 +39,13 @@ def quads_of(fmt: Format, word_of: str) -> Iterator[str]:
         yield " | ".join(terms)
 
 
+def zero_point(fmt: Format, place: str) -> str:
+    """Return the expression of a zero point, as a float, whose place among the zeros is the expression ``place``."""
+    if fmt.symmetric:
+        return f"{fmt.zero_point!r}"
+    return f"f32((zeros[{place} >> 2u] >> (({place} & 3u) * 8u)) & 255u)"
+
+
 def element_values(fmt: Format) -> str:
     """Return the function ``values``, which maps four codes to values before scaling, and the functions that it
     calls.

@@ -118,7 +118,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     """
     model: dict[str, Any] = field(manifest, "model", dict)
     caches = ("layers", "kv_heads", "head_dim")
-    # Where all layers are recurrent, there are no caches at all.
+    # Models whose layers are all recurrent have no caches.
     is_recurrent = manifest["kind"] == "decoder" and "states" in model and all(model.get(size) == 0 for size in caches)
     cached = ("vocab_size", *(() if is_recurrent else caches))
     sizes = {"decoder": cached, "seq2seq": cached, "encoder": ("vocab_size",), "module": ()}

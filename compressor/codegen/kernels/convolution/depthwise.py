@@ -38,7 +38,7 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
 _BAND_BYTES = 32768
-"""Of floats a task and tile."""
+"""Bytes of floats for each task and tile."""
 _TASK_TILES = 4
 """Tiles a task, whose bytes make up a cache line of an image."""
 _LARGEST_SUM = 1 << 24

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Expression, Kernel
 from compressor.codegen.web.kernels.packed_linear import part_buffers, scale_function
-from compressor.codegen.web.values import BYTES4, HALF, element_values, four_stored, quads_of, stored_element
+from compressor.codegen.web.values import (
+    BYTES4,
+    HALF,
+    element_values,
+    four_stored,
+    quads_of,
+    stored_element,
+    zero_point,
+)
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -46,9 +54,6 @@ def packed_embedding(rows: int, width: int, fmt: Format) -> Kernel:
         f"    store(at + {4 * n}u, end, values({code}, zero, table) * scale);"
         for n, code in enumerate(quads_of(fmt, "w{}"))
     )
-    zero = repr(float(fmt.zero_point))
-    if not fmt.symmetric:
-        zero = "f32((zeros[place >> 2u] >> ((place & 3u) * 8u)) & 255u)"
     table = f"(tile * {groups}u + group) * {fmt.levels * TILE_ROWS}u + lane" if fmt.codebook else "0u"
     text = f"""
 {HALF}
@@ -72,7 +77,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let base = (tile * {chunks}u + c) * {words * TILE_ROWS}u + lane;
     let at = token * {width}u + c * {fmt.chunk_columns}u;
 {loads}
-    let zero = {zero};
+    let zero = {zero_point(fmt, "place")};
     let table = {table};
     let scale = scale_at(place);
 {stores}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from compressor.codegen.web.kernel import SINGLE
 from compressor.codegen.web.kernels.activations import Rounded
-from compressor.codegen.web.values import BYTES4, element_values, four_inputs, quads_of
+from compressor.codegen.web.values import BYTES4, element_values, four_inputs, quads_of, zero_point
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -41,9 +41,7 @@ class _Loop:
         return f"(tile$i$ * {self.groups}u + {group}) * {TILE_ROWS}u + row"
 
     def _zero(self) -> str:
-        if self.fmt.symmetric:
-            return f"{self.fmt.zero_point!r}"
-        return "f32((zeros[place$i$ >> 2u] >> ((place$i$ & 3u) * 8u)) & 255u)"
+        return zero_point(self.fmt, "place$i$")
 
 
 class FloatLoop(_Loop):

@@ -21,7 +21,7 @@ def read_wave(path: str | os.PathLike[str], rate: int) -> NDArray[np.float32]:
         path: a WAV file of whole numbers (PCM) of 8, 16, 24 or 32 bits.
         rate: samples a second that are wanted.
     Raises:
-        RequestError: it is no such file, has several channels, another rate, or no samples.
+        RequestError: it is not such a file, has several channels or another rate, or holds no samples.
     """
     file = Path(path)
     try:
