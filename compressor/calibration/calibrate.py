@@ -23,7 +23,7 @@ from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import EXPERT, Site
 from compressor.host.tensor_files import Spill
-from compressor.numerics.bfloat16 import bfloat16_products
+from compressor.numerics.products.bfloat16 import bfloat16_products
 
 S = TypeVar("S", bound=Statistic)
 
@@ -54,7 +54,7 @@ class CalibrationOptions:
         row_weights: of the rows of each site's input, float32 [rows], the same within a group.  Statistics are shown
             each row times the root of its weight, so that squares and products count that often.
         rounded: products, of the graph and of the statistics, may round their factors to bfloat16
-            (:mod:`compressor.numerics.bfloat16`).
+            (:mod:`compressor.numerics.products.bfloat16`).
     """
 
     true_sequential: bool = True

@@ -30,7 +30,7 @@ from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.graph.sites import Site, group_by_input
 from compressor.host.tensor_files import Spill
-from compressor.numerics.deterministic import total
+from compressor.numerics.products.deterministic import total
 
 CONFIDENT = 0.1
 """The least probability of a positive's likeliest prediction."""

@@ -20,7 +20,7 @@ from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, s
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.host.tensor_files import Spill, release, trim
-from compressor.numerics.bfloat16 import bfloat16_products
+from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.progress import Reporter
 
 
@@ -32,7 +32,7 @@ class SegmentRunner:
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
-            (:mod:`compressor.numerics.bfloat16`).
+            (:mod:`compressor.numerics.products.bfloat16`).
     Raises:
         UsageError: a batch is longer than the model's positions.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compressor.graph.sites import EXPERT, Site, family
-from compressor.numerics.deterministic import BLOCK
+from compressor.numerics.products.deterministic import BLOCK
 
 if TYPE_CHECKING:
     from typing_extensions import Self

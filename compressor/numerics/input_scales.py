@@ -8,7 +8,7 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.activations import Activations
 from compressor.formats.rounded_activations import _LARGEST_E4M3, SMALLEST, round_activations
-from compressor.numerics.deterministic import even, few_bits, total
+from compressor.numerics.products.deterministic import even, few_bits, total
 from compressor.numerics.range_search import OUTPUT_RATIOS
 
 _STEPS = 24  # of a quarter of a power of two: a range of 64

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.format import Format
-from compressor.numerics.deterministic import EVEN, apply
 from compressor.numerics.grids import grid_values, neighbour_codes, round_to_grid
+from compressor.numerics.products.deterministic import EVEN, apply
 
 _ZETA, _GAMMA = 1.1, -0.1  # eq. 23
 _BETAS = tuple(range(20, 0, -2))  # of the regulariser, one after another; even ones need no logarithm

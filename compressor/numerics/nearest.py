@@ -10,8 +10,8 @@ from torch import Tensor
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers, largest
 from compressor.formats.packing import PIECE_ELEMENTS, PackedWeight, dequantize_rows, pack
-from compressor.numerics.deterministic import total
 from compressor.numerics.grids import choose_grid, round_to_grid, tensor_scale
+from compressor.numerics.products.deterministic import total
 from compressor.numerics.range_search import ChooseGrid, Work, grid_work, search_grid
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.outliers import add_outliers
 from compressor.formats.packing import PackedWeight, pack, unpack
-from compressor.numerics.bfloat16 import bfloat16_products
-from compressor.numerics.deterministic import inverse_cholesky, product, total
 from compressor.numerics.grids import grid_values, round_to_grid
+from compressor.numerics.products.bfloat16 import bfloat16_products
+from compressor.numerics.products.deterministic import inverse_cholesky, product, total
 from compressor.numerics.range_search import ChooseGrid
 
 _NEAR = 16  # columns whose errors go to one another one by one

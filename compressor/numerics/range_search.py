@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compressor.formats.format import Format
 from compressor.numerics.clustering import cluster
-from compressor.numerics.deterministic import even
 from compressor.numerics.grids import choose_grid, empty_scale, nearest_values, over_shared, round_scales
+from compressor.numerics.products.deterministic import even
 
 Observer: TypeAlias = Literal["minmax", "mse", "output"]
 """How a group's grid is chosen: by its range, or by :func:`search_grid` with the weight of each column, or with the

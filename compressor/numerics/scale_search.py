@@ -11,9 +11,9 @@ from torch import Tensor
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.rounded_activations import round_activations
-from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import search_input_scale
 from compressor.numerics.nearest import _ERROR_BYTES, rtn_quantize
+from compressor.numerics.products.deterministic import total
 from compressor.numerics.range_search import Work, grid_work
 
 Quantize: TypeAlias = Callable[[Tensor, Tensor, Format], PackedWeight]

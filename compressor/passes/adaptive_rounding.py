@@ -14,8 +14,6 @@ from compressor.calibration.statistics import Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, unpack
-from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import half_product, quadratic
 from compressor.numerics.learned_rounding import (
     ROUNDING_ROWS,
     ROUNDING_SWEEPS,
@@ -26,6 +24,8 @@ from compressor.numerics.learned_rounding import (
 )
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import match_dense
+from compressor.numerics.products.bfloat16 import is_coarse
+from compressor.numerics.products.deterministic import half_product, quadratic
 from compressor.numerics.range_search import Observer, Work, chooser, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context

@@ -20,7 +20,7 @@ from compressor.formats.rounded_activations import round_activations
 from compressor.graph.rewrite import packed_weight, set_bias
 from compressor.graph.sites import Site, linear_sites, packed_sites, packed_weight_sites, ties
 from compressor.host.tensor_files import release
-from compressor.numerics.deterministic import column_sums
+from compressor.numerics.products.deterministic import column_sums
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan

@@ -18,10 +18,10 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import half_product, quadratic, total
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
+from compressor.numerics.products.bfloat16 import is_coarse
+from compressor.numerics.products.deterministic import half_product, quadratic, total
 from compressor.numerics.range_search import ChooseGrid, Observer, Work, chooser, grid_work, observer_work
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context

@@ -21,9 +21,9 @@ from compressor.formats.rounded_activations import round_activations
 from compressor.formats.weights import Floats
 from compressor.graph.folding import ScaleTarget
 from compressor.graph.sites import Site
-from compressor.numerics.deterministic import total
 from compressor.numerics.input_scales import range_cuts
 from compressor.numerics.nearest import awq_quantize, rtn_quantize
+from compressor.numerics.products.deterministic import total
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import KEPT_ROWS, scaled_work, search_scale
 from compressor.pipeline.context import Context

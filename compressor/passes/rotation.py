@@ -30,7 +30,7 @@ from compressor.graph.residual import Residual, find_residuals, norm_parameters
 from compressor.graph.rewrite import drop_dead_parameters, insert_packed, set_parameter
 from compressor.graph.sites import Site, group_by_input, linear_sites
 from compressor.host.tensor_files import release
-from compressor.numerics.hadamard import is_hadamard, random_signs, rotate
+from compressor.numerics.products.hadamard import is_hadamard, random_signs, rotate
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_rotated_sites
@@ -43,7 +43,7 @@ _SIGNS = Format.parse("W2A16_C")  # its codes 1 and 3 are -1 and 1
 def pack_rotation(
     width: int, signs: Tensor, *, back: bool, centered: bool = False, device: torch.device | None = None
 ) -> tuple[PackedWeight, float]:
-    """Pack the matrix of :func:`compressor.numerics.hadamard.rotate`, or its inverse, as a linear's weight with two
+    """Pack the matrix of :func:`~compressor.numerics.products.hadamard.rotate`, or its inverse, as a weight with two
     bits per entry.
 
     Args:

@@ -15,8 +15,8 @@ from compressor.calibration.statistics import Hessian, expert_notes, expert_toke
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import linear_sites
-from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import quadratic
+from compressor.numerics.products.bfloat16 import is_coarse
+from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
@@ -60,7 +60,7 @@ def quantize_calibrated(
 ) -> None:
     """Replace the linears that are named, each by one in its own format; what follows sees their new outputs.
 
-    Where all formats are coarse enough, products of calibration are those of :mod:`compressor.numerics.bfloat16`.
+    Where all formats are coarse enough, calibration multiplies by :mod:`compressor.numerics.products.bfloat16`.
 
     Args:
         blocks: of the pass.

@@ -14,7 +14,7 @@ from compressor.calibration.statistics import Inputs
 from compressor.graph.folding import CannotFold, ScaleTarget, find_scale_target
 from compressor.graph.provenance import describe
 from compressor.graph.sites import EXPERT, Site
-from compressor.numerics.deterministic import few_bits
+from compressor.numerics.products.deterministic import few_bits
 from compressor.pipeline.context import Context
 from compressor.pipeline.sites import error_context
 from compressor.progress import Task

@@ -29,7 +29,7 @@ from compressor.version import __version__
 
 UNITS: Mapping[str, str] = {
     "matmul_flop": "one operation of a float32 matrix product",
-    "bfloat16_flop": "the same by way of bfloat16, where the CPU has AMX (compressor.numerics.bfloat16)",
+    "bfloat16_flop": "the same by way of bfloat16, where the CPU has AMX (compressor.numerics.products.bfloat16)",
     "int8_op": "one operation of an int8 matrix product",
     "matmul64_flop": "one operation of a float64 matrix product",
     "factor64_flop": "one operation of a float64 Cholesky factorisation or triangular solve",
@@ -172,8 +172,8 @@ def _compute() -> tuple[dict[str, float], list[float]]:
     from compressor.codegen.peaks import measure_peaks
     from compressor.formats.format import Format
     from compressor.formats.packing import dequantize
-    from compressor.numerics.bfloat16 import bfloat16_products
     from compressor.numerics.nearest import rtn_quantize
+    from compressor.numerics.products.bfloat16 import bfloat16_products
     from compressor.numerics.range_search import search_grid
 
     spreads: list[float] = []

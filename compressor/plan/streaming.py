@@ -20,8 +20,8 @@ from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
-from compressor.numerics.bfloat16 import is_coarse
-from compressor.numerics.deterministic import half_product
+from compressor.numerics.products.bfloat16 import is_coarse
+from compressor.numerics.products.deterministic import half_product
 from compressor.numerics.range_search import Work
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
 

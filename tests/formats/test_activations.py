@@ -24,10 +24,10 @@ from compressor.formats.rounded_activations import round_activations
 from compressor.formats.weights import ChannelScales, Floats
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
-from compressor.numerics.deterministic import few_bits
 from compressor.numerics.grids import round_to_grid, tensor_scale
 from compressor.numerics.input_scales import input_error, range_cuts, search_input_scale
 from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.products.deterministic import few_bits
 from compressor.numerics.scale_search import output_error
 from compressor.passes.awq import Awq
 from compressor.passes.gptq import Gptq

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import DECODERS, make
+from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -153,3 +155,23 @@ def test_bad_options() -> None:
         MixedPrecision(kl_divergence=0.1).requires(module, Context())
     with pytest.raises(UsageError, match=r"bits 1\.5: .*add a smaller scheme"):
         MixedPrecision(bits=1.5).plan(capture(MODEL, weights=False), Context())
+
+
+def test_experts_count_as_often_as_tokens_choose_them() -> None:
+    """Divergences are measured with the model's own routing: an idle expert costs nothing and gets the fewest bits."""
+    kind, options = DECODERS["OLMoE"]
+    model = make(kind, {**options, "num_experts": 5}, True)
+    with torch.no_grad():
+        for layer in model.model.layers:  # two experts are chosen, by a sign; the fifth one never
+            gate = layer.mlp.gate.weight
+            gate.copy_(torch.tensor([1.0, 2.0, -1.0, -2.0, 0.0])[:, None] * gate[0].clone())
+    graph, schemes = capture(model), ("W2A16_G32", "W4A16_G32", "W8A16")
+    sites, samples = match_sites(linear_sites(graph), "Expert")[0], random_samples(97, 64)
+    costs = dict(sensitivities(graph, Context(), samples.ids, sites, [Format.parse(name) for name in schemes]))
+    idle = {name for name in costs if name.endswith(".4")}
+    assert len(idle) == 4 and all(costs[name] == [0.0] * 3 for name in idle)
+    assert all(costs[name][0] > 0 for name in costs.keys() - idle)
+    MixedPrecision(bits=5.5, schemes=schemes, targets="Expert").run(graph, ctx := Context(samples=samples))
+    formats = {record.site: record.format for record in ctx.records}
+    assert {formats[name] for name in idle} == {"W2A16_G32"}
+    assert {formats[name] for name in costs.keys() - idle} <= {"W4A16_G32", "W8A16"}

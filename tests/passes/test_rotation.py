@@ -20,7 +20,7 @@ from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites, packed_sites
 from compressor.host.resources import resource
-from compressor.numerics.hadamard import random_signs
+from compressor.numerics.products.hadamard import random_signs
 from compressor.passes.rotation import Rotation, pack_rotation
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from compressor.numerics.deterministic import apply, inverse_cholesky, total
+from compressor.numerics.products.deterministic import apply, inverse_cholesky, total
 
 BITS = """
 import hashlib, json, sys, torch
-from compressor.numerics.deterministic import apply, inverse_cholesky, total
+from compressor.numerics.products.deterministic import apply, inverse_cholesky, total
 torch.set_num_threads(int(sys.argv[1]))
 generator = torch.Generator().manual_seed(0)
 found = {}

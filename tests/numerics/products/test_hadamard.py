@@ -9,7 +9,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from compressor.numerics.hadamard import factors, is_hadamard, random_signs, rotate
+from compressor.numerics.products.hadamard import factors, is_hadamard, random_signs, rotate
 
 
 def product(width: int) -> Tensor:

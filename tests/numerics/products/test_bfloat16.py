@@ -20,8 +20,8 @@ from compressor.data.text import Samples
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph.sites import linear_sites
-from compressor.numerics import bfloat16 as precision
-from compressor.numerics.bfloat16 import bfloat16_products, is_coarse
+from compressor.numerics.products import bfloat16 as precision
+from compressor.numerics.products.bfloat16 import bfloat16_products, is_coarse
 from compressor.passes.gptq import Gptq, gptq_quantize
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
