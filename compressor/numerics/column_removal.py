@@ -64,7 +64,8 @@ def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
     of_channels = R.t().reshape(*columns.shape, -1)
     blocks = of_channels @ of_channels.transpose(1, 2)  # [channels, k, k]
     refitted = W.t()[flat].reshape(*columns.shape, -1)  # [channels, k, out]
-    return (refitted * torch.linalg.solve(blocks, refitted)).sum((1, 2))
+    losses: Tensor = (refitted * torch.linalg.solve(blocks, refitted)).sum((1, 2))
+    return losses
 
 
 def _inverse_factor(H: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class Dependencies:
 
     def _resize(self, node: Node, gone: NDArray[np.bool_]) -> None:
         """Give a node the sizes that are left, in its arguments and in what is known of its value."""
-        found, value = self._reading.axes[node], node.meta.get("val")
+        found, value = self._reading.axes[node], cast(Any, node.meta.get("val"))
         if node.op == "get_attr":
             node.meta["val"] = _attribute(self.graph, str(node.target))
         elif isinstance(found, tuple):

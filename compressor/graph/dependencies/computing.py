@@ -75,10 +75,10 @@ def _join_or_keep(reading: Reading, first: Labels | None, second: Labels, node: 
 
 
 def _patches(node: Node, reading: Reading) -> Axes:
-    x, kernel, *_ = node.args
-    batch, _, _, channels = reading.of(x)
-    taps = kernel[0] * kernel[1]  # type: ignore[index, operator]
-    return [batch, None, None, None if channels is None else np.tile(channels, taps)]
+    args: Any = node.args
+    batch, _, _, channels = reading.of(args[0])
+    rows, columns = args[1]
+    return [batch, None, None, None if channels is None else np.tile(channels, rows * columns)]
 
 
 def _norm(node: Node, reading: Reading) -> Axes:

@@ -78,9 +78,10 @@ def _unsqueeze(node: Node, reading: Reading) -> Axes:
 
 
 def _squeeze(node: Node, reading: Reading) -> Axes:
-    axes, over = reading.of(node.args[0]), node.args[1]
-    gone = {axis % len(axes) for axis in (over if isinstance(over, list | tuple) else [over])}  # type: ignore[operator]
-    ones = {axis for axis in gone if shape_of(node.args[0])[axis] == 1}  # type: ignore[arg-type]
+    args: Any = node.args
+    axes = reading.of(args[0])
+    gone = {axis % len(axes) for axis in (args[1] if isinstance(args[1], list | tuple) else [args[1]])}
+    ones = {axis for axis in gone if shape_of(args[0])[axis] == 1}
     return [labels for axis, labels in enumerate(axes) if axis not in ones]
 
 
