@@ -1,0 +1,48 @@
+"""Labels of the axes of the tensors of a graph, as far as it has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.fx import Node
+
+from compressor.graph.dependencies.labels import Labels, LabelSet
+
+Axes: TypeAlias = "list[Labels | None]"
+"""Labels of the entries of each axis; None where nothing can be taken away: batch, tokens, places in an image."""
+
+
+class Reading:
+    """Labels of the axes of the tensors that have been read so far."""
+
+    def __init__(self) -> None:
+        self.labels = LabelSet()
+        self.axes: dict[Node, Axes | tuple[Axes, ...]] = {}
+
+    def of(self, value: Any) -> Axes:
+        """Return the axes of an input; none of a number."""
+        found = self.axes.get(value, []) if isinstance(value, Node) else []
+        return found if isinstance(found, list) else []
+
+    def keep(self, axes: Sequence[Labels | None], reason: str) -> None:
+        """Say that all channels of some axes have to stay."""
+        for labels in axes:
+            if labels is not None:
+                self.labels.keep(labels, reason)
+
+
+Rule: TypeAlias = "Callable[[Node, Reading], Axes | tuple[Axes, ...]]"
+"""Returns the axes of a node's value, or of its values; joins labels, and says which have to stay."""
+
+
+def shape_of(node: Node) -> list[int]:
+    """Return a tensor's shape; symbolic sizes as the sizes that the graph was captured with."""
+    value: Tensor = node.meta["val"]
+    return [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+
+
+def is_fixed(size: Any) -> bool:
+    """Tell whether a size is a number above one."""
+    return isinstance(size, int) and size > 1

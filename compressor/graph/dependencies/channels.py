@@ -1,0 +1,143 @@
+"""Families of channels that a graph can do without, and the removal of some: the graph stays one that runs.
+
+gate.weight [i, :]  up.weight [i, :]  down.weight [:, i]     channel i of one family: goes from all three or none
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.graph.dependencies.axes import Axes, Reading, is_fixed
+from compressor.graph.dependencies.labels import Labels
+from compressor.graph.dependencies.resizing import left, state_sizes
+from compressor.graph.dependencies.rules import rule_of
+from compressor.graph.provenance import describe
+from compressor.graph.rewrite import set_parameter
+
+Place = tuple[str, int]
+"""A parameter's name and one of its axes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Channels that lie in the same places, each in as many entries.
+
+    Attributes:
+        places: parameter and axis -> entries of each channel, int64 [channels, entries of one].
+        reason: why none of them can go; empty if they can.
+    """
+
+    places: Mapping[Place, NDArray[np.int64]]
+    reason: str
+
+    @property
+    def count(self) -> int:
+        """Number of channels."""
+        return len(next(iter(self.places.values())))
+
+
+class Dependencies:
+    """Which channels of a captured graph's parameters belong together.
+
+    Args:
+        graph: captured; nodes have ``meta["val"]``.
+    """
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph, self._reading = graph, Reading()
+        self._parameters: dict[Place, Labels] = {}
+        for node in graph.graph.nodes:
+            self._reading.axes[node] = self._axes(node)
+        self._channels = self._reading.labels.channels()
+        self._reasons = self._reading.labels.reasons(self._channels)
+
+    def _axes(self, node: Node) -> Axes | tuple[Axes, ...]:
+        labels = self._reading.labels
+        if node.op == "get_attr":
+            shape = _attribute(self.graph, str(node.target)).shape
+            axes = [self._parameters.setdefault((str(node.target), a), labels.fresh(n)) for a, n in enumerate(shape)]
+            return list(axes)
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            sizes = value.shape if isinstance(value, Tensor) else ()
+            found: Axes = [labels.fresh(size) if is_fixed(size) else None for size in sizes]
+            self._reading.keep(found, f"{node.target} is an input of the model")
+            return found
+        if node.op == "output":
+            for source in node.all_input_nodes:
+                self._reading.keep(self._reading.of(source), f"{describe(source)} is an output of the model")
+            return []
+        return rule_of(node)(node, self._reading)
+
+    def families(self) -> list[Family]:
+        """List the families, in the order of the parameters; channels of one family lie in the same places."""
+        entries: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for place, labels in self._parameters.items():
+            for entry, channel in enumerate(self._channels[labels].tolist()):
+                entries[channel][place].append(entry)
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for channel, held in entries.items():
+            signature = tuple((place, len(found)) for place, found in held.items())
+            alike[signature, self._reasons.get(channel, "")].append(channel)
+        return [
+            Family({place: np.array([entries[c][place] for c in channels]) for place, _ in signature}, reason)
+            for (signature, reason), channels in alike.items()
+        ]
+
+    def remove(self, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> None:
+        """Take channels away, in place: parameters get shorter, and sizes that the graph states follow.
+
+        Args:
+            chosen: families and the channels to remove, as places in the family.
+        Raises:
+            ValueError: a family's channels have to stay.
+        """
+        gone = np.zeros(self._reading.labels.count, bool)
+        for family, removed in chosen:
+            if family.reason:
+                raise ValueError(f"these channels have to stay: {family.reason}")
+            for place, entries in family.places.items():
+                gone[self._channels[self._parameters[place][entries[removed]]]] = True
+        gone = gone[self._channels]
+        for name in {name for name, _ in self._parameters}:
+            self._shorten(name, gone)
+        for node in self.graph.graph.nodes:
+            self._resize(node, gone)
+        self.graph.recompile()
+
+    def _shorten(self, name: str, gone: NDArray[np.bool_]) -> None:
+        old = value = _attribute(self.graph, name)
+        for axis in range(value.dim()):
+            labels = self._parameters[name, axis]
+            if gone[labels].any():
+                value = value.index_select(axis, torch.from_numpy(np.flatnonzero(~gone[labels])).to(value.device))
+        if value is not old:
+            set_parameter(self.graph, name, value.contiguous())
+
+    def _resize(self, node: Node, gone: NDArray[np.bool_]) -> None:
+        """Give a node the sizes that are left, in its arguments and in what is known of its value."""
+        found, value = self._reading.axes[node], cast(Any, node.meta.get("val"))
+        if node.op == "get_attr":
+            node.meta["val"] = _attribute(self.graph, str(node.target))
+        elif isinstance(found, tuple):
+            state_sizes(node, self._reading, gone)
+            shapes = [left(axes, one, gone) for axes, one in zip(found, value, strict=True)]
+            node.meta["val"] = type(value)(one.new_empty(shape) for one, shape in zip(value, shapes, strict=True))
+        elif isinstance(value, Tensor) and any(one is not None and gone[one].any() for one in found):
+            state_sizes(node, self._reading, gone)
+            node.meta["val"] = value.new_empty(left(found, value, gone))
+
+
+def _attribute(graph: GraphModule, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(graph.get_submodule(path), leaf)
+    return found

@@ -1,0 +1,119 @@
+"""Choose inputs that a linear can do without, and refit its other columns to the outputs that it had.
+
+Symbols: W the weight [out, in], H = 2 / n X^T X of its inputs, K the columns that are kept.  The refit is the least
+squares solution W' = W H[:, K] H[K, K]^-1, which is where optimal brain surgery ends after removing the others one by
+one (Hassibi and Stork 1993; of whole columns, Kurtic et al. 2023, ZipLM, arXiv 2302.04089, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressorError
+from compressor.numerics.products.deterministic import half_product, inverse_cholesky, product, quadratic
+from compressor.numerics.range_search import Work
+
+Importance: TypeAlias = Literal["obs", "activation", "magnitude"]
+"""How a channel's loss is estimated: by what is lost once the others make up for it, by the size of its contribution to
+the outputs, or by the size of its weights alone."""
+
+Amounts: TypeAlias = "tuple[Callable[[int, int], Work], Callable[[int, int], int]]"
+
+_ROUNDS = 8  # in which channels are removed; each sees the Hessian of those that are left
+_DAMPING = 1e-4  # of the Hessian's mean diagonal: the refit's gain on the samples should hold on other text
+
+
+def choose_channels(weight: Tensor, hessian: Tensor, columns: Tensor, count: int, importance: Importance) -> Tensor:
+    """Return the channels to keep, rising, int64 [count].
+
+    Args:
+        weight: float [out, in], of all linears that read the channels, one below the other.
+        hessian: float32 [in, in], a positive multiple of X^T X.
+        columns: int64 [channels, columns of one]: a channel goes with all of its columns.
+        count: channels to keep, at least one.
+    Raises:
+        CompressorError: the Hessian is not positive definite, even when it is dampened.
+    """
+    W, H = weight.double(), hessian.double()
+    kept = torch.arange(len(columns))
+    if importance != "obs":
+        size = W.square().sum(0)
+        if importance == "activation":
+            size = size * torch.diagonal(H)
+        return _largest(size[columns].sum(1), count)
+    for turn in range(_ROUNDS):
+        left = len(columns) - (len(columns) - count) * (turn + 1) // _ROUNDS
+        if left < len(kept):
+            kept = kept[_largest(_obs_losses(W, H, columns[kept]), left)]
+    return kept
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Return the places of the largest values, rising; of equal ones the first."""
+    return torch.argsort(values, descending=True, stable=True)[:count].sort().values
+
+
+def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
+    """Return what removing each channel alone costs after the others are refitted: tr(W_g [H^-1]_gg^-1 W_g^T)."""
+    flat = columns.flatten()
+    R = _inverse_factor(H[flat][:, flat])  # H^-1 = R^T R
+    of_channels = R.t().reshape(*columns.shape, -1)
+    blocks = of_channels @ of_channels.transpose(1, 2)  # [channels, k, k]
+    refitted = W.t()[flat].reshape(*columns.shape, -1)  # [channels, k, out]
+    losses: Tensor = (refitted * torch.linalg.solve(blocks, refitted)).sum((1, 2))
+    return losses
+
+
+def _inverse_factor(H: Tensor) -> Tensor:
+    """Return upper R with (H + D)^-1 = R^T R, D the dampening, ten times larger as long as the factorisation fails."""
+    mean = float(torch.diagonal(H).mean()) or 1.0
+    damping = _DAMPING
+    while damping <= 1:
+        backwards = H.flip(0, 1).clone()
+        backwards.diagonal().add_(damping * mean)
+        inverse = inverse_cholesky(backwards)
+        if inverse is not None and bool(torch.isfinite(inverse.sum())):
+            return inverse.flip(0, 1)
+        damping *= 10
+    raise CompressorError("the Hessian of the inputs is not positive definite; give other calibration samples")
+
+
+def refit_columns(weight: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
+    """Return the weight whose other columns are zero and whose kept ones make up for them, float32 [out, in].
+
+    Never worse under ``hessian`` than the weight with the others at zero, which is returned where it would be.
+
+    Args:
+        kept: columns, int64 [n].
+    Raises:
+        CompressorError: the Hessian is not positive definite, even when it is dampened.
+    """
+    W, H = weight.double(), hessian.double()
+    R = _inverse_factor(H[kept][:, kept])
+    plain, refitted = torch.zeros_like(W), torch.zeros_like(W)
+    plain[:, kept] = W[:, kept]
+    # W' - W_K = W_rest H[rest, K] H[K, K]^-1: the dampening then draws towards the weight, not towards zero.
+    refitted[:, kept] = W[:, kept] + product(product(product(W - plain, H[:, kept]), R.t()), R)
+    losses = [float(quadratic(W - found, H)) for found in (plain, refitted)]
+    return (refitted if losses[1] <= losses[0] else plain).float()
+
+
+def removal_work(importance: Importance) -> Amounts:
+    """Return functions of a weight's (rows, columns): the work of choosing its channels and refitting it, and bytes."""
+
+    def work(rows: int, columns: int) -> Work:
+        factors = 1 + (_ROUNDS if importance == "obs" else 0)
+        return {
+            "factor64_flop": 4 / 3 * factors * columns**3,
+            "matmul64_flop": 2 * (3 + 2 * half_product(columns) * 2) * rows * columns**2,
+            "stream_byte": 8 * (6 * factors * columns**2 + 8 * rows * columns),
+        }
+
+    def working_bytes(rows: int, columns: int) -> int:
+        return 8 * (4 * columns**2 + 5 * rows * columns)
+
+    return work, working_bytes

@@ -1,0 +1,139 @@
+"""The pass ffn_prune: plan, records and weights agree, the smaller graph is the one that was measured, runs go on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families import DECODERS, ENCODERS, make
+from packed_models import random_samples
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.errors import UsageError
+from compressor.graph.model import clone_graph, weight_bytes
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import linear_sites
+from compressor.passes.ffn_prune import FfnPrune
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
+from compressor.pipeline.observers import VerifyStages
+from compressor.pipeline.pipeline import Pipeline
+from compressor.pipeline.segment_cache import SegmentCache
+
+SAMPLES = random_samples(97, 32)
+
+
+def captured(name: str) -> GraphModule:
+    decoder = name in DECODERS
+    return capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+
+
+def inner_widths(graph: GraphModule, name: str) -> set[int]:
+    return {site.in_features for site in linear_sites(graph) if site.name.endswith(name)}
+
+
+@pytest.mark.parametrize(
+    ("name", "reader", "step"),
+    [
+        ("Llama, tied", "down_proj", FfnPrune(ratio=0.4, multiple=8)),
+        ("Phi 3", "down_proj", FfnPrune(ratio=0.5, importance="activation")),
+        ("GPT-2", "mlp.c_proj", FfnPrune(ratio=0.25, multiple=16, refit=False)),
+        (
+            "BERT",
+            "output.dense",
+            FfnPrune(ratio=0.25, multiple=16, importance="magnitude", targets="intermediate.dense"),
+        ),
+    ],
+)
+def test_plan_records_and_weights_agree(name: str, reader: str, step: FfnPrune) -> None:
+    graph, ctx = captured(name), Context(samples=SAMPLES)
+    meta = clone_graph(graph)
+    for parameter, value in list(meta.named_parameters()):
+        set_parameter(meta, parameter, value.detach().to("meta"))
+    plans = {plan.site: plan for plan in step.plan(meta, Context())}
+    before = weight_bytes(graph)
+    smaller = Pipeline([step], [VerifyStages()]).run(graph, ctx)
+    left = -(-round((1 - step.ratio) * 64) // step.multiple) * step.multiple
+    assert left in inner_widths(smaller, reader) and weight_bytes(smaller) == weight_bytes(meta) < before
+    assert {p.site for p in plans.values() if p.bytes_before != p.bytes_after} == {r.site for r in ctx.records}
+    for record in ctx.records:
+        assert (plans[record.site].bytes_after, plans[record.site].note) == (record.bytes_after, record.note)
+        assert (record.error > 0) == (record.error_of == "output") and f"{left} of 64 channels are left" in record.note
+
+
+def test_the_smaller_graph_computes_what_was_measured_and_is_quantised() -> None:
+    """The reader's error is that of the layer's outputs on the samples, by the plainest definition."""
+    graph, ctx = captured("Llama, tied"), Context(samples=SAMPLES)
+    dense = clone_graph(graph)
+    smaller = Pipeline([FfnPrune(ratio=0.5)], []).run(graph, ctx)
+    error = next(r.error for r in ctx.records if r.site == "model.layers.0.mlp.down_proj")
+    outputs = []
+    for each in (dense, smaller):
+        node = next(s.node for s in linear_sites(each) if s.name == "model.layers.0.mlp.down_proj")
+        seen: list[torch.Tensor] = []
+
+        class Reader(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node, node=node, seen=seen) -> object:  # type: ignore[no-untyped-def]
+                value = super().run_node(n)
+                if n is node:
+                    seen.append(value)
+                return value
+
+        info, position = each.meta["model"], torch.arange(32)
+        empty = [torch.zeros(8, info.kv_heads, 1, info.head_dim) for _ in range(2 * info.layers)]
+        flat = [SAMPLES.ids, position, position, *empty]
+        with torch.no_grad():
+            Reader(each).run(*flat)
+        outputs.append(seen[0].double())
+    expected = float((outputs[1] - outputs[0]).square().sum() / outputs[0].square().sum())
+    assert error == pytest.approx(expected, rel=1e-3)
+    packed = Pipeline([Rtn("W4A16_G32")], [VerifyStages()]).run(smaller, ctx)
+    assert not linear_sites(packed) and set({r.site: r.format for r in ctx.records}.values()) == {"W4A16_G32"}
+
+
+def test_refitting_and_a_better_choice_help() -> None:
+    errors = {}
+    for options in ({}, {"refit": False}, {"importance": "magnitude", "refit": False}):
+        step = FfnPrune(ratio=0.5, **options)  # type: ignore[arg-type]
+        step.run(captured("Llama, tied"), ctx := Context(samples=SAMPLES))
+        errors[step] = sum(r.error for r in ctx.records)
+    best, plain, magnitude = errors.values()
+    assert best < plain < magnitude
+
+
+def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    results = []
+    for _ in range(2):
+        ctx = Context(samples=SAMPLES, results=SegmentCache(tmp_path), state="model")
+        graph = FfnPrune(ratio=0.4, multiple=8).run(captured("GPT-2"), ctx)
+        results.append((ctx, {name: value.detach() for name, value in graph.named_parameters()}))
+    (first, made), (again, restored) = results
+    assert (first.reused, again.reused) == (0, again.blocks) and again.records == first.records
+    assert made.keys() == restored.keys() and all(torch.equal(made[name], restored[name]) for name in made)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.0}, "ratio 0 is not between 0 and 1"),
+        ({"ratio": 1.0}, "ratio 1 is not between 0 and 1"),
+        ({"ratio": -0.5}, "not between"),
+        ({"multiple": 0}, "multiple 0 is not between 1 and 4096"),
+        ({"ratio": 0.1}, "ratio 0.1 of 64 channels leaves 64, rounded up to a multiple of 32"),
+        ({"targets": "q_proj"}, "no channels of the matched linears can be removed"),
+        ({"ignore": ["gate_proj"]}, "no channels of the matched linears can be removed"),
+        ({"targets": "dwn_proj"}, "nearest .*down_proj"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_work(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        FfnPrune(**options).requires(captured("Llama, tied"), Context())  # type: ignore[arg-type]
+
+
+def test_a_packed_model_has_no_channels_left() -> None:
+    graph = Rtn("W8A16").run(captured("Llama, tied"), Context())
+    with pytest.raises(UsageError, match=re.escape("an earlier pass has packed every linear")):
+        FfnPrune().requires(graph, Context())
