@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from compressor.graph.provenance import module_path
-from compressor.graph.rewrite import drop_dead_parameters, set_parameter
+from compressor.graph.rewrite import drop_dead_parameters, held_tensor, set_parameter
 from compressor.graph.rules import Outcome, apply, why_not
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
@@ -308,9 +308,8 @@ def _rewrite_batch_norm(graph: GraphModule, node: Node) -> None:
 
 def _held(graph: GraphModule, name: str) -> Tensor:
     """Return a parameter or buffer in float64, on the meta device where the graph's parameters are."""
-    path, _, leaf = name.rpartition(".")
-    value: Tensor = getattr(graph.get_submodule(path), leaf)
-    return value.detach().double().to("meta" if any(held.is_meta for held in graph.parameters()) else "cpu")
+    value = held_tensor(graph, name).detach().double()
+    return value.to("meta" if any(held.is_meta for held in graph.parameters()) else "cpu")
 
 
 def _fold(graph: GraphModule, x: Node, scale: Tensor, offset: Tensor) -> Node | None:

@@ -24,6 +24,13 @@ def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
     setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
 
+def held_tensor(graph: GraphModule, name: str) -> Tensor:
+    """Return a parameter or buffer by its dotted name."""
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(graph.get_submodule(path), leaf)
+    return found
+
+
 def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
     """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
 

@@ -7,21 +7,19 @@ one (Hassibi and Stork 1993; of whole columns, Kurtic et al. 2023, ZipLM, arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
-from compressor.numerics.products.deterministic import half_product, inverse_cholesky, product, quadratic
+from compressor.numerics.obs import inverse_factor
+from compressor.numerics.products.deterministic import half_product, product, quadratic
 from compressor.numerics.range_search import Work
 
 Importance: TypeAlias = Literal["obs", "activation", "magnitude"]
 """How a channel's loss is estimated: by what is lost once the others make up for it, by the size of its contribution to
 the outputs, or by the size of its weights alone."""
-
-Amounts: TypeAlias = "tuple[Callable[[int, int], Work], Callable[[int, int], int]]"
 
 _ROUNDS = 8  # in which channels are removed; each sees the Hessian of those that are left
 _DAMPING = 1e-4  # of the Hessian's mean diagonal: the refit's gain on the samples should hold on other text
@@ -70,16 +68,21 @@ def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
 
 def _inverse_factor(H: Tensor) -> Tensor:
     """Return upper R with (H + D)^-1 = R^T R, D the dampening, ten times larger as long as the factorisation fails."""
-    mean = float(torch.diagonal(H).mean()) or 1.0
-    damping = _DAMPING
+    mean, damping = float(torch.diagonal(H).mean()) or 1.0, _DAMPING
+    dead, order = torch.zeros(len(H), dtype=torch.bool), torch.arange(len(H))
     while damping <= 1:
-        backwards = H.flip(0, 1).clone()
-        backwards.diagonal().add_(damping * mean)
-        inverse = inverse_cholesky(backwards)
-        if inverse is not None and bool(torch.isfinite(inverse.sum())):
-            return inverse.flip(0, 1)
-        damping *= 10
+        try:
+            return inverse_factor(H, dead, order, mean, damping)
+        except CompressorError:
+            damping *= 10
     raise CompressorError("the Hessian of the inputs is not positive definite; give other calibration samples")
+
+
+def only_columns(weight: Tensor, kept: Tensor) -> Tensor:
+    """Return the weight with all columns but the kept ones at zero."""
+    found = torch.zeros_like(weight)
+    found[:, kept] = weight[:, kept]
+    return found
 
 
 def refit_columns(weight: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
@@ -94,26 +97,23 @@ def refit_columns(weight: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
     """
     W, H = weight.double(), hessian.double()
     R = _inverse_factor(H[kept][:, kept])
-    plain, refitted = torch.zeros_like(W), torch.zeros_like(W)
-    plain[:, kept] = W[:, kept]
+    plain, refitted = only_columns(W, kept), torch.zeros_like(W)
     # W' - W_K = W_rest H[rest, K] H[K, K]^-1: the dampening then draws towards the weight, not towards zero.
     refitted[:, kept] = W[:, kept] + product(product(product(W - plain, H[:, kept]), R.t()), R)
     losses = [float(quadratic(W - found, H)) for found in (plain, refitted)]
     return (refitted if losses[1] <= losses[0] else plain).float()
 
 
-def removal_work(importance: Importance) -> Amounts:
-    """Return functions of a weight's (rows, columns): the work of choosing its channels and refitting it, and bytes."""
+def removal_work(rows: int, columns: int, importance: Importance) -> Work:
+    """Return the work of choosing a weight's channels and refitting it."""
+    factors = 1 + (_ROUNDS if importance == "obs" else 0)
+    return {
+        "factor64_flop": 4 / 3 * factors * columns**3,
+        "matmul64_flop": 2 * (3 + 2 * half_product(columns) * 2) * rows * columns**2,
+        "stream_byte": 8 * (6 * factors * columns**2 + 8 * rows * columns),
+    }
 
-    def work(rows: int, columns: int) -> Work:
-        factors = 1 + (_ROUNDS if importance == "obs" else 0)
-        return {
-            "factor64_flop": 4 / 3 * factors * columns**3,
-            "matmul64_flop": 2 * (3 + 2 * half_product(columns) * 2) * rows * columns**2,
-            "stream_byte": 8 * (6 * factors * columns**2 + 8 * rows * columns),
-        }
 
-    def working_bytes(rows: int, columns: int) -> int:
-        return 8 * (4 * columns**2 + 5 * rows * columns)
-
-    return work, working_bytes
+def removal_working_bytes(rows: int, columns: int) -> int:
+    """Return the bytes that choosing and refitting work in: the Hessian and the weight in float64, and their copies."""
+    return 8 * (4 * columns**2 + 5 * rows * columns)

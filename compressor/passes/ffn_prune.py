@@ -9,6 +9,7 @@ Which channels belong together is read from the dataflow (:mod:`compressor.graph
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,14 @@ from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.graph.dependencies.channels import Dependencies
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.column_removal import Importance, choose_channels, refit_columns, removal_work
+from compressor.numerics.column_removal import (
+    Importance,
+    choose_channels,
+    only_columns,
+    refit_columns,
+    removal_work,
+    removal_working_bytes,
+)
 from compressor.numerics.products.deterministic import quadratic
 from compressor.pipeline.channels import Channels, choose_channels_of, plan_removal, record_removal, weight_bytes_of
 from compressor.pipeline.context import Context
@@ -66,7 +74,7 @@ class FfnPrune(Pass):
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Remove the channels; each reader's record has the relative squared error of its outputs."""
         dependencies, channels, counts = self._choose(graph)
-        samples, before = ctx.calibration("ffn_prune"), weight_bytes_of(graph)
+        samples, before, begin = ctx.calibration("ffn_prune"), weight_bytes_of(graph), len(ctx.records)
         of_reader = {name: one for one in channels for name in one.readers}
         sites = [site for site in linear_sites(graph) if site.name in of_reader]
         with ctx.reporter.task("ffn_prune", len(sites)) as task:
@@ -78,14 +86,15 @@ class FfnPrune(Pass):
                 task.advance(len(group))
         removed = [(one, counts[one.readers]) for one in channels]
         dependencies.remove([(one.family, _left_out(graph, one)[:count]) for one, count in removed])
-        record_removal(graph, ctx, "ffn_prune", removed, before)
+        record_removal(graph, ctx, "ffn_prune", begin, removed, before)
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Remove as many channels of a graph without weights."""
         dependencies, channels, counts = self._choose(graph)
         removed = [(one, counts[one.readers]) for one in channels]
-        return plan_removal(graph, dependencies, removed, CalibrationNeeds(True, False), *removal_work(self.importance))
+        work = partial(removal_work, importance=self.importance)
+        return plan_removal(graph, dependencies, removed, CalibrationNeeds(True, False), work, removal_working_bytes)
 
     def _choose(self, graph: GraphModule) -> tuple[Dependencies, list[Channels], dict[tuple[str, ...], int]]:
         """Return the channels, and how many of each to remove, by the linears that read them.
@@ -119,12 +128,11 @@ class FfnPrune(Pass):
             kept = choose_channels(torch.cat(weights), hessian, columns, count, self.importance)
             kept_columns = columns[kept].flatten().sort().values
             for site, weight in zip(group, weights, strict=True):
-                new = torch.zeros_like(weight)
-                new[:, kept_columns] = weight[:, kept_columns]
+                refitted = only_columns(weight, kept_columns)
                 if self.refit:
-                    new = refit_columns(weight, hessian, kept_columns)
-                error, norm = (float(quadratic(each.double(), hessian)) for each in (weight - new, weight))
-                stored = new.to(graph.get_parameter(site.weight_name).dtype)
+                    refitted = refit_columns(weight, hessian, kept_columns)
+                error, norm = (float(quadratic(each.double(), hessian)) for each in (weight - refitted, weight))
+                stored = refitted.to(graph.get_parameter(site.weight_name).dtype)
                 change_site(
                     graph, ctx, site, stored, "ffn_prune", error=error / norm if norm > 0 else 0.0, error_of="output"
                 )

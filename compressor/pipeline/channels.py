@@ -39,6 +39,10 @@ class Channels:
         """All of their linears."""
         return (*self.writers, *self.readers)
 
+    def note(self, removed: int) -> str:
+        """Say how many are left once so many are gone."""
+        return f"{self.family.count - removed} of {self.family.count} channels are left"
+
     def columns(self, site: Site) -> Tensor:
         """Return the columns of each channel in a reader's weight, int64 [channels, columns of one]."""
         return torch.from_numpy(self.family.places[site.weight_name, 1])
@@ -104,21 +108,26 @@ def choose_channels_of(
 
 
 def record_removal(
-    graph: GraphModule, ctx: Context, pass_name: str, removed: Sequence[tuple[Channels, int]], before: Mapping[str, int]
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    begin: int,
+    removed: Sequence[tuple[Channels, int]],
+    before: Mapping[str, int],
 ) -> None:
     """Record what removing channels did to each linear; the records of readers have their errors already.
 
     Args:
+        begin: number of records before the pass: an earlier one of the same name has its own.
         removed: channels, and how many of them went.
         before: bytes of each linear's weight before.
     """
-    after, known = weight_bytes_of(graph), {r.site: r for r in ctx.records if r.pass_name == pass_name}
-    ctx.records[:] = [record for record in ctx.records if record.pass_name != pass_name]
+    after, known = weight_bytes_of(graph), {record.site: record for record in ctx.records[begin:]}
+    del ctx.records[begin:]
     for channels, count in removed:
-        note = f"{channels.family.count - count} of {channels.family.count} channels are left"
         for name in channels.names:
             record = known.get(name) or SiteRecord(name, pass_name, "", 0, 0, 0.0, "weight")
-            notes = "; ".join(filter(None, [record.note, note]))
+            notes = "; ".join(filter(None, [record.note, channels.note(count)]))
             ctx.records.append(replace(record, bytes_before=before[name], bytes_after=after[name], note=notes))
 
 
@@ -153,8 +162,7 @@ def plan_removal(
             plans.append(SitePlan(new.name, *shape, "", before[new.name], after[new.name], "stays as it is"))
             continue
         channels, count = notes[new.name]
-        note = f"{channels.family.count - count} of {channels.family.count} channels are left"
-        plan = SitePlan(new.name, *shape, "", before[new.name], after[new.name], note)
+        plan = SitePlan(new.name, *shape, "", before[new.name], after[new.name], channels.note(count))
         if new.name in channels.readers:
             size = (old.out_features, old.in_features)
             plan = replace(plan, work=work(*size), working_bytes=working_bytes(*size), needs=needs)

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import DECODERS, ENCODERS, make
-from packed_models import random_samples
+from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph, weight_bytes
-from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.rtn import Rtn
@@ -51,8 +50,7 @@ def inner_widths(graph: GraphModule, name: str) -> set[int]:
 def test_plan_records_and_weights_agree(name: str, reader: str, step: FfnPrune) -> None:
     graph, ctx = captured(name), Context(samples=SAMPLES)
     meta = clone_graph(graph)
-    for parameter, value in list(meta.named_parameters()):
-        set_parameter(meta, parameter, value.detach().to("meta"))
+    drop_weights(meta)
     plans = {plan.site: plan for plan in step.plan(meta, Context())}
     before = weight_bytes(graph)
     smaller = Pipeline([step], [VerifyStages()]).run(graph, ctx)
@@ -92,6 +90,12 @@ def test_the_smaller_graph_computes_what_was_measured_and_is_quantised() -> None
     assert error == pytest.approx(expected, rel=1e-3)
     packed = Pipeline([Rtn("W4A16_G32")], [VerifyStages()]).run(smaller, ctx)
     assert not linear_sites(packed) and set({r.site: r.format for r in ctx.records}.values()) == {"W4A16_G32"}
+
+
+def test_a_second_pass_of_the_same_name_keeps_the_records_of_the_first() -> None:
+    steps = [FfnPrune(ratio=0.5, targets=rf"re:model\.layers\.{layer}\.mlp") for layer in (0, 1)]
+    Pipeline(steps, [VerifyStages()]).run(captured("Llama, tied"), ctx := Context(samples=SAMPLES))
+    assert len({record.site for record in ctx.records}) == len(ctx.records) == 6
 
 
 def test_refitting_and_a_better_choice_help() -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_models import drop_weights
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -113,8 +114,7 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
 
 def test_a_plan_sees_what_the_run_will_make(dense: GraphModule) -> None:
     step, shadow = KvCache("BFP4_G8", permute=True), clone_graph(dense)
-    for name, parameter in list(shadow.named_parameters()):
-        set_parameter(shadow, name, parameter.detach().to("meta"))
+    drop_weights(shadow)
     planned, ran = Context(), Context(samples=SAMPLES)
     graph = packed(dense, step, ran)
     assert step.plan(shadow, planned) == [] and step.runs_samples and not KvCache("INT8").runs_samples

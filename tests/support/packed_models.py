@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.data.text import Samples, tokens_sha256
+from compressor.graph.rewrite import set_parameter
 from compressor.passes.gptq import Gptq
 from compressor.pipeline.context import Context
 
@@ -21,6 +22,12 @@ def random_samples(vocab_size: int, length: int) -> Samples:
     """Return tokens to calibrate on."""
     ids = torch.from_numpy(np.random.default_rng(2).integers(3, vocab_size, (8, length)))
     return Samples(ids, ids.flatten(), tokens_sha256(ids), "random tokens")
+
+
+def drop_weights(graph: GraphModule) -> None:
+    """Put the parameters of a graph on the meta device, as a plan sees them."""
+    for name, parameter in list(graph.named_parameters()):
+        set_parameter(graph, name, parameter.detach().to("meta"))
 
 
 def heads_of(model: Any) -> list[str]:

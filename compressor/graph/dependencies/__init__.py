@@ -1,8 +1,12 @@
 """Find which channels of which parameters belong together, and take some of them away.
 
-    labels.py     which labels are the same channel, and which have to stay
-    rules.py      what an operator does to the axes of its inputs
-    channels.py   the families of channels of a graph; removing some
+    labels.py      which labels are the same channel, and which have to stay
+    axes.py        the labels of each tensor's axes
+    computing.py   what operators that compute do to the axes of their inputs
+    moving.py      and those that move entries
+    rules.py       the rule of each operator
+    resizing.py    sizes that a node states, once channels are gone
+    channels.py    the families of channels of a graph; removing some
 
 Invariant: an operator without a rule makes the channels that it reads stay, and is named.
 """

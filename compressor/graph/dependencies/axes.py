@@ -32,6 +32,15 @@ class Reading:
             if labels is not None:
                 self.labels.keep(labels, reason)
 
+    def meet(self, several: Sequence[Labels | None], reason: str) -> Labels | None:
+        """Join the labels of axes that meet, and return them; where one has none, the others stay for that reason."""
+        known = [labels for labels in several if labels is not None]
+        for labels in known[1:]:
+            self.labels.join(known[0], labels)
+        if len(known) < len(several):
+            self.keep(known, reason)
+        return known[0] if known else None
+
 
 Rule: TypeAlias = "Callable[[Node, Reading], Axes | tuple[Axes, ...]]"
 """Returns the axes of a node's value, or of its values; joins labels, and says which have to stay."""

@@ -21,7 +21,7 @@ from compressor.graph.dependencies.labels import Labels
 from compressor.graph.dependencies.resizing import left, state_sizes
 from compressor.graph.dependencies.rules import rule_of
 from compressor.graph.provenance import describe
-from compressor.graph.rewrite import set_parameter
+from compressor.graph.rewrite import held_tensor, set_parameter
 
 Place = tuple[str, int]
 """A parameter's name and one of its axes."""
@@ -46,7 +46,7 @@ class Family:
 
 
 class Dependencies:
-    """Which channels of a captured graph's parameters belong together.
+    """Find which channels of a captured graph's parameters belong together.
 
     Args:
         graph: captured; nodes have ``meta["val"]``.
@@ -63,7 +63,7 @@ class Dependencies:
     def _axes(self, node: Node) -> Axes | tuple[Axes, ...]:
         labels = self._reading.labels
         if node.op == "get_attr":
-            shape = _attribute(self.graph, str(node.target)).shape
+            shape = held_tensor(self.graph, str(node.target)).shape
             axes = [self._parameters.setdefault((str(node.target), a), labels.fresh(n)) for a, n in enumerate(shape)]
             return list(axes)
         if node.op == "placeholder":
@@ -108,14 +108,14 @@ class Dependencies:
             for place, entries in family.places.items():
                 gone[self._channels[self._parameters[place][entries[removed]]]] = True
         gone = gone[self._channels]
-        for name in {name for name, _ in self._parameters}:
+        for name in dict.fromkeys(name for name, _ in self._parameters):
             self._shorten(name, gone)
         for node in self.graph.graph.nodes:
             self._resize(node, gone)
         self.graph.recompile()
 
     def _shorten(self, name: str, gone: NDArray[np.bool_]) -> None:
-        old = value = _attribute(self.graph, name)
+        old = value = held_tensor(self.graph, name)
         for axis in range(value.dim()):
             labels = self._parameters[name, axis]
             if gone[labels].any():
@@ -127,7 +127,7 @@ class Dependencies:
         """Give a node the sizes that are left, in its arguments and in what is known of its value."""
         found, value = self._reading.axes[node], cast(Any, node.meta.get("val"))
         if node.op == "get_attr":
-            node.meta["val"] = _attribute(self.graph, str(node.target))
+            node.meta["val"] = held_tensor(self.graph, str(node.target))
         elif isinstance(found, tuple):
             state_sizes(node, self._reading, gone)
             shapes = [left(axes, one, gone) for axes, one in zip(found, value, strict=True)]
@@ -135,9 +135,3 @@ class Dependencies:
         elif isinstance(value, Tensor) and any(one is not None and gone[one].any() for one in found):
             state_sizes(node, self._reading, gone)
             node.meta["val"] = value.new_empty(left(found, value, gone))
-
-
-def _attribute(graph: GraphModule, name: str) -> Tensor:
-    path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(graph.get_submodule(path), leaf)
-    return found

@@ -23,55 +23,36 @@ def broadcast(node: Node, reading: Reading) -> Axes:
     inputs = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
     result: Axes = []
     for axis, size in enumerate(shape):
-        back, tracked, is_untracked = len(shape) - axis, list[Labels](), False
-        for source in inputs:
-            source_shape = source.meta["val"].shape
-            if len(source_shape) < back or not is_fixed(source_shape[-back]):
-                continue
-            labels = reading.of(source)[-back] if reading.of(source) else None
-            is_untracked |= labels is None
-            tracked += [] if labels is None else [labels]
-        for labels in tracked[1:]:
-            reading.labels.join(tracked[0], labels)
-        if is_untracked:
-            reading.keep(tracked, f"{describe(node)} joins it with places that are not channels")
-        result.append(tracked[0] if tracked and is_fixed(size) else None)
+        back = len(shape) - axis
+        wide = [one for one in inputs if one.meta["val"].dim() >= back and is_fixed(one.meta["val"].shape[-back])]
+        several = [reading.of(one)[-back] if reading.of(one) else None for one in wide]
+        found = reading.meet(several, f"{describe(node)} joins it with places that are not channels")
+        result.append(found if is_fixed(size) else None)
     return result
 
 
 def _linear(node: Node, reading: Reading) -> Axes:
     x, weight, bias = node.args
     (out, columns), axes = reading.of(weight), reading.of(x)
-    assert out is not None and columns is not None
-    if axes[-1] is None:
-        reading.keep([columns], f"{describe(node)} reads places that are not channels")
-    else:
-        reading.labels.join(axes[-1], columns)
-    if isinstance(bias, Node):
-        _join_or_keep(reading, reading.of(bias)[-1], out, node)
+    reading.meet([axes[-1], columns], f"{describe(node)} reads places that are not channels")
+    _add_bias(node, reading, bias, out)
     return [*axes[:-1], out]
 
 
 def _depthwise(node: Node, reading: Reading) -> Axes:
     x, weight, bias = node.args
     (out, taps), axes = reading.of(weight), reading.of(x)
-    assert out is not None
     reading.keep([taps], f"{describe(node)} has these taps")
-    if axes[-1] is None:
-        reading.keep([out], f"{describe(node)} reads places that are not channels")
-    else:
-        for tap in axes[-1].reshape(-1, len(out)):
-            reading.labels.join(tap, out)
-    if isinstance(bias, Node):
-        _join_or_keep(reading, reading.of(bias)[-1], out, node)
+    assert out is not None
+    for tap in [None] if axes[-1] is None else axes[-1].reshape(-1, len(out)):
+        reading.meet([tap, out], f"{describe(node)} reads places that are not channels")
+    _add_bias(node, reading, bias, out)
     return [*axes[:-1], out]
 
 
-def _join_or_keep(reading: Reading, first: Labels | None, second: Labels, node: Node) -> None:
-    if first is None:
-        reading.keep([second], f"{describe(node)} adds what is not a parameter")
-    else:
-        reading.labels.join(first, second)
+def _add_bias(node: Node, reading: Reading, bias: Any, out: Labels | None) -> None:
+    if isinstance(bias, Node):
+        reading.meet([reading.of(bias)[-1], out], f"{describe(node)} adds what is not a parameter")
 
 
 def _patches(node: Node, reading: Reading) -> Axes:
@@ -84,9 +65,9 @@ def _patches(node: Node, reading: Reading) -> Axes:
 def _norm(node: Node, reading: Reading) -> Axes:
     axes = reading.of(node.args[0])
     given = node.args[1:] if node.target is _OPS.rms_norm.default else node.args[2:]
-    for parameter in given:
-        if isinstance(parameter, Node) and axes[-1] is not None:
-            _join_or_keep(reading, reading.of(parameter)[-1], axes[-1], node)
+    if axes[-1] is not None:
+        for parameter in given:
+            _add_bias(node, reading, parameter, axes[-1])
     reading.keep(axes[-1:], f"{describe(node)} takes the mean over it")
     return axes
 

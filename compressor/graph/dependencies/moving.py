@@ -143,18 +143,12 @@ def _cat(node: Node, reading: Reading) -> Axes:
     result: Axes = []
     for place in range(len(several[0])):
         labels = [axes[place] for axes in several]
-        known = [one for one in labels if one is not None]
         if place == axis % len(several[0]):
-            whole = [
-                one if one is not None else _filler(reading, p, place) for one, p in zip(labels, pieces, strict=True)
-            ]
-            result.append(np.concatenate(whole) if known else None)
-            continue
-        for one in known[1:]:
-            reading.labels.join(known[0], one)
-        if len(known) < len(labels):
-            reading.keep(known, f"{describe(node)} joins it with places that are not channels")
-        result.append(known[0] if known else None)
+            is_tracked = any(one is not None for one in labels)
+            whole = (_filler(reading, p, place) if one is None else one for one, p in zip(labels, pieces, strict=True))
+            result.append(np.concatenate([*whole]) if is_tracked else None)
+        else:
+            result.append(reading.meet(labels, f"{describe(node)} joins it with places that are not channels"))
     return result
 
 
