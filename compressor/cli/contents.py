@@ -73,12 +73,13 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
 def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what the linears of each format take together, as they are in the end."""
     totals: dict[str, dict[str, Any]] = {}
+    dense = {site["site"]: site["bytes_before"] for site in reversed(sites)}  # before the first pass that changed it
     for site in {site["site"]: site for site in sites}.values():
         name = site["format"] or "dense"
         row = totals.setdefault(name, {"format": name, "linears": 0, "bytes_before": 0, "bytes_after": 0})
         row["linears"] += 1
-        for key in ("bytes_before", "bytes_after"):
-            row[key] += site[key]
+        row["bytes_before"] += dense[site["site"]]
+        row["bytes_after"] += site["bytes_after"]
     return list(totals.values())
 
 

@@ -25,7 +25,6 @@ from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_sites
 from compressor.pipeline.sites import choose_sites, compress_site, error_context, summarise_formats
 
-_COMMON = tuple(f"W4A16{zeros}_G{size}" for zeros in ("", "_ASYM") for size in (128, 64, 32))
 _NAMED = 5  # linears that a message names
 
 
@@ -44,7 +43,18 @@ class KeepCodes(Pass):
         ignore: patterns of linears to leave dense, such as those that the checkpoint does not quantise.
     """
 
-    schemes: tuple[str, ...] = (*_COMMON, "MXFP4", "W8A16", "W8A16_G128", "W8A16_G32")
+    schemes: tuple[str, ...] = (
+        "W4A16_G128",
+        "W4A16_G64",
+        "W4A16_G32",
+        "W4A16_ASYM_G128",
+        "W4A16_ASYM_G64",
+        "W4A16_ASYM_G32",
+        "MXFP4",
+        "W8A16",
+        "W8A16_G128",
+        "W8A16_G32",
+    )
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
 

@@ -17,7 +17,7 @@ from typing import Any
 from compressor.codegen.backend import Check
 from compressor.errors import CompressorError, VerificationError
 from compressor.export.manifest import foreign_files
-from compressor.export.schema import Manifest, check_schema
+from compressor.export.schema import Manifest, SiteEntry, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import Format
@@ -176,12 +176,20 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
         _equal("state_bytes", model.state_bytes or 0, state_bytes(model.states), "states take")
     # Every dense weight is either still here or was one that a site replaced; a tied one is both.
     left = manifest.weight_bytes - sum(site.bytes_after for site in latest.values())
-    most = left + sum(site.bytes_before for site in latest.values())
+    first = {site.site: site for site in reversed(manifest.sites)}
+    most = left + sum(site.bytes_before + _lost_bias(site, sizes) for site in first.values())
     if not left <= manifest.dense_weight_bytes <= most:
         raise VerificationError(
             f"dense_weight_bytes is {manifest.dense_weight_bytes}; by the sites it must be {left} to {most}"
         )
     return f"{manifest.weight_bytes} bytes of weights, {len(latest)} linears stored as the manifest says"
+
+
+def _lost_bias(site: SiteEntry, sizes: Mapping[str, int]) -> int:
+    """Return the most bytes that a bias has lost with rows that were removed from its dense weight."""
+    if site.format or not site.bytes_after:
+        return 0
+    return sizes.get(f"{site.site}.bias", 0) * (site.bytes_before - site.bytes_after) // site.bytes_after
 
 
 def _equal(name: str, stated: int, found: int, what: str) -> None:

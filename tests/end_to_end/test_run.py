@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -32,11 +33,14 @@ from compressor.evaluate.models import evaluate_path
 from compressor.evaluate.quality import GraphLogits, graph_hidden, measure_quality
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
+from compressor.formats.packing import dequantize
 from compressor.graph.kinds.tables import embedding_tables
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
+from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.embedding import Embedding
+from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import EvaluationSpec
@@ -56,6 +60,10 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     "abq_bip2a8_x86",  # the attention of one block in 2 bits costs a model of two more than 5% of its perplexity
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
+
+
+LOSES = {"ffn_prune_w4a16_x86": (0.3, 0.7)}
+"""Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +103,24 @@ def captured(model: Path | str) -> GraphModule:
     return capture(model)
 
 
+@functools.cache
+def on_grids(model: Path) -> Path:
+    """Write a model beside another, with its linears rounded to 4 bits: what a quantised checkpoint stands for."""
+    folder = model.with_name(f"{model.name}_on_grids")
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = dequantize(rtn_quantize(tensors[name].float(), Format.parse("W4A16_G64")))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def load_for_test(name: str, short_reference: Path) -> Recipe:
     overrides = ["tune=off", "evaluation.tokens=512"]
     recipe = load_recipe(name)
+    if recipe.model is None:  # a quantised checkpoint is the user's
+        overrides.append(f"model={on_grids(short_reference)}")
+        recipe = load_recipe(name, overrides)
     if name not in FIVE_BLOCKS and recipe.model == "reference":
         overrides.append(f"model={short_reference}")
         recipe = load_recipe(name, overrides)
@@ -142,7 +165,8 @@ def run(
 
     def get(name: str) -> Run:
         if name not in done:
-            require_model(load_recipe(name))
+            if (recipe := load_recipe(name)).model is not None:
+                require_model(recipe)
             done[name] = execute(name, tmp_path_factory.mktemp(name) / "bundle", short_reference)
         return done[name]
 
@@ -157,10 +181,14 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     dense = captured(result.recipe.model_source())
     everything, tables = linear_sites(dense), [table.site.name for table in embedding_tables(dense)]
     assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
-    assert len(sites) - len(tables) == (
+    packed = [site for site in sites if site["format"]]
+    assert {site["pass_name"] for site in sites if not site["format"]} == {
+        "ffn_prune" for step in result.recipe.passes if isinstance(step, FfnPrune)
+    }
+    assert len(packed) - len(tables) == (
         len(match_sites(everything, step.targets, step.ignore)[0]) if is_whole(name) else 4
     )
-    formats = {site["format"] for site in sites}
+    formats = {site["format"] for site in packed}
     tabled = {step.scheme for step in result.recipe.passes if isinstance(step, Embedding)}
     assert formats == set(result.manifest["formats"])
     schemes = set(step.schemes) if hasattr(step, "schemes") else {step.scheme}  # a pass may add columns in float16
@@ -170,8 +198,9 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     if info.kind == "decoder":
         smaller = metrics["cache_bytes_per_token"] < metrics["dense_cache_bytes_per_token"]
         assert smaller == (info.cache_format != DENSE_CACHE)
-        assert -0.02 < metrics["perplexity_increase"] < 0.05
-        assert 0.8 < metrics["top1_agreement"] <= 1
+        most, least = LOSES.get(name, (0.05, 0.8))
+        assert -0.02 < metrics["perplexity_increase"] < most
+        assert least < metrics["top1_agreement"] <= 1
     else:
         assert 0.95 < metrics["embedding_cosine_min"] < metrics["embedding_cosine"] < 1
     assert {kernel["evidence"] for kernel in result.manifest["kernels"]} == {"executed"}
@@ -200,15 +229,19 @@ def test_quality_of_the_kernels_is_that_of_the_graph(name: str, run: Callable[[s
 @pytest.mark.parametrize("name", RECIPES)
 def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str], Run]) -> None:
     result = run(name)
-    formats = {site["site"]: Format.parse(site["format"]) for site in result.outcome.sites}
-    dense = dict(captured(result.recipe.model_source()).named_parameters())
+    formats = {site["site"]: Format.parse(site["format"]) for site in result.outcome.sites if site["format"]}
+    graph = clone_graph(captured(result.recipe.model_source()))
+    for step in result.recipe.passes:
+        if isinstance(step, FfnPrune):
+            step.plan(graph, Context())  # which makes the linears as small as they have to be
+    dense = dict(graph.named_parameters())
     shapes = {site: tuple(dense.pop(f"{site}.weight").shape) for site in formats}
     expected = sum(formats[site].packed_bytes(*shape) for site, shape in shapes.items())
     expected += sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
     stored = result.manifest["weight_bytes"]
     assert stored == pytest.approx(expected, rel=0.02)
     assert (result.bundle / "weights.safetensors").stat().st_size == pytest.approx(stored, rel=0.02)
-    for site in result.manifest["sites"]:
+    for site in filter(lambda site: site["format"], result.manifest["sites"]):
         assert site["bytes_after"] == formats[site["site"]].packed_bytes(*shapes[site["site"]])
 
 

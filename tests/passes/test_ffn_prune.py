@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.cli.contents import inspect_path
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.sites import linear_sites
@@ -21,6 +23,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
+from compressor.verify.bundle import verify_bundle
 
 SAMPLES = random_samples(97, 32)
 
@@ -96,6 +99,18 @@ def test_a_second_pass_of_the_same_name_keeps_the_records_of_the_first() -> None
     steps = [FfnPrune(ratio=0.5, targets=rf"re:model\.layers\.{layer}\.mlp") for layer in (0, 1)]
     Pipeline(steps, [VerifyStages()]).run(captured("Llama, tied"), ctx := Context(samples=SAMPLES))
     assert len({record.site for record in ctx.records}) == len(ctx.records) == 6
+
+
+def test_its_bundles_are_verified_with_biases_that_lost_rows(write_module: Callable[..., Path], tmp_path: Path) -> None:
+    graph, ctx = captured("GPT-2"), Context(samples=SAMPLES)
+    dense = weight_bytes(graph)
+    graph = Pipeline([FfnPrune(ratio=0.5), Rtn("W8A16")], [VerifyStages()]).run(graph, ctx)
+    bundle = write_module(graph, ctx, dense, tmp_path)
+    assert all(check.passed for check in verify_bundle(bundle, threads=1).checks if check.name != "signature")
+    (row,) = inspect_path(bundle)["formats"]
+    first = captured("GPT-2")
+    weights = [first.get_parameter(site.weight_name) for site in linear_sites(first)]
+    assert row["bytes_before"] == sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def test_refitting_and_a_better_choice_help() -> None:
