@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressor.formats.column_blocks import from_bits, spread, to_bits
 from compressor.formats.elements import Element
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TILED
 
@@ -138,6 +140,12 @@ def _every_byte(value: int) -> int:
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
+    if fmt.extra(ColumnBlocks) is not None:
+        kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+        for piece_rows, values in coded_rows(kept_part(packed)):
+            tiles = slice(piece_rows.start // TILE_ROWS, -(-piece_rows.stop // TILE_ROWS))
+            yield piece_rows, spread(values, kept[tiles], columns)
+        return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
@@ -151,6 +159,26 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
             continue
         scale, zero = _spread_out(scales, zeros, packed)
         yield slice(begin, end), unscaled(codes, zero, fmt).mul_(scale)
+
+
+def kept_part(packed: PackedWeight) -> PackedWeight:
+    """Return the columns that the tiles of a weight keep, as a weight [out, kept] of their own."""
+    parts = {name: part for name, part in packed.parts.items() if name != "kept"}
+    fmt, (rows, columns) = packed.format, packed.shape
+    return PackedWeight(parts, fmt.of_kept, (rows, fmt.stored_columns(columns)))
+
+
+def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: ColumnBlocks) -> PackedWeight:
+    """Return the weight [out, in] of which only some columns of each tile are stored; undone by :func:`kept_part`.
+
+    Args:
+        kept: [out, kept], the columns that are stored, as many as the format keeps of ``in_features``.
+        columns: int64 [tiles, kept], rising, which they are.
+    """
+    fmt, rows = kept.format.with_extra(blocks), kept.shape[0]
+    if columns.shape != (-(-rows // TILE_ROWS), fmt.stored_columns(in_features)):
+        raise ValueError(f"{fmt.name} of {rows} x {in_features} does not keep columns {tuple(columns.shape)}")
+    return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features)}, fmt, (rows, in_features))
 
 
 def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:

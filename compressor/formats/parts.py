@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from compressor.formats.extras import Extra, OutlierFeatures
+from compressor.formats.extras import ColumnBlocks, Extra, OutlierFeatures
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
@@ -67,13 +67,14 @@ class Part:
         name: a graph has it as the parameter ``<site>.<name>``.
         stored: (format, out_features, in_features) -> type and shape; None where the format does not have it.
         is_tiled: its first dimension is tiles of rows, or blocks of them: a piece of the weight has a piece of it.
-        timing_fill: what it holds while schedules are timed: one number, or ``even``, offsets at equal distances.
+        timing_fill: what it holds while schedules are timed: one number, or ``even``, offsets at equal distances, or
+            ``ones``, all bits.
     """
 
     name: str
     stored: Callable[[Layout, int, int], Stored | None]
     is_tiled: bool = False
-    timing_fill: Literal[0, 1, "even"] = 0
+    timing_fill: Literal[0, 1, "even", "ones"] = 0
 
 
 def _tiles(out_features: int) -> int:
@@ -135,6 +136,10 @@ def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
     return ("float16", (_tiles(rows), features.count, TILE_ROWS)) if features else None
 
 
+def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return ("uint8", (_tiles(rows), -(-columns // 64) * 8)) if fmt.extra(ColumnBlocks) else None
+
+
 PART_TABLE = (
     Part("codes", _codes, is_tiled=True),
     Part("scales", _scales, is_tiled=True, timing_fill=1),
@@ -147,6 +152,7 @@ PART_TABLE = (
     Part("outlier_values", _outlier_values),
     Part("float_columns", _float_columns),
     Part("float_values", _float_values),
+    Part("kept", _kept, is_tiled=True, timing_fill="ones"),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)
