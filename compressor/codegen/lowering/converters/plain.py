@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def scatter_value(node: fx.Node, importer: Any) -> Any:
         def element(*place: Any) -> Any:
             found = rows[place]
             for i in range(int(each)):
-                there = chosen[(*place[:-1], i)] == place[-1].astype("int64")
+                there = chosen[(*place[:-1], i)] == place[-1].astype(chosen.dtype)
                 found = tvm.tirx.Select(there, tvm.tirx.const(value, rows.dtype), found)
             return found
 
@@ -171,3 +173,21 @@ def group_norm(node: fx.Node, importer: Any) -> Any:
 def _same_symbol(one: object, other: object) -> bool:
     """Return whether both are the same symbolic number."""
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
+
+
+CONVERTERS: Mapping[str, Callable[[fx.Node, Any], Any]] = MappingProxyType(
+    {
+        "slice.Tensor": slice_rows,
+        "reshape.default": reshape,
+        "view.default": reshape,
+        "cumsum.default": running_sum,
+        "index.Tensor": index_rows,
+        "rsub.Scalar": subtract_from,
+        "select_scatter.default": put_in_place,
+        "masked_fill.Scalar": masked_fill,
+        "scatter.value": scatter_value,
+        "group_norm.default": group_norm,
+        "flatten.using_ints": flatten,
+    }
+)
+"""The converter of each operator, by its name, on all targets."""
