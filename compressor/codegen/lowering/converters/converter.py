@@ -16,10 +16,11 @@ from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.lowering.converters.experts import ExpertConverter
+from compressor.codegen.lowering.converters.indexing import index
 from compressor.codegen.lowering.converters.plain import (
     flatten,
+    full,
     group_norm,
-    index_rows,
     masked_fill,
     put_in_place,
     reshape,
@@ -66,8 +67,9 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "reshape.default": reshape,
             "view.default": reshape,
             "cumsum.default": running_sum,
-            "index.Tensor": index_rows,
+            "index.Tensor": index,
             "rsub.Scalar": subtract_from,
+            "full.default": full,
             "select_scatter.default": put_in_place,
             **self.recurrences(),
             "masked_fill.Scalar": masked_fill,

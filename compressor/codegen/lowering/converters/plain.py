@@ -121,22 +121,21 @@ def running_sum(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit_te(sums, x)
 
 
-def index_rows(node: fx.Node, importer: Any) -> Any:
-    """Emit rows picked by one index tensor; TVM's own converter reads foreign memory where an index is out of range."""
-    indices: Any = node.args[1]
-    given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
-        return importer._index_tensor(node)
-    ((axis, index),) = given
-    return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
-
-
 def subtract_from(node: fx.Node, importer: Any) -> Any:
     """Emit a number less a tensor; TVM's own converter takes a whole number for an int32."""
     x, number, *scale = importer.retrieve_args(node)
     if scale and scale[0] != 1:
         return importer._rsub(node)
     return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
+
+
+def full(node: fx.Node, importer: Any) -> Any:
+    """Emit one number everywhere; TVM's own converter fails on infinity."""
+    sizes, value = node.args
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if sizes or not isinstance(value, int | float):
+        return importer._full(node)
+    return importer.block_builder.emit(relax.const(value, dtype))
 
 
 def put_in_place(node: fx.Node, importer: Any) -> Any:
