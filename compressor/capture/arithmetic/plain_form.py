@@ -15,14 +15,11 @@ clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-
-from compressor.graph.rules import why_not
 
 _aten = torch.ops.aten
 _Call = Callable[..., fx.Node]
@@ -91,13 +88,6 @@ def _taken(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.index.Tensor, call(_aten.reshape.default, node.args[0], [-1]), [node.args[1]])
 
 
-def _narrowed(node: fx.Node, call: _Call) -> fx.Node:
-    x, axis, begin, length = node.args
-    assert isinstance(begin, int) and isinstance(length, int)
-    end = begin + length
-    return call(_aten.slice.Tensor, x, axis, begin, end if begin >= 0 or end < 0 else sys.maxsize)
-
-
 def _clamped(node: fx.Node, call: _Call) -> fx.Node:
     low, high = _bounds(node)
     limits = torch.iinfo(node.meta["val"].dtype)
@@ -130,7 +120,6 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.where.ScalarSelf: _chosen,
     _aten.where.ScalarOther: _chosen,
     _aten.take.default: _taken,
-    _aten.narrow.default: _narrowed,
     _aten.clamp.default: _clamped,
     _aten.clamp_min.default: _clamped,
     _aten.clamp_max.default: _clamped,
@@ -152,9 +141,8 @@ class OperatorForm:
         return node if node.op == "call_function" and node.target in {**_SAME, **_FORMS} else None
 
     def check(self, match: fx.Node) -> str:
-        """Ask for a part of a known size, where a part is taken."""
-        varies = match.target is _aten.narrow.default and not all(isinstance(n, int) for n in match.args[2:])
-        return why_not((varies, "it takes a part whose place varies"))
+        """Ask for nothing."""
+        return ""
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
         """Call the plain operators."""

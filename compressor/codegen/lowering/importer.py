@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from compressor.codegen.lowering.converters.indexing import picks_by_mask
+from compressor.codegen.lowering.converters.picking import picks_by_mask
 from compressor.errors import CaptureError, CompressorError, VerificationError, first_line
 from compressor.graph.provenance import module_path, source_line
 

@@ -15,8 +15,8 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.kernels.attention.cross import cross_attention
+from compressor.codegen.lowering.converters import picking
 from compressor.codegen.lowering.converters.experts import ExpertConverter
-from compressor.codegen.lowering.converters.indexing import index
 from compressor.codegen.lowering.converters.plain import (
     flatten,
     full,
@@ -67,7 +67,9 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "reshape.default": reshape,
             "view.default": reshape,
             "cumsum.default": running_sum,
-            "index.Tensor": index,
+            "index.Tensor": picking.index,
+            "select.int": picking.select,
+            "narrow.default": picking.narrow,
             "rsub.Scalar": subtract_from,
             "full.default": full,
             "select_scatter.default": put_in_place,
