@@ -98,6 +98,7 @@ class Recorder(StateRecorder):
         self.values: dict[int, Tensor] = {}
         self.attended: set[int] = set()  # layers
         self.calls: list[AttentionCall] = []
+        self.counts = True  # the cache tells how many tokens came before, from which models count positions
         self.notes: set[str] = set()  # what the user should know
 
     def is_bidirectional(self, module: str) -> bool:
@@ -111,9 +112,9 @@ class Recorder(StateRecorder):
         self.keys[layer_idx], self.values[layer_idx] = keys, values
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return zero: positions are given explicitly."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the first new token's position, int64 without dimensions: models count from it."""
+        return self.position[0] if self.counts and self.position is not None else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return zero: positions are given explicitly."""

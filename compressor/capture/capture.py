@@ -23,7 +23,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
-from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
+from compressor.capture.export import (
+    error_context,
+    example_call,
+    export_program,
+    flatten_outputs,
+    shapes_of_arguments,
+    unlift,
+)
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
@@ -309,7 +316,7 @@ def _capture_module(
         for name, t in {**tensors, **constants, **(stored or {})}.items()
     }
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo("module", name, type(module).__name__))
-    return _as_module(captured, args, dynamic_shapes, outputs)
+    return _as_module(captured, args, shapes_of_arguments(module, args, dynamic_shapes), outputs)
 
 
 def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: list[str] | None) -> GraphModule:

@@ -88,9 +88,9 @@ class DecoderProgram(nn.Module):
     Where it has recurrent layers, their states follow the caches, and the new states the new values.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, self_made: bool = False) -> None:
         super().__init__()
-        self.hf = model
+        self.hf, self.self_made = model, self_made
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -126,6 +126,7 @@ class DecoderProgram(nn.Module):
             own_positions: let the model count by itself, from the first.
         """
         assert recorder.position is not None
+        recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra |= (
             {"use_cache": False}
