@@ -67,14 +67,13 @@ class Part:
         name: a graph has it as the parameter ``<site>.<name>``.
         stored: (format, out_features, in_features) -> type and shape; None where the format does not have it.
         is_tiled: its first dimension is tiles of rows, or blocks of them: a piece of the weight has a piece of it.
-        timing_fill: what it holds while schedules are timed: one number, or ``even``, offsets at equal distances, or
-            ``ones``, all bits.
+        timing_fill: what it holds while schedules are timed: one number, or ``even``, offsets at equal distances.
     """
 
     name: str
     stored: Callable[[Layout, int, int], Stored | None]
     is_tiled: bool = False
-    timing_fill: Literal[0, 1, "even", "ones"] = 0
+    timing_fill: Literal[0, 1, 255, "even"] = 0
 
 
 def _tiles(out_features: int) -> int:
@@ -152,7 +151,7 @@ PART_TABLE = (
     Part("outlier_values", _outlier_values),
     Part("float_columns", _float_columns),
     Part("float_values", _float_values),
-    Part("kept", _kept, is_tiled=True, timing_fill="ones"),
+    Part("kept", _kept, is_tiled=True, timing_fill=255),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)
