@@ -89,6 +89,8 @@ def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
     Raises:
         CompressorError: the Hessian is not positive definite, however much it is dampened.
     """
+    if not bool(torch.isfinite(H).all()):
+        raise CompressorError("the Hessian holds NaN or inf: the site's inputs overflow on these samples")
     dead = torch.diagonal(H) <= 0
     mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
     while True:

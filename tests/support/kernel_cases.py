@@ -118,6 +118,8 @@ def product_of_kept(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | 
     kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
     weight = dequantize(kept_part(packed))
     rounded = x if fmt.activations is None else round_activations(x, fmt.activations, packed.parts.get("input_scale"))
+    if fmt.activations is not None:  # a token with NaN has no codes
+        rounded = rounded.masked_fill(x.isnan().any(-1, keepdim=True), float("nan"))
     tiles = [rounded[..., kept[t]] @ weight[16 * t : 16 * t + 16].T for t in range(len(kept))]
     y = torch.cat(tiles, dim=-1)
     return y if bias is None else y + bias
