@@ -22,7 +22,7 @@ from compressor.numerics.products.deterministic import inverse_cholesky, product
 from compressor.numerics.range_search import ChooseGrid
 
 _NEAR = 16  # columns whose errors go to one another one by one
-_MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
+MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
 
 
 def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool = False) -> Tensor:
@@ -40,7 +40,7 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool
         float32 [out, in].
     """
     H = hessian.to(torch.float64, copy=True)
-    H.diagonal().add_(_MATCH_DAMPENING * float(torch.diagonal(H).mean()))
+    H.diagonal().add_(MATCH_DAMPENING * float(torch.diagonal(H).mean()))
     R = inverse_cholesky(H)
     if R is None or not bool(torch.isfinite(cross).all()):
         return weight  # dead or non-finite inputs; gptq_quantize reports them
