@@ -16,18 +16,7 @@ from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.lowering.converters.experts import ExpertConverter
-from compressor.codegen.lowering.converters.plain import (
-    flatten,
-    group_norm,
-    index_rows,
-    masked_fill,
-    put_in_place,
-    reshape,
-    running_sum,
-    scatter_value,
-    slice_rows,
-    subtract_from,
-)
+from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.errors import VerificationError
@@ -62,18 +51,8 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
-            "slice.Tensor": slice_rows,
-            "reshape.default": reshape,
-            "view.default": reshape,
-            "cumsum.default": running_sum,
-            "index.Tensor": index_rows,
-            "rsub.Scalar": subtract_from,
-            "select_scatter.default": put_in_place,
+            **CONVERTERS,
             **self.recurrences(),
-            "masked_fill.Scalar": masked_fill,
-            "scatter.value": scatter_value,
-            "group_norm.default": group_norm,
-            "flatten.using_ints": flatten,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:

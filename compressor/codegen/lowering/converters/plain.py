@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
+from compressor.codegen.lowering.converters import picking
 from compressor.graph.matching import shape_of
 
 _UNROLLED = 16  # places of a scatter that are written out
@@ -17,21 +20,18 @@ _UNROLLED = 16  # places of a scatter that are written out
 def slice_rows(node: fx.Node, importer: Any) -> Any:
     """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
 
-    TVM's own converter infers min(S, rows), with which nothing broadcasts.
+    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S).
     """
-    given: tuple[Any, ...] = node.args
+    given: Any = node.args
     table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
     length = node.meta["val"].shape[axis]
     known = end.meta["val"] if isinstance(end, fx.Node) else None
+    whole = table.meta["val"].shape[axis]
+    if isinstance(length, int) and not isinstance(whole, int) and isinstance(begin or 0, int) and step == 1:
+        return picking.rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
     if begin or step != 1 or not _same_symbol(length, known):
         return importer._slice(node)
-
-    def first(x: Any) -> Any:
-        shape = list(x.shape)
-        shape[axis] = importer.env[end]
-        return te.compute(shape, lambda *index: x[index], "first")
-
-    return importer.block_builder.emit_te(first, importer.env[table])
+    return picking.rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
 
 
 def reshape(node: fx.Node, importer: Any) -> Any:
@@ -63,7 +63,7 @@ def scatter_value(node: fx.Node, importer: Any) -> Any:
         def element(*place: Any) -> Any:
             found = rows[place]
             for i in range(int(each)):
-                there = chosen[(*place[:-1], i)] == place[-1].astype("int64")
+                there = chosen[(*place[:-1], i)] == place[-1].astype(chosen.dtype)
                 found = tvm.tirx.Select(there, tvm.tirx.const(value, rows.dtype), found)
             return found
 
@@ -121,21 +121,17 @@ def running_sum(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit_te(sums, x)
 
 
-def index_rows(node: fx.Node, importer: Any) -> Any:
-    """Emit rows picked by one index tensor; TVM's own converter reads foreign memory where an index is out of range."""
-    indices: Any = node.args[1]
-    given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
-        return importer._index_tensor(node)
-    ((axis, index),) = given
-    return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
-
-
 def subtract_from(node: fx.Node, importer: Any) -> Any:
     """Emit a number less a tensor; TVM's own converter takes a whole number for an int32."""
     x, number, *scale = importer.retrieve_args(node)
     if scale and scale[0] != 1:
         return importer._rsub(node)
+    if not isinstance(number, int | float):  # a size that varies
+
+        def difference(given: Any, size: Any) -> Any:
+            return te.compute(given.shape, lambda *at: tvm.tirx.Cast(given.dtype, size) - given[at], "difference")
+
+        return importer.block_builder.emit_te(difference, x, number)
     return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
 
 
@@ -171,3 +167,23 @@ def group_norm(node: fx.Node, importer: Any) -> Any:
 def _same_symbol(one: object, other: object) -> bool:
     """Return whether both are the same symbolic number."""
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
+
+
+CONVERTERS: Mapping[str, Callable[[fx.Node, Any], Any]] = MappingProxyType(
+    {
+        "slice.Tensor": slice_rows,
+        "reshape.default": reshape,
+        "view.default": reshape,
+        "cumsum.default": running_sum,
+        "index.Tensor": picking.index,
+        "select.int": picking.select,
+        "narrow.default": picking.narrow,
+        "rsub.Scalar": subtract_from,
+        "select_scatter.default": put_in_place,
+        "masked_fill.Scalar": masked_fill,
+        "scatter.value": scatter_value,
+        "group_norm.default": group_norm,
+        "flatten.using_ints": flatten,
+    }
+)
+"""The converter of each operator, by its name, on all targets."""
