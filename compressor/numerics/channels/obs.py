@@ -1,7 +1,7 @@
 """GPTQ of depthwise convolutions: each row of the weight reads inputs of its own, and has a Hessian of its own.
 
-The arithmetic is that of :mod:`compressor.numerics.obs` for all channels at once.  Matrices are as small as the kernel has
-taps, so the inverse is updated column by column as in Optimal Brain Quantization (Frantar and Alistarh 2022, arXiv
+The arithmetic is that of :mod:`compressor.numerics.obs` for all channels at once.  Matrices are as small as the kernel
+has taps, so the inverse is updated column by column as in Optimal Brain Quantization (Frantar and Alistarh 2022, arXiv
 2208.11580, eq. 4), which gives the numbers of the Cholesky form.  All of it is element-wise: bits do not depend on
 the number of threads.
 """
@@ -32,6 +32,7 @@ class ChannelInfo:
         rtn_error: the error of round to nearest.
         nearest: channels that are rounded to nearest, since GPTQ had no smaller error.
         dead_taps: taps that read zeros alone in all samples.
+        notes: whatever of it the user should know.
     """
 
     error: float
@@ -39,13 +40,23 @@ class ChannelInfo:
     nearest: int
     dead_taps: int
 
+    @property
+    def notes(self) -> list[str]:
+        """Say what is unusual."""
+        notes = []
+        if self.nearest:
+            notes.append(f"{self.nearest} channels rounded to nearest: GPTQ had no smaller error")
+        if self.dead_taps:
+            notes.append(f"{self.dead_taps} taps are zero in all samples")
+        return notes
+
 
 def quantize_channels(
     weight: Tensor, hessian: Tensor, fmt: Format, *, actorder: bool, dampening_frac: float, observer: Observer
 ) -> tuple[PackedWeight, ChannelInfo]:
     """Quantise tap after tap, spreading the error of each over the taps after it, for each channel on its own.
 
-    Ranges are chosen by the error of the weight unless ``observer`` is ``minmax``; grids are those of the original weight.
+    Grids are those of the original weight; ranges are chosen by its error unless ``observer`` is ``minmax``.
 
     Args:
         weight: float [channels, taps].

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize, unpack
-from compressor.numerics.channel_obs import match_dense_channels, quantize_channels
+from compressor.numerics.channels.obs import match_dense_channels, quantize_channels
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import match_dense
 from compressor.passes.gptq import gptq_quantize
@@ -48,7 +48,7 @@ def test_nearly_the_best_of_all_codes() -> None:
     """Of three taps, all codes of W2 on the same grid can be tried."""
     weight, hessian, _ = problem(40, 3, seed=1)
     fmt = Format.parse("W2A16_C")
-    packed, info = quantize_channels(weight, hessian, fmt, actorder=True, dampening_frac=0.001, observer="minmax")
+    _, info = quantize_channels(weight, hessian, fmt, actorder=True, dampening_frac=0.001, observer="minmax")
     _, scales, _ = unpack(rtn_quantize(weight, fmt))
     tried = torch.tensor(list(itertools.product(range(4), repeat=3))) - fmt.zero_point
     d = weight[:, None].double() - scales[:, :1, None].double() * tried
