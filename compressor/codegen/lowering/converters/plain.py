@@ -135,6 +135,15 @@ def subtract_from(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
 
 
+def full(node: fx.Node, importer: Any) -> Any:
+    """Emit one number everywhere; TVM's own converter fails on infinity."""
+    sizes, value = node.args
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if sizes or not isinstance(value, int | float):
+        return importer._full(node)
+    return importer.block_builder.emit(relax.const(value, dtype))
+
+
 def put_in_place(node: fx.Node, importer: Any) -> Any:
     """Emit a tensor with another in one place of a dimension of fixed size, which TVM's own converters lack."""
     x, part, axis, place = importer.retrieve_args(node)
@@ -179,6 +188,7 @@ CONVERTERS: Mapping[str, Callable[[fx.Node, Any], Any]] = MappingProxyType(
         "select.int": picking.select,
         "narrow.default": picking.narrow,
         "rsub.Scalar": subtract_from,
+        "full.default": full,
         "select_scatter.default": put_in_place,
         "masked_fill.Scalar": masked_fill,
         "scatter.value": scatter_value,
