@@ -108,7 +108,7 @@ class Pruning:
             rounded = round_all(weight, hessian, dense, self.dampening_frac)
             other = float(quadratic(weight.double() - dequantize(rounded), hessian)) / norm
             if other < error:
-                notes.append(f"{_BETTER} {dense.name}, which takes no more bytes: {other:.2g}")
+                notes.append(f"{_BETTER} {dense.name}, which takes no more bytes")
         return Quantized(packed, error, None, notes)
 
     def plan(
