@@ -214,8 +214,6 @@ def _attend(
         return out, None
     if isinstance(attention_mask, Tensor):
         raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
-    if position_bias is not None:
-        raise CaptureError(f"{name} adds biases to its scores, for which cached_attention has no rule")
     layer = getattr(module, "layer_idx", None)
     if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
@@ -234,7 +232,8 @@ def _attend(
     else:
         k_cache, v_cache = recorder.k_cache[layer], recorder.v_cache[layer]
     args = (query, key, value, k_cache, v_cache, recorder.position, scale, rule.window, softcap or 0.0, s_aux)
-    out = torch.ops.compressor.cached_attention(*args, rule.chunk, None)
+    # Biases for pairs of new tokens: capture/recognition/distances.py puts those of distances in their place.
+    out = torch.ops.compressor.cached_attention(*args, rule.chunk, None, position_bias)
     return out if width == out.shape[-1] else out[..., :width], None
 
 

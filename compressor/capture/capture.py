@@ -36,6 +36,8 @@ from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
+from compressor.capture.recognition.distances import replace_pair_biases
+from compressor.capture.recognition.evaluator import Evaluator
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.recurrence.decays import store_decays
@@ -171,6 +173,9 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     check_numbers(graph, meta_model.name)
     check_experts(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
+    if probed is not None and meta_model.kind in ("decoder", "seq2seq"):
+        with error_context(None, meta_model.name):
+            constants |= replace_pair_biases(graph, Evaluator({}, {**buffers, **constants}.get))
     if probed is not None and probed.self_made:
         with error_context(None, meta_model.name):
             constants |= recognize(graph, info, {**buffers, **constants}.get)
@@ -197,7 +202,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
-    captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
+    captured.meta["notes"] = [*meta_model.notes, *probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
 

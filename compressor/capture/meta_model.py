@@ -33,6 +33,7 @@ from compressor.capture.attention import (
 )
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.checkpoints.ties import untie
 from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
@@ -69,6 +70,7 @@ class MetaModel:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     generation: Mapping[str, Any] = field(default_factory=dict)  # settings, by transformers' names
+    notes: tuple[str, ...] = ()  # what the user should know
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -196,8 +198,8 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     source = renamed_source(checkpoint.source, built)
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    sha256 = checkpoint.config_sha256
-    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings)
+    sha256, notes = checkpoint.config_sha256, untie(built, source)
+    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings, notes)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -213,7 +215,8 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
     source, name = module_source(whole), type(model).__name__
-    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, _generation(model))
+    settings, notes = _generation(model), untie(built, source)
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, settings, notes)
 
 
 def _generation(model: PreTrainedModel) -> dict[str, Any]:
