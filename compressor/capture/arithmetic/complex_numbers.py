@@ -66,7 +66,7 @@ class RealParts:
         unknown = [x.name for x in match.all_input_nodes if _is_complex(x) and x not in self._parts]
         odd = match.target in _SUMS and match.kwargs.get("alpha", 1) != 1
         known = match.target in {*_OPERATORS, *_OF_EACH_PART, *_CASTS}
-        by_complex = match.target is _aten.div.Tensor and _is_complex(match.args[1])
+        by_complex: bool = match.target is _aten.div.Tensor and _is_complex(match.args[1])
         return why_not(
             (bool(unknown), f"the parts of {', '.join(unknown)} are not known"),
             (not known or odd or by_complex, f"{match.target} on complex numbers is not known"),
@@ -84,7 +84,8 @@ class RealParts:
                 made.meta = {**match.meta, "val": target(*values[0], **values[1])}
             return made
 
-        args = [self._parts.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in match.args]
+        args: list[Any] = [self._parts.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in match.args]
+        found: Any
         if match.target in _CASTS:
             found = args[0]
         elif match.target in _OF_EACH_PART:
@@ -95,12 +96,12 @@ class RealParts:
             self._parts[match] = found
             return match
         match.replace_all_uses_with(found)
-        return found
+        return found  # type: ignore[no-any-return]
 
 
 def _is_complex(x: Any) -> bool:
     value = x.meta.get("val") if isinstance(x, fx.Node) else None
-    return isinstance(value, Tensor) and value.is_complex()
+    return isinstance(value, Tensor) and bool(value.is_complex())
 
 
 def _polar(call: _Call, size: fx.Node, angle: fx.Node) -> _Parts:
