@@ -150,7 +150,7 @@ def test_classes_are_numbered_as_the_model_does() -> None:
     (lambda name: None if name == "dog" else 0, {}, "row 8: no label in 'label'"),
     (str, {"label": "kind"}, "no label in 'kind'; the fields are image, label"),
     (str, {"field": "picture"}, "no pictures in field 'picture'; the fields are image, label"),
-    (str, {"field": "label"}, "holds no picture's bytes, but 'bird'"),
+    (str, {"field": "label"}, "holds no bytes of a file, but 'bird'"),
     (str, {"tokens": 50}, "evaluation: `tokens` has no meaning: Net is calibrated and evaluated on images"),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused(
