@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
-from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
 from compressor.capture.files import check_path
@@ -68,7 +68,7 @@ def capture(
             f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
-            (:mod:`compressor.capture.convolutions`).
+            (:mod:`compressor.capture.convolution`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
     memory-mapped (or shared with the module given: do not write to them); other parameters are float32.  Weights of a

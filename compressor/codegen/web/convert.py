@@ -15,7 +15,8 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.lowering.converters.plain import index_rows, slice_rows
+from compressor.codegen.lowering.converters import picking
+from compressor.codegen.lowering.converters.plain import slice_rows
 from compressor.codegen.web.kernel import Kernel
 from compressor.codegen.web.kernels import activations, attention, dense_linear, embedding, norm, packed_linear
 from compressor.errors import UsageError
@@ -83,7 +84,9 @@ class WebConverter:
             "packed_embedding.default": self._packed_embedding,
             "slice.Tensor": slice_rows,
             "split.Tensor": _split,
-            "index.Tensor": index_rows,
+            "index.Tensor": picking.index,
+            "select.int": picking.select,
+            "narrow.default": picking.narrow,
             **{name: _refused for name in _ABSENT},
         }
 

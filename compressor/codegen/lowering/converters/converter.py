@@ -15,11 +15,11 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.kernels.attention.cross import cross_attention
+from compressor.codegen.lowering.converters import picking
 from compressor.codegen.lowering.converters.experts import ExpertConverter
 from compressor.codegen.lowering.converters.plain import (
     flatten,
     group_norm,
-    index_rows,
     masked_fill,
     put_in_place,
     reshape,
@@ -66,7 +66,9 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "reshape.default": reshape,
             "view.default": reshape,
             "cumsum.default": running_sum,
-            "index.Tensor": index_rows,
+            "index.Tensor": picking.index,
+            "select.int": picking.select,
+            "narrow.default": picking.narrow,
             "rsub.Scalar": subtract_from,
             "select_scatter.default": put_in_place,
             **self.recurrences(),
