@@ -184,6 +184,6 @@ def test_text_models_refuse_keys_of_images(tmp_path: Path) -> None:
     text = ModelInfo("decoder", "Llama", "Llama")
     with pytest.raises(UsageError, match="evaluation: `mean` has no meaning: Llama is calibrated"):
         load_data(recipe(evaluation={"parquet": "rows.parquet", "mean": 0.5}), text)
-    with pytest.raises(RecipeError, match="`limit` has no meaning without images or parquet or hub"):
+    with pytest.raises(RecipeError, match="`limit` has no meaning without images or audio or parquet or hub"):
         recipe(evaluation={"text": "a.txt", "limit": 5})
     assert PREPROCESSOR["size"]["height"] == SIDE
