@@ -66,8 +66,7 @@ from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, OutlierFeatures, Outliers
-from compressor.formats.names import Terms, read_name, write_name
-from compressor.formats.presets import PRESETS
+from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
 from compressor.formats.weights import (
     BitPlanes,
@@ -81,7 +80,6 @@ from compressor.formats.weights import (
     ScaleType,
     StandardScales,
     Strategy,
-    TensorScale,
     Weights,
 )
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats.column_blocks import from_bits, spread, to_bits
 from compressor.formats.elements import Element
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
@@ -142,9 +141,8 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     fmt, (rows, columns) = packed.format, packed.shape
     if fmt.extra(ColumnBlocks) is not None:
         kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
-        for piece_rows, values in coded_rows(kept_part(packed)):
-            tiles = slice(piece_rows.start // TILE_ROWS, -(-piece_rows.stop // TILE_ROWS))
-            yield piece_rows, spread(values, kept[tiles], columns)
+        for which, values in coded_rows(kept_part(packed)):
+            yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
         return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
@@ -286,3 +284,35 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
         for part, (kind, shape) in fmt.parts(rows, columns).items()
     }
     return PackedWeight(parts, fmt, (rows, columns))
+
+
+def to_bits(columns: Tensor, in_features: int) -> Tensor:
+    """Return a bit for each column: int64 [tiles, kept] -> uint8 [tiles, 8 * ceil(in / 64)]."""
+    flags = torch.zeros(len(columns), in_features, dtype=torch.uint8).scatter_(1, columns, 1)
+    octets = pad(flags, (0, -in_features % 64)).view(len(columns), -1, 8)
+    return (octets << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def from_bits(bits: Tensor, kept: int) -> Tensor:
+    """Undo :func:`to_bits`: the columns rise.  No size depends on data, so that operators can be followed without any.
+
+    Returns:
+        int64 [tiles, kept].
+    """
+    flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    first = (1 - flags.flatten(1).to(torch.int8)).argsort(dim=1, stable=True)
+    return first[:, :kept]
+
+
+def put_columns(values: Tensor, columns: Tensor, in_features: int) -> Tensor:
+    """Put kept columns where they belong, with zeros between them.
+
+    Args:
+        values: float [rows, kept], rows of whole tiles of 16 but for the last.
+        columns: int64 [tiles, kept].
+    Returns:
+        float [rows, in].
+    """
+    tiles = columns[: -(-len(values) // TILE_ROWS)]  # those behind are of rows behind
+    places = tiles.repeat_interleave(TILE_ROWS, dim=0)[: len(values)]
+    return values.new_zeros(len(values), in_features).scatter(1, places, values)

@@ -1,8 +1,8 @@
 """Choose blocks of 16 rows by one column to leave out, refit the others, and round them.
 
 Symbols: W the weight [out, in], H = 2 / n X^T X of its inputs, R upper with (H + D)^-1 = R^T R, S the columns that a
-tile of 16 rows keeps.  The loss is tr((W - Q) H (W - Q)^T).  For one tile, with W' the least squares solution on S, it is
-that of W' plus tr((W' - Q_S) H_SS (W' - Q_S)^T): rounding the columns that are kept by GPTQ on H_SS is exact.
+tile of 16 rows keeps.  The loss is tr((W - Q) H (W - Q)^T).  For one tile, with W' the least squares solution on S, it
+is that of W' plus tr((W' - Q_S) H_SS (W' - Q_S)^T): rounding the columns that are kept by GPTQ on H_SS is exact.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _largest(values: Tensor, count: int) -> Tensor:
 def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) -> Tensor:
     """Return the columns of each tile that SparseGPT keeps, rising: int64 [tiles, count].
 
-    Columns are gone through in blocks (Frantar and Alistarh 2023, arXiv 2301.00774, algorithm 1).  Where one begins, the
-    columns whose loss W^2 / diag(R)^2 is smallest are given up, and later columns make up for them.  A loss is added up
-    over the 16 rows of a tile.  How many of a block a tile gives up is not the same for all blocks, as it is there: it
-    follows from the losses W^2 / [H^-1]_jj of the whole tile before any column is given up.
+    Columns are gone through in blocks (Frantar and Alistarh 2023, arXiv 2301.00774, algorithm 1).  Where one begins,
+    the columns whose loss W^2 / diag(R)^2 is smallest are given up, and later columns make up for them.  A loss is
+    added up over the 16 rows of a tile.  How many of a block a tile gives up is not the same for all blocks, as it is
+    there: it follows from the losses W^2 / [H^-1]_jj of the whole tile before any column is given up.
 
     Args:
         weight: float [out, in].

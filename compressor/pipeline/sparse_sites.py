@@ -1,4 +1,4 @@
-"""Steps of passes that leave out blocks of weights: check the format, prune on samples, compare at equal bytes, plan."""
+"""Steps of passes that leave out blocks: check the format, prune on samples, compare at equal bytes, plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.formats.weights import GroupScales, Integers
-from compressor.numerics.block_sparsity import dampened_factor, round_all, round_kept
+from compressor.numerics.block_sparsity import round_all, round_kept
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
@@ -71,9 +71,7 @@ class Pruning:
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self.name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
 
-    def sites(
-        self, graph: GraphModule, targets: str | Sequence[str], ignore: str | Sequence[str]
-    ) -> dict[str, Format]:
+    def sites(self, graph: GraphModule, targets: str | Sequence[str], ignore: str | Sequence[str]) -> dict[str, Format]:
         """Return the formats of the linears that are pruned."""
         found = choose_sites(graph, self.name, self.format.of_kept, targets, ignore)
         return {site.name: self.format for site in found}
@@ -89,8 +87,8 @@ class Pruning:
         worse = sum(_BETTER in (record.note or "") for record in ctx.records[begin:])
         if worse:
             ctx.notes.append(
-                f"{self.name}: {worse} of {len(formats)} linears would have smaller errors in a dense format of no more "
-                "bytes (see the notes of the linears); at this sparsity fewer bits pay more than zeros"
+                f"{self.name}: {worse} of {len(formats)} linears would have smaller errors in a dense format of no "
+                "more bytes (see the notes of the linears); at this sparsity fewer bits pay more than zeros"
             )
         graph.recompile()
         return graph
@@ -111,9 +109,7 @@ class Pruning:
                 notes.append(f"{_BETTER} {dense.name}, which takes no more bytes")
         return Quantized(packed, error, None, notes)
 
-    def plan(
-        self, graph: GraphModule, targets: str | Sequence[str], ignore: str | Sequence[str]
-    ) -> list[SitePlan]:
+    def plan(self, graph: GraphModule, targets: str | Sequence[str], ignore: str | Sequence[str]) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
         formats = self.sites(graph, targets, ignore)
         return plan_sites(graph, formats, ignore, pruning_work, pruning_bytes, CalibrationNeeds(True, True))
@@ -138,15 +134,17 @@ def pruning_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of pruning a weight and of rounding it, whole and tile by tile."""
     kept, tiles = fmt.stored_columns(columns), -(-rows // 16)
     work = Counter(observer_work(rows, columns, fmt.of_kept, "mse"))
-    work.update({
-        "factor64_flop": 4 / 3 * (2 * columns**3 + tiles * kept**3),
-        "matmul64_flop": 2 * rows * columns * ((2 + 3 * half_product(columns)) * columns + 3 * kept),
-        "matmul_flop": 6 * rows * columns * columns,
-        "stream_byte": 8 * (8 * columns**2 + 12 * rows * columns + 6 * tiles * kept**2),
-        "rtn_element": 2 * rows * columns,
-        "dequantize_element": 3 * rows * columns,
-        "sweep_element": 3 * rows * columns,
-    })
+    work.update(
+        {
+            "factor64_flop": 4 / 3 * (2 * columns**3 + tiles * kept**3),
+            "matmul64_flop": 2 * rows * columns * ((2 + 3 * half_product(columns)) * columns + 3 * kept),
+            "matmul_flop": 6 * rows * columns * columns,
+            "stream_byte": 8 * (8 * columns**2 + 12 * rows * columns + 6 * tiles * kept**2),
+            "rtn_element": 2 * rows * columns,
+            "dequantize_element": 3 * rows * columns,
+            "sweep_element": 3 * rows * columns,
+        }
+    )
     return work
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from kernel_cases import random_packed
 
 from compressor.errors import UsageError
-from compressor.formats.column_blocks import from_bits, to_bits
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
-from compressor.formats.packing import dequantize, kept_part, leave_out
+from compressor.formats.packing import dequantize, from_bits, kept_part, leave_out, to_bits
 
 NAMES = ["W8A8_B16x1@80", "W4A16_G32_B16x1@50", "W3A8_ASYM_G64_B16x1@12.5", "NF4_G64_B16x1@99", "LUT3_B16x1@70"]
 
@@ -43,7 +42,9 @@ def test_what_is_left_out_is_zero_and_the_rest_exact(name: str, rows: int, colum
     assert torch.equal(dense, expected)
 
 
-@pytest.mark.parametrize(("percent", "columns", "kept"), [(80, 100, 20), (80, 7, 4), (99, 64, 4), (50, 3, 3), (1, 8, 8)])
+@pytest.mark.parametrize(
+    ("percent", "columns", "kept"), [(80, 100, 20), (80, 7, 4), (99, 64, 4), (50, 3, 3), (1, 8, 8)]
+)
 def test_as_many_columns_are_kept_as_fill_chunks(percent: float, columns: int, kept: int) -> None:
     assert Format.parse(f"W8A8_B16x1@{percent}").stored_columns(columns) == kept
 

@@ -40,7 +40,9 @@ def test_the_largest_blocks_of_each_tile(rows: int, columns: int, by_inputs: boo
     count = max(1, columns // 3)
     kept = largest_blocks(weight, hessian if by_inputs else None, count)
     for tile, part in enumerate(weight.split(16)):
-        size = [float(sum(w**2 for w in part[:, c])) * (float(hessian[c, c]) if by_inputs else 1) for c in range(columns)]
+        size = [
+            float(sum(w**2 for w in part[:, c])) * (float(hessian[c, c]) if by_inputs else 1) for c in range(columns)
+        ]
         assert sorted(range(columns), key=lambda c: -size[c])[:count] == pytest.approx(
             sorted(kept[tile].tolist(), key=lambda c: -size[c])
         )
@@ -102,9 +104,10 @@ def test_what_is_stored_is_near_the_refitted_weight(name: str) -> None:
     dense = dequantize(packed)
     mask = torch.zeros(3, 96, dtype=torch.bool).scatter_(1, kept, True).repeat_interleave(16, dim=0)[:37]
     assert not bool(dense[~mask].any()) and packed.nbytes == fmt.packed_bytes(37, 96)
+    H = hessian.double()
     exact = torch.cat([
-        refitted(rows.double(), hessian.double(), columns, dampened_factor(hessian.double()[columns][:, columns], 0.01)[0])
-        for rows, columns in zip(weight.split(16), kept, strict=True)
+        refitted(rows, H, columns, dampened_factor(H[columns][:, columns], 0.01)[0])
+        for rows, columns in zip(weight.double().split(16), kept, strict=True)
     ])  # fmt: skip
     whole = torch.zeros(37, 96, dtype=torch.float64).masked_scatter_(mask, exact)
     floor, got = loss(weight, whole, hessian), loss(weight, dense, hessian)

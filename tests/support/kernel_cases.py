@@ -23,11 +23,10 @@ from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
-from compressor.formats.column_blocks import from_bits
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, pack
+from compressor.formats.packing import PackedWeight, dequantize, from_bits, kept_part, leave_out, pack
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states
@@ -114,7 +113,7 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
 
 def product_of_kept(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute a linear tile by tile on the columns that it keeps: what is left out is not read, NaN or not."""
-    fmt, (rows, columns) = packed.format, packed.shape
+    fmt, columns = packed.format, packed.shape[1]
     kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
     weight = dequantize(kept_part(packed))
     rounded = x if fmt.activations is None else round_activations(x, fmt.activations, packed.parts.get("input_scale"))

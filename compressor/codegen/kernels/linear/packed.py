@@ -205,7 +205,9 @@ def fused_linear(
         operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
         # Of floats, AMX takes two in bfloat16.
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
-        sums = T.alloc_buffer((slots, shape.given.groups), "int32" if integer else "float32")  # of each group's activations
+        sums = T.alloc_buffer(
+            (slots, shape.given.groups), "int32" if integer else "float32"
+        )  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, body.act_groups), "float32")
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
@@ -296,7 +298,7 @@ def vector_block(shape: Shape, store: Any) -> Any:
         sums = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, groups), shape.kind) if gathers else at.sums)
         m = T.meta_var(T.int64(0) if gathers else m0)
         if gathers:
-            squeeze(a, sums, at.a, weight.parts, first, m0, n_tokens, n_tiles)
+            squeeze(a, sums, at.a, weight.parts, first, m0, n_tokens, n_tiles)  # type: ignore[misc]
         body.clear(out, n_tokens, n_tiles)
         for g in range(groups):
             body.start_group(acc, sums, zeros, first, m, g, n_tokens, n_tiles)

@@ -63,13 +63,13 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
 
 def _step(integer: bool, width: int, isa: Isa) -> Any:
     """Make a macro that squeezes ``width`` columns."""
-    word_type = f"uint{width}"
+    word_type, squeeze, squeeze_bytes = f"uint{width}", isa.squeeze, isa.squeeze_bytes
 
     @T.inline
     def by_bytes(picked, a, word, t, n, m, step, fill):
         mask = T.meta_var(T.reinterpret(word, dtype=word_type))
         values = T.meta_var(a[m, T.ramp(step * width, 1, width)])
-        picked[t, n, T.ramp(fill[0], 1, width)] = isa.squeeze_bytes(values, mask)
+        picked[t, n, T.ramp(fill[0], 1, width)] = squeeze_bytes(values, mask)  # type: ignore[misc]
         fill[0] = fill[0] + T.Cast("int64", T.popcount(mask))
 
     @T.inline
@@ -77,11 +77,9 @@ def _step(integer: bool, width: int, isa: Isa) -> Any:
         mask = T.meta_var(T.reinterpret(word, dtype=word_type))
         values = T.meta_var(a[m, T.ramp(step * width, 1, width)])
         wide = T.meta_var(T.reinterpret(T.Cast("int32x16", values) if integer else values, dtype="int32x16"))
-        squeezed = T.meta_var(isa.squeeze(wide, mask))
+        squeezed = T.meta_var(squeeze(wide, mask))  # type: ignore[misc]
         there = T.meta_var(T.ramp(fill[0], 1, width))
-        picked[t, n, there] = (
-            T.Cast("int8x16", squeezed) if integer else T.reinterpret(squeezed, dtype="float32x16")
-        )
+        picked[t, n, there] = T.Cast("int8x16", squeezed) if integer else T.reinterpret(squeezed, dtype="float32x16")
         fill[0] = fill[0] + T.Cast("int64", T.popcount(mask))
 
     @T.inline
