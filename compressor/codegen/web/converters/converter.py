@@ -56,6 +56,7 @@ class WebConverter(LinearCalls):
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
+            "select.int": _select,
             "split.Tensor": _split,
             "split_with_sizes.default": _split,
             **{name: _refused for name in _ABSENT},
@@ -106,7 +107,9 @@ class WebConverter(LinearCalls):
         q, k, v, mask, scale = importer.retrieve_args(node)[:5]  # what comes after is refused by why_unsupported
         batch, heads, length, width = q.ty.shape
         kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale))
-        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2]])
+        if mask is None:
+            mask = importer.block_builder.emit(relax.op.ones([batch, k.ty.shape[2]], "float32"))
+        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2], shapes[1][2]])
         out = relax.TensorType([batch, length, heads, width], "float32")
         return self.call(importer, kernels[0].name, [dispatch], [q, k, v, mask], out)
 
@@ -130,6 +133,15 @@ class WebConverter(LinearCalls):
         return self.call(
             importer, kernel.name, [dispatch], operands, relax.TensorType([*ids.ty.shape, width], "float32")
         )
+
+
+def _select(node: fx.Node, importer: Any) -> Any:
+    """Convert a place of a dimension to a slice: TVM's own converter takes it with an index of 64 bits."""
+    x, axis, place = importer.retrieve_args(node)
+    if not isinstance(place, int) or place < 0:
+        return importer._select(node)
+    emit, axis = importer.block_builder.emit, axis % len(x.ty.shape)
+    return emit(relax.op.squeeze(emit(relax.op.strided_slice(x, [axis], [place], [place + 1])), [axis]))
 
 
 def _split(node: fx.Node, importer: Any) -> Any:
