@@ -19,6 +19,7 @@ from compressor.graph.caches import empty_caches, empty_states
 from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, source_node
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
+from compressor.graph.sites import is_parameter
 from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.progress import Reporter
@@ -105,8 +106,9 @@ class SegmentRunner:
 
     def release(self, segment: Segment) -> None:
         """Give back the memory of the segment's mapped weights."""
-        names = {source.target for node in segment.nodes for source in node.all_input_nodes if source.op == "get_attr"}
-        release(self.graph.get_parameter(str(name)) for name in names if _is_parameter(self.graph, str(name)))
+        read = {source for node in segment.nodes for source in node.all_input_nodes}
+        names = {str(source.target) for source in read if is_parameter(self.graph, source)}
+        release(self.graph.get_parameter(name) for name in names)
         trim()
 
     @torch.no_grad()
@@ -231,11 +233,6 @@ def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> It
     for i in range(len(stream.batches)):
         yield stream.values(last, i, [output])[0]  # type: ignore[list-item]
     stream.release(last)
-
-
-def _is_parameter(graph: GraphModule, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    return leaf in graph.get_submodule(path)._parameters
 
 
 def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.graph.folding import CannotFold
 from compressor.graph.provenance import describe
-from compressor.graph.sites import Site, linear_sites
+from compressor.graph.sites import Site, is_parameter, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _LAYER_NORM, _RMS_NORM = _ATEN.layer_norm.default, _OPS.rms_norm.default
@@ -175,6 +175,8 @@ class _Reading:
             return "it is not the output of a linear or an embedding"
         if len(table.users) > 1:
             return f"{table.target} is tied"
+        if not is_parameter(self.graph, table):
+            return f"{table.target} is a constant of the model"
         if (dtype := self.graph.get_parameter(table.target).dtype) != torch.float32:
             return f"{table.target} is stored as {str(dtype).removeprefix('torch.')}"
         self.tables.append(table.target)

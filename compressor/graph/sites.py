@@ -70,7 +70,7 @@ def weight_sites(graph: GraphModule) -> list[Site]:
         if node.target in PACKED_FORM.values():  # counts among the calls of its module, so that names stay as they are
             called = node.args[1][0].target.removesuffix(".codes").partition("@")[0]
             seen[called] = seen.get(called, 0) + 1
-        if node.op != "call_function" or node.target not in PACKED_FORM or not _is_attribute(node.args[1]):
+        if node.op != "call_function" or node.target not in PACKED_FORM or not is_parameter(graph, node.args[1]):
             continue
         args: Any = node.args
         x, weight, bias = args
@@ -84,7 +84,7 @@ def weight_sites(graph: GraphModule) -> list[Site]:
                 input=x,
                 module_class=ROUTER if node in routers else module_class,
                 weight_name=weight.target,
-                bias_name=bias.target if _is_attribute(bias) else None,
+                bias_name=bias.target if is_parameter(graph, bias) else None,
                 in_features=in_features,
                 out_features=out_features,
                 tied=len(weight.users) > 1,
@@ -125,9 +125,17 @@ def packed_weight_sites(graph: GraphModule) -> list[Site]:
         owner_name, module_class = _owner(node, f"{name}.weight")
         if any(user.target is _LOOKED_UP for user in codes.users):
             name = owner_name  # the codes are named after the table
-        bias_name = bias.target if _is_attribute(bias) else None
+        bias_name = bias.target if is_parameter(graph, bias) else None
         sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
     return sites
+
+
+def is_parameter(graph: GraphModule, node: Any) -> bool:
+    """Return whether a node reads a parameter, not a buffer: constants that a model computes with are not packed."""
+    if not _is_attribute(node):
+        return False
+    path, _, leaf = node.target.rpartition(".")
+    return leaf in graph.get_submodule(path)._parameters
 
 
 def _is_attribute(node: Any) -> bool:

@@ -6,8 +6,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from compressor.capture.capture import capture
+from compressor.export.facts import weight_bytes_per_token
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
+from compressor.graph.kinds.tables import embedding_tables, rows_of_tables
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
 from compressor.graph.segments import segments, shared_nodes
@@ -238,3 +240,24 @@ def test_a_twin_shares_parameters_and_keeps_its_own_nodes(name: str) -> None:
     assert not torch.equal(graph(*args)[0], expected)
     assert torch.equal(other(*args)[0], expected)
     assert other.code == before and site.weight_name in dict(other.named_parameters())
+
+
+def test_constants_are_neither_sites_nor_tables() -> None:
+    """A model may look rows up in a buffer, and multiply by one."""
+
+    class Constants(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(10, 16))
+            self.register_buffer("turn", torch.randn(16, 16))
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = self.linear(nn.functional.embedding(ids, self.table))
+            return nn.functional.linear(rows, self.turn)
+
+    graph = capture(nn.Sequential(Constants()), (torch.zeros(2, 5, dtype=torch.int64),))
+    assert [site.name for site in linear_sites(graph)] == ["0.linear"]
+    assert embedding_tables(graph) == []
+    assert rows_of_tables(graph) == {"0.table": 10}
+    assert weight_bytes_per_token(graph) == 4 * 16 * 17

@@ -172,9 +172,13 @@ def _make_narrow(graph: torch.fx.Graph) -> None:
     """Make integers that the graph creates int32: WGSL has no wider ones."""
     for node in graph.nodes:
         value = node.meta.get("val")
-        makes = node.op == "call_function" and any(argument.name == "dtype" for argument in _arguments(node.target))
-        if makes and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            node.kwargs = {**node.kwargs, "dtype": torch.int32}
+        names = [argument.name for argument in _arguments(node.target)] if node.op == "call_function" else []
+        if "dtype" in names and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+            place = names.index("dtype")
+            if place < len(node.args):
+                node.args = (*node.args[:place], torch.int32, *node.args[place + 1 :])
+            else:
+                node.kwargs = {**node.kwargs, "dtype": torch.int32}
 
 
 def _arguments(target: Any) -> Any:

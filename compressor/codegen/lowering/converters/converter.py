@@ -77,20 +77,25 @@ class Converter(ExpertConverter, RecurrenceConverter):
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes = _filled(
-            importer.retrieve_args(node), 10, (0, None)
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes, biases = _filled(
+            importer.retrieve_args(node), 10, (0, None, None)
         )
         heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
         shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
         name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
         name += "" if slopes is None else "_slopes"
+        distances = 0
+        if biases is not None:
+            distances = int(biases.ty.shape[0])
+            biases = importer.block_builder.emit(relax.op.reshape(biases, [distances * shape[0]]))
+            name += f"_distances{distances}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None)
+            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
             return func, {"family": "cached_attention"}
 
-        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes) if part is not None)]
+        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes, biases) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _pack_cache(self, node: fx.Node, importer: Any) -> Any:

@@ -11,6 +11,7 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
+from compressor.codegen.lowering.converters import picking
 from compressor.graph.matching import shape_of
 
 _UNROLLED = 16  # places of a scatter that are written out
@@ -19,21 +20,18 @@ _UNROLLED = 16  # places of a scatter that are written out
 def slice_rows(node: fx.Node, importer: Any) -> Any:
     """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
 
-    TVM's own converter infers min(S, rows), with which nothing broadcasts.
+    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S).
     """
-    given: tuple[Any, ...] = node.args
+    given: Any = node.args
     table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
     length = node.meta["val"].shape[axis]
     known = end.meta["val"] if isinstance(end, fx.Node) else None
+    whole = table.meta["val"].shape[axis]
+    if isinstance(length, int) and not isinstance(whole, int) and isinstance(begin or 0, int) and step == 1:
+        return picking.rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
     if begin or step != 1 or not _same_symbol(length, known):
         return importer._slice(node)
-
-    def first(x: Any) -> Any:
-        shape = list(x.shape)
-        shape[axis] = importer.env[end]
-        return te.compute(shape, lambda *index: x[index], "first")
-
-    return importer.block_builder.emit_te(first, importer.env[table])
+    return picking.rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
 
 
 def reshape(node: fx.Node, importer: Any) -> Any:
@@ -124,22 +122,27 @@ def running_sum(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit_te(sums, x)
 
 
-def index_rows(node: fx.Node, importer: Any) -> Any:
-    """Emit rows picked by one index tensor; TVM's own converter reads foreign memory where an index is out of range."""
-    indices: Any = node.args[1]
-    given = [(axis, importer.env[index]) for axis, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or str(given[0][1].ty.dtype) == "bool":
-        return importer._index_tensor(node)
-    ((axis, index),) = given
-    return importer.block_builder.emit(relax.op.take(importer.env[node.args[0]], index, axis, mode="clip"))
-
-
 def subtract_from(node: fx.Node, importer: Any) -> Any:
     """Emit a number less a tensor; TVM's own converter takes a whole number for an int32."""
     x, number, *scale = importer.retrieve_args(node)
     if scale and scale[0] != 1:
         return importer._rsub(node)
+    if not isinstance(number, int | float):  # a size that varies
+
+        def difference(given: Any, size: Any) -> Any:
+            return te.compute(given.shape, lambda *at: tvm.tirx.Cast(given.dtype, size) - given[at], "difference")
+
+        return importer.block_builder.emit_te(difference, x, number)
     return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
+
+
+def full(node: fx.Node, importer: Any) -> Any:
+    """Emit one number everywhere; TVM's own converter fails on infinity."""
+    sizes, value = node.args
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if sizes or not isinstance(value, int | float):
+        return importer._full(node)
+    return importer.block_builder.emit(relax.const(value, dtype))
 
 
 def put_in_place(node: fx.Node, importer: Any) -> Any:
@@ -182,8 +185,11 @@ CONVERTERS: Mapping[str, Callable[[fx.Node, Any], Any]] = MappingProxyType(
         "reshape.default": reshape,
         "view.default": reshape,
         "cumsum.default": running_sum,
-        "index.Tensor": index_rows,
+        "index.Tensor": picking.index,
+        "select.int": picking.select,
+        "narrow.default": picking.narrow,
         "rsub.Scalar": subtract_from,
+        "full.default": full,
         "select_scatter.default": put_in_place,
         "masked_fill.Scalar": masked_fill,
         "scatter.value": scatter_value,

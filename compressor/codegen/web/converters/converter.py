@@ -28,7 +28,7 @@ _ABSENT = {
 }
 """Our operators without kernels in WGSL, with their names in messages."""
 _ABSENT_ARGUMENTS = {
-    "cached_attention.default": {10: "attention within chunks", 11: "ALiBi"},
+    "cached_attention.default": {10: "attention within chunks", 11: "ALiBi", 12: "biases of distances"},
     "masked_attention.default": {5: "windows in encoders", 6: "biases of attention (relative positions)"},
 }
 """Arguments of our operators that the kernels in WGSL know only as absent, by their places."""
@@ -56,7 +56,6 @@ class WebConverter(LinearCalls):
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
-            "select.int": _select,
             "split.Tensor": _split,
             "split_with_sizes.default": _split,
             **{name: _refused for name in _ABSENT},
@@ -133,15 +132,6 @@ class WebConverter(LinearCalls):
         return self.call(
             importer, kernel.name, [dispatch], operands, relax.TensorType([*ids.ty.shape, width], "float32")
         )
-
-
-def _select(node: fx.Node, importer: Any) -> Any:
-    """Convert a place of a dimension to a slice: TVM's own converter takes it with an index of 64 bits."""
-    x, axis, place = importer.retrieve_args(node)
-    if not isinstance(place, int) or place < 0:
-        return importer._select(node)
-    emit, axis = importer.block_builder.emit, axis % len(x.ty.shape)
-    return emit(relax.op.squeeze(emit(relax.op.strided_slice(x, [axis], [place], [place + 1])), [axis]))
 
 
 def _split(node: fx.Node, importer: Any) -> Any:
