@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import SegmentRunner, split_samples
+from compressor.calibration.segment_runner import Fed, SegmentRunner, split_samples
 from compressor.calibration.statistics import Statistic, pool_experts
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
@@ -83,7 +83,7 @@ class CalibrationRun(Generic[S]):
 
     Args:
         graph: a captured model.
-        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...].
+        ids: what the model is run on.
         sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
     Raises:
@@ -93,7 +93,7 @@ class CalibrationRun(Generic[S]):
     def __init__(
         self,
         graph: GraphModule,
-        ids: Tensor,
+        ids: Fed,
         sites: Sequence[Site],
         make_statistic: Callable[[int], S],
         options: CalibrationOptions = CalibrationOptions(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy
 
-from compressor.calibration.segment_runner import SegmentRunner
+from compressor.calibration.segment_runner import Fed, SegmentRunner
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
@@ -57,8 +57,14 @@ def check_backwards(info: ModelInfo) -> None:
     """Refuse models between whose segments several tensors are live.
 
     Raises:
-        UsageError: the model is an encoder-decoder: gradients would have to reach its encoder from all segments.
+        UsageError: the model is an encoder-decoder: gradients would have to reach its encoder from all segments; or it
+            has a half for pictures and one for texts, whose outputs are two.
     """
+    if info.pair is not None:
+        raise UsageError(
+            f"{info.name}: gradients are not followed through a model of pictures with texts, which has two outputs; "
+            "take a pass without them, such as gptq or awq"
+        )
     if info.kind == "seq2seq":
         raise UsageError(
             f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the "
@@ -68,7 +74,7 @@ def check_backwards(info: ModelInfo) -> None:
 
 def backwards(
     graph: GraphModule,
-    batches: Sequence[Tensor],
+    batches: Sequence[Fed],
     sites: Sequence[Site],
     of: Literal["weight", "output"],
     loss: Callable[[int, Tensor], Tensor],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.progress import Reporter
 
+Fed: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What a model is run on: int64 [samples, sequence]; of a plain module its input, float32 [samples, ...]; of pictures
+with texts a tuple, pictures, ids [samples, tokens] and a mask [samples, tokens]."""
+
 
 class SegmentRunner:
     """Batches of samples, and the hidden states of each between two segments.
 
     Args:
         graph: a captured model; its linears may be replaced meanwhile.
-        batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
+        batches: of samples.
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
             (:mod:`compressor.numerics.products.bfloat16`).
@@ -39,10 +43,10 @@ class SegmentRunner:
     """
 
     def __init__(
-        self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None, rounded: bool = False
+        self, graph: GraphModule, batches: Sequence[Fed], spill: Spill | None = None, rounded: bool = False
     ) -> None:
         info: ModelInfo = graph.meta["model"]
-        longest = max(ids.shape[1] for ids in batches)
+        longest = max((batch[1] if isinstance(batch, tuple) else batch).shape[1] for batch in batches)
         of_source = 0 if info.encoder_source is None else info.encoder_source.max_positions
         positions = min((count for count in (info.max_positions, of_source) if count), default=0)
         if positions and longest > positions:
@@ -53,12 +57,12 @@ class SegmentRunner:
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
         self.rounded = rounded
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
-        self.ids_node, self.source_node = graph.graph.find_nodes(op="placeholder")[0], source_node(graph)
+        self.inputs, self.source_node = graph.graph.find_nodes(op="placeholder"), source_node(graph)
         self.hidden: list[Tensor | None] = [None] * len(batches)
         self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
-        self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
+        self.shared: dict[Any, dict[Node, Any]] = {}  # shape of ids, and a mask -> inputs, token-independent values
 
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
@@ -120,7 +124,9 @@ class SegmentRunner:
 
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
         """Return the values that a segment's nodes read for one batch, without parameters."""
-        env = {**self._shared(self.batches[i]), self.ids_node: self.batches[i]}
+        batch = self.batches[i]
+        own = batch if isinstance(batch, tuple) else (batch,)
+        env = {**self._shared(batch), **dict(zip(self.inputs, own, strict=False))}
         if self.source_node is not None:
             env[self.source_node] = self.batches[i]
         memory, carried = memory_node(self.graph), self.memory[i]
@@ -164,11 +170,14 @@ class SegmentRunner:
                     del env[used]
         return [found[node] for node in wanted]
 
-    def _shared(self, ids: Tensor) -> dict[Node, Any]:
-        shape = tuple(ids.shape)
+    def _shared(self, batch: Fed) -> dict[Node, Any]:
+        own = batch if isinstance(batch, tuple) else (batch,)
+        shape: Any = [tuple(x.shape) for x in own]
+        shape = (*shape, own[2].numpy().tobytes()) if len(own) > 1 else shape[0]
         if shape not in self.shared:
             graph = self.graph
-            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, ids), strict=True))
+            given = list(batch) if isinstance(batch, tuple) else _inputs(self.info, batch)
+            env = dict(zip(graph.graph.find_nodes(op="placeholder"), given, strict=True))
             self.interpreter.env = env
             with torch.no_grad():
                 for node in shared_nodes(graph):
@@ -178,7 +187,7 @@ class SegmentRunner:
         return self.shared[shape]
 
 
-def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[Tensor]:
+def split_samples(graph: GraphModule, samples: Fed, tokens: int) -> Sequence[Fed]:
     """Split samples into batches of about ``tokens`` tokens or pixels, each of at least one sample.
 
     A plain module that was captured with a fixed batch gets batches of that size.
@@ -189,6 +198,11 @@ def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[
         UsageError: the samples are not what the model reads, or no whole number of fixed batches.
     """
     info: ModelInfo = graph.meta["model"]
+    if isinstance(samples, tuple) != (info.pair is not None):
+        raise UsageError(f"{info.name}: pictures with texts are for a model that embeds both, and only for it")
+    if isinstance(samples, tuple):
+        each = max(1, tokens // math.prod(samples[0].shape[2:]))
+        return list(zip(*(torch.split(x, each) for x in samples), strict=True))
     if (info.kind == "module") != samples.is_floating_point():
         reads = "a plain module, which reads no tokens: calibrate on `images:`"
         raise UsageError(f"{info.name}: is {reads if info.kind == 'module' else 'a model of text, not of images'}")

@@ -26,6 +26,7 @@ from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
+from compressor.capture.pairs.program import finish_pair, pair_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
@@ -67,6 +68,8 @@ def capture(
         encoder-decoder: a decoder's inputs, then those of its encoder: ``source i64[B, N]`` and ``source_mask
             f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
+        pictures with texts: ``(pictures f32[B, C, H, W], ids i64[B, S], mask f32[B, S]) -> their embeddings, f32[B, D]
+            and f32[B, D]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolutions`).
 
@@ -187,9 +190,11 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
             return weights.read(part.stored, shapes_of[part.stored], part.expert)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
+    if meta_model.kind == "pair":
+        info = finish_pair(graph, info, model.config.text_config, read)
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
-        return _as_module(captured, args, shapes, None)
+        return _as_module(captured, args, shapes, None if info.pair is None else ["pictures", "texts"])
     captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
@@ -199,6 +204,9 @@ def _program(
 ) -> tuple[nn.Module, ModelInfo, tuple[tuple[Any, ...], Any], Probed | None]:
     """Return what is exported, its description, its example call, and what a run has shown of a model of text."""
     model = meta_model.model
+    if meta_model.kind == "pair":
+        program, args, shapes = pair_program(model, meta_model.folder, meta_model.name, facts["max_positions"])
+        return program, ModelInfo(**facts | {"kind": "module"}), (args, shapes), None
     if meta_model.kind == "module":
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
+from compressor.data.pairs import ZeroShot, load_pairs
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
@@ -15,10 +16,11 @@ from compressor.recipe.recipe import Recipe
 
 _FOR_TEXT = ("sequence_length", "tokens", "window", "stride")
 _FOR_IMAGES = ("mean", "std", "resize", "crop", "label", "limit")
+_FOR_PAIRS = ("classes", "template", "captions")
 
 
-def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:
-    """Load the samples to calibrate on and the data to evaluate on: tokens, texts to embed or labelled images.
+def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | ZeroShot | None]:
+    """Load the samples to calibrate on and the data to evaluate on: tokens, texts to embed, or labelled images.
 
     Returns:
         Samples and evaluation data; None for each that the recipe does not have.
@@ -30,6 +32,8 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
     for key, spec in (("calibration", given), ("evaluation", wanted)):
         if spec is not None:
             check_kind(key, spec, info)
+    if info.pair is not None:
+        return load_pairs(recipe, info)
     if info.kind == "module":
         samples = None if given is None else load_image_samples(given, info)
         images = load_evaluation_images(wanted, given, info)
@@ -83,12 +87,14 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     reads_images = info.kind == "module"
     kinds = ("images", "parquet", "hub") if reads_images else ("text", "json", "parquet", "hub")
     reads = "images, as a plain module" if reads_images else "text"
+    reads = reads if info.pair is None else "images, and names of their classes"
     if spec.kind is not None and spec.kind not in kinds:
         raise UsageError(
             f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "
             f"{', '.join(kinds[:-1])} or {kinds[-1]}"
         )
-    unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
+    unfitting = (_FOR_TEXT if reads_images else _FOR_IMAGES) + (() if info.pair is not None else _FOR_PAIRS)
+    unfit = [name for name in unfitting if spec.changes(name)]
     if unfit:
         raise UsageError(
             f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"

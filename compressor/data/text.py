@@ -34,20 +34,28 @@ class Samples:
     """Token windows to calibrate on, and the rest of the text; or a plain module's inputs.
 
     Attributes:
-        ids: int64 [samples, sequence_length]; inputs are float32 [samples, ...].
+        ids: int64 [samples, sequence_length]; a module's inputs are float32 [samples, ...].
         rest: int64 [tokens], everything that was read and not sampled, in order.
         sha256: of ``ids``, as little-endian int64; of images as :class:`compressor.data.images.Images` says.
         source: where the text or the images came from.
+        texts: of pictures, ids int64 [samples, tokens] and a mask float32 [samples, tokens].
     """
 
     ids: Tensor
     rest: Tensor
     sha256: str
     source: str
+    texts: tuple[Tensor, ...] = ()
+
+    @property
+    def inputs(self) -> Tensor | tuple[Tensor, ...]:
+        """Return what a model is run on: one tensor, or a tuple where there are pictures with texts."""
+        return (self.ids, *self.texts) if self.texts else self.ids
 
     def facts(self) -> dict[str, str | int]:
         """Return source, number and SHA-256 of the samples, for the bundle's manifest."""
         length = {} if self.ids.is_floating_point() else {"sequence_length": self.ids.shape[1]}
+        length |= {"text_length": self.texts[0].shape[1]} if self.texts else {}
         return {"source": self.source, "samples": len(self.ids), **length, "sha256": self.sha256}
 
 
@@ -161,6 +169,20 @@ def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: 
         raise _no_text(spec)
     _check_vocabulary(torch.cat(texts), vocab_size, tokenizer_folder)
     return texts
+
+
+def encode_texts(
+    texts: Iterable[str], tokenizer_folder: Path | None, vocab_size: int, longest: int | None
+) -> list[Tensor]:
+    """Return the tokens of each text, int64 [at most ``longest``], with the special tokens around it.
+
+    Raises:
+        UsageError: there is no tokenizer, or it is not the model's.
+    """
+    encode, _ = _tokenizer(tokenizer_folder, longest)
+    found = [torch.tensor(encode(text, True), dtype=torch.int64) for text in texts]
+    _check_vocabulary(torch.cat(found), vocab_size, tokenizer_folder)
+    return found
 
 
 def source_label(spec: DataSource) -> str:

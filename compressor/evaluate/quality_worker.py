@@ -2,7 +2,8 @@
 
 This process imports neither torch nor the compiler, and its memory is not counted as the run's.  A request is a line of
 JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S].
-For a plain module it is the shape of its input, then the input, float32.  The answer is a line of JSON with the shape
+For a plain module it is the shape of its input, then the input, float32; where it embeds pictures and texts, pictures
+have four dimensions, and ids two.  The answer is a line of JSON with the shape
 of the outputs, then the outputs, float32.
 """
 
@@ -31,6 +32,16 @@ def main() -> int:
         send({"threads": bundle.threads})
         for line in requests:
             shape = json.loads(line)
+            if "pair" in bundle.model:
+                if len(shape) == 4:
+                    pictures = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
+                    outputs = bundle.embed_pictures(pictures)
+                else:
+                    ids = np.frombuffer(requests.read(8 * math.prod(shape)), np.int64).reshape(shape)
+                    mask = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
+                    outputs = bundle.embed_texts(ids, mask)
+                send(outputs.shape, np.ascontiguousarray(outputs, np.float32).data)
+                continue
             if bundle.kind == "module":
                 x = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
                 outputs = bundle.run(x)

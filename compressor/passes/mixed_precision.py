@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
-from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
+from compressor.calibration.segment_runner import Fed, SegmentRunner, run_outputs, split_samples
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
@@ -82,8 +82,13 @@ class MixedPrecision(Pass):
         return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse a budget of divergence for anything but decoders."""
+        """Refuse a budget of divergence for anything but decoders, and models of two outputs."""
         info: ModelInfo = graph.meta["model"]
+        if info.pair is not None:
+            raise UsageError(
+                f"mixed_precision: {info.name} has two outputs, of pictures and of texts, and sensitivities are those "
+                "of one; take gptq"
+            )
         if self.budget.kind == "kl_divergence" and info.kind != "decoder":
             raise UsageError(
                 f"mixed_precision: {self.budget}: {info.name} is not a decoder, and its sensitivities are not "
@@ -104,7 +109,7 @@ class MixedPrecision(Pass):
         before = clone_graph(graph) if budget.kind == "kl_divergence" else None
         with ctx.reporter.task("sensitivity", len(sites)) as task:
             costs = {}
-            for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
+            for site, cost in sensitivities(graph, ctx, samples.inputs, sites, formats):
                 costs[site] = cost
                 task.advance()
         chosen = self._choose(graph, ctx, sites, [costs[site.name] for site in sites])
@@ -117,7 +122,7 @@ class MixedPrecision(Pass):
         graph.recompile()
         if before is not None:
             expected = sum(costs[site.name][formats.index(chosen[site.name])] for site in sites)
-            ctx.notes.append(_compare(before, graph, samples.ids, expected, budget))
+            ctx.notes.append(_compare(before, graph, samples.inputs, expected, budget))
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
@@ -149,7 +154,7 @@ class MixedPrecision(Pass):
             raise UsageError(f"mixed_precision: {error}") from error
 
 
-def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:
+def _compare(before: GraphModule, after: GraphModule, ids: Fed, expected: float, budget: Budget) -> str:
     """Format the sum of the linears' divergences and the measured divergence of the whole model."""
     few = split_samples(before, ids, _TOKENS)[0]
     dense, rounded = (next(run_outputs(SegmentRunner(graph, [few]), Silent())) for graph in (before, after))
@@ -159,7 +164,7 @@ def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: flo
 
 
 def sensitivities(
-    graph: GraphModule, ctx: Context, ids: Tensor, sites: Sequence[Site], formats: Sequence[Format]
+    graph: GraphModule, ctx: Context, ids: Fed, sites: Sequence[Site], formats: Sequence[Format]
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield (site, cost of rounding it alone to each format), in dataflow order.
 

@@ -76,7 +76,7 @@ def quantize_calibrated(
     scales, weights = calibrate_inputs(graph, ctx, pass_name, formats, observer), None
     if task_guided:
         decides = [samples.sha256, ctx.seed, [site.name for site in sites]]
-        make = partial(guided_rows, graph, samples.ids, sites, ctx.seed, ctx.spill)
+        make = partial(guided_rows, graph, samples.inputs, sites, ctx.seed, ctx.spill)
         weights = cached_tensors(graph, ctx, "weights of rows", decides, make)
     options = CalibrationOptions(
         true_sequential=true_sequential,
@@ -86,7 +86,7 @@ def quantize_calibrated(
         row_weights=weights,
         rounded=is_coarse(formats.values()),
     )
-    for group, statistic in CalibrationRun(graph, samples.ids, sites, make_statistic, options).groups():
+    for group, statistic in CalibrationRun(graph, samples.inputs, sites, make_statistic, options).groups():
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
             with error_context(site):

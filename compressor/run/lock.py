@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compressor.codegen.target import Target
     from compressor.data.embedding_texts import Texts
     from compressor.data.images import Images
+    from compressor.data.pairs import ZeroShot
     from compressor.data.text import Samples
     from compressor.recipe.recipe import Recipe
 
@@ -94,16 +95,17 @@ class Lock:
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
 
-    def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
+    def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | ZeroShot | None) -> None:
         """Add the calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
         from compressor.data.embedding_texts import Texts
         from compressor.data.images import Images
+        from compressor.data.pairs import ZeroShot
         from compressor.data.text import tokens_sha256
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):
             self.facts["evaluation"] = {"images": len(data), "sha256": data.sha256}
-        elif isinstance(data, Texts):
+        elif isinstance(data, Texts | ZeroShot):
             self.facts["evaluation"] = data.facts()
         else:
             self.facts["evaluation"] = None if data is None else {"tokens": len(data), "sha256": tokens_sha256(data)}
