@@ -98,6 +98,7 @@ class Recorder(StateRecorder):
         self.values: dict[int, Tensor] = {}
         self.attended: set[int] = set()  # layers
         self.calls: list[AttentionCall] = []
+        self.counts = True  # the cache tells how many tokens came before, from which models count positions
         self.notes: set[str] = set()  # what the user should know
 
     def is_bidirectional(self, module: str) -> bool:
@@ -111,9 +112,9 @@ class Recorder(StateRecorder):
         self.keys[layer_idx], self.values[layer_idx] = keys, values
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return zero: positions are given explicitly."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the first new token's position, int64 without dimensions: models count from it."""
+        return self.position[0] if self.counts and self.position is not None else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return zero: positions are given explicitly."""
@@ -213,8 +214,6 @@ def _attend(
         return out, None
     if isinstance(attention_mask, Tensor):
         raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
-    if position_bias is not None:
-        raise CaptureError(f"{name} adds biases to its scores, for which cached_attention has no rule")
     layer = getattr(module, "layer_idx", None)
     if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
@@ -233,7 +232,8 @@ def _attend(
     else:
         k_cache, v_cache = recorder.k_cache[layer], recorder.v_cache[layer]
     args = (query, key, value, k_cache, v_cache, recorder.position, scale, rule.window, softcap or 0.0, s_aux)
-    out = torch.ops.compressor.cached_attention(*args, rule.chunk, None)
+    # Biases for pairs of new tokens: capture/recognition/distances.py puts those of distances in their place.
+    out = torch.ops.compressor.cached_attention(*args, rule.chunk, None, position_bias)
     return out if width == out.shape[-1] else out[..., :width], None
 
 

@@ -21,15 +21,24 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
-from compressor.capture.convolutions import rewrite_convolutions
+from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
-from compressor.capture.export import error_context, example_call, export_program, flatten_outputs, unlift
+from compressor.capture.export import (
+    error_context,
+    example_call,
+    export_program,
+    flatten_outputs,
+    shapes_of_arguments,
+    unlift,
+)
 from compressor.capture.files import check_path
 from compressor.capture.images.classifier import class_names, image_program
-from compressor.capture.pairs.program import finish_pair, pair_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
+from compressor.capture.pairs.program import finish_pair, pair_program
+from compressor.capture.recognition.distances import replace_pair_biases
+from compressor.capture.recognition.evaluator import Evaluator
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
 from compressor.capture.recognition.recognize import recognize
 from compressor.capture.recurrence.decays import store_decays
@@ -71,7 +80,7 @@ def capture(
         pictures with texts: ``(pictures f32[B, C, H, W], ids i64[B, S], mask f32[B, S]) -> their embeddings, f32[B, D]
             and f32[B, D]``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
-            (:mod:`compressor.capture.convolutions`).
+            (:mod:`compressor.capture.convolution`).
 
     Arithmetic is float32.  Weights of linears and embeddings keep the type they are stored in and stay
     memory-mapped (or shared with the module given: do not write to them); other parameters are float32.  Weights of a
@@ -167,6 +176,9 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     check_numbers(graph, meta_model.name)
     check_experts(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
+    if probed is not None and meta_model.kind in ("decoder", "seq2seq"):
+        with error_context(None, meta_model.name):
+            constants |= replace_pair_biases(graph, Evaluator({}, {**buffers, **constants}.get))
     if probed is not None and probed.self_made:
         with error_context(None, meta_model.name):
             constants |= recognize(graph, info, {**buffers, **constants}.get)
@@ -195,7 +207,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None if info.pair is None else ["pictures", "texts"])
-    captured.meta["notes"] = [*probed.notes, *bias_notes(graph), *gate_notes(captured)]
+    captured.meta["notes"] = [*meta_model.notes, *probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
 
 
@@ -312,7 +324,7 @@ def _capture_module(
         for name, t in {**tensors, **constants, **(stored or {})}.items()
     }
     captured = _bind(graph, layout, held.__getitem__, buffers, ModelInfo("module", name, type(module).__name__))
-    return _as_module(captured, args, dynamic_shapes, outputs)
+    return _as_module(captured, args, shapes_of_arguments(module, args, dynamic_shapes), outputs)
 
 
 def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: list[str] | None) -> GraphModule:

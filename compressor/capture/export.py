@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,18 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
         *states,
         *source_shapes,
     )
+
+
+def shapes_of_arguments(module: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[Any, ...] | None:
+    """Return ``dynamic_shapes`` with one entry for each argument, those behind ``*args`` too; None where none vary."""
+    if shapes is None:
+        return None
+    parameters = inspect.signature(module.forward).parameters.values()
+    given = [shapes.get(p.name) for p in parameters] if isinstance(shapes, dict) else list(shapes)
+    rest = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL), None)
+    if rest is not None and rest < len(given):
+        given[rest:] = given[rest] or ()
+    return (*given, *[None] * len(args))[: len(args)]
 
 
 def unlift(program: ExportedProgram, rename: Mapping[str, str], names: list[str]) -> tuple[fx.Graph, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Tell models of two halves: encoder-decoders by transformers' tables of classes, pictures with texts by their methods."""
+"""Tell models of two halves: encoder-decoders by transformers' tables of classes, others by their methods."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ from compressor.capture.attention import (
 )
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.checkpoints.ties import untie
 from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
@@ -69,6 +70,7 @@ class MetaModel:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     generation: Mapping[str, Any] = field(default_factory=dict)  # settings, by transformers' names
+    notes: tuple[str, ...] = ()  # what the user should know
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -86,9 +88,9 @@ class DecoderProgram(nn.Module):
     Where it has recurrent layers, their states follow the caches, and the new states the new values.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, self_made: bool = False) -> None:
         super().__init__()
-        self.hf = model
+        self.hf, self.self_made = model, self_made
         self.names = {module: name for name, module in model.named_modules()}
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -124,6 +126,7 @@ class DecoderProgram(nn.Module):
             own_positions: let the model count by itself, from the first.
         """
         assert recorder.position is not None
+        recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra |= (
             {"use_cache": False}
@@ -195,8 +198,8 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     source = renamed_source(checkpoint.source, built)
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    sha256 = checkpoint.config_sha256
-    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings)
+    sha256, notes = checkpoint.config_sha256, untie(built, source)
+    return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings, notes)
 
 
 def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel:
@@ -212,7 +215,8 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
     source, name = module_source(whole), type(model).__name__
-    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, _generation(model))
+    settings, notes = _generation(model), untie(built, source)
+    return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, settings, notes)
 
 
 def _generation(model: PreTrainedModel) -> dict[str, Any]:

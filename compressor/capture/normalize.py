@@ -19,6 +19,8 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.arithmetic.plain_form import OperatorForm
+from compressor.capture.arithmetic.promotion import ExplicitTypes
 from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
@@ -52,7 +54,8 @@ def normalize(graph: fx.Graph) -> Normalized:
         How parameters are held now, and what each rule did.
     """
     done = Normalized()
-    done.outcomes += apply([DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
+    done.outcomes += apply([OperatorForm()], graph)
+    done.outcomes += apply([ExplicitTypes(), DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]

@@ -184,17 +184,17 @@ def map_weights(
     """
     result, taken = WeightMap(source), set[str]()
     for first, names in groups.items():
-        found = [key for name in names for key in _spellings(name, prefix) if key in source.names]
+        found = [key for name in names for key in spellings(name, prefix) if key in source.names]
         taken.update(found)
         if found:
             result.stored[first] = found[0]
-            _check_tied(source, found)
+            _check_equal(source, found)
     missing = sorted(set(needed) - set(result.stored))
     # A checkpoint of a model with a head, loaded as the body alone: the head's names lack the prefix.
     body_only = not any(name.startswith(f"{prefix}.") for name in groups)
     headed = body_only and any(key.startswith(f"{prefix}.") for key in taken)
     patterns = [re.compile(pattern) for pattern in ignored]
-    repeated = {key: buffer for name, buffer in computed.items() for key in _spellings(name, prefix)}
+    repeated = {key: buffer for name, buffer in computed.items() for key in spellings(name, prefix)}
     unexpected = sorted(
         key
         for key in source.names - taken - source.optional
@@ -216,7 +216,8 @@ def map_weights(
     return result
 
 
-def _spellings(name: str, prefix: str) -> list[str]:
+def spellings(name: str, prefix: str) -> list[str]:
+    """List the names under which a parameter may be stored: with or without the base prefix, and as of old."""
     bare = name.removeprefix(f"{prefix}.")
     names = [name, bare if bare != name else f"{prefix}.{name}"] if prefix else [name]
     for new, old in _OLD_SUFFIXES.items():
@@ -231,7 +232,7 @@ def _equal(stored: Tensor, buffer: Tensor) -> bool:
     return stored.is_meta or torch.equal(stored.to(buffer.dtype), buffer)
 
 
-def _check_tied(source: WeightSource, found: list[str]) -> None:
+def _check_equal(source: WeightSource, found: list[str]) -> None:
     """Raise a CaptureError unless the stored tensors are equal; without weights, unless they have the same shape."""
     if len(found) == 1:
         return
@@ -241,8 +242,8 @@ def _check_tied(source: WeightSource, found: list[str]) -> None:
         shared = first.is_meta or first.data_ptr() == second.data_ptr()
         if first.shape != second.shape or not (shared or torch.equal(first, second)):
             raise CaptureError(
-                f"{source.place}: {found[0]} and {other} differ, but the configuration ties them; set "
-                '"tie_word_embeddings": false in config.json'
+                f"{source.place}: {found[0]} and {other} are one parameter of the model and differ; config.json and "
+                "the weights do not belong together"
             )
 
 

@@ -157,7 +157,7 @@ def _linears(graph: GraphModule, sites: Sequence[Site]) -> list[dict[str, Any]]:
 
 def _dense(graph: GraphModule, tables: Sequence[Table]) -> list[dict[str, str]]:
     """List tables, convolutions and gates that stay dense; norms and biases are not worth a line each."""
-    from compressor.capture.convolutions import dense_convolutions
+    from compressor.capture.convolution.rewrite import dense_convolutions
     from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
 
     rows = [

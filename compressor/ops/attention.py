@@ -19,6 +19,7 @@ def attend(
     sinks: Tensor | None,
     chunk: int = 0,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention, with the arguments of :func:`cached_attention`.
 
@@ -38,6 +39,8 @@ def attend(
         hidden = hidden | (torch.arange(length) // chunk != position[:, None] // chunk)
     if slopes is not None:
         scores = scores - slopes.view(1, -1, 1, 1) * distance
+    if biases is not None:
+        scores = scores + biases[distance.clamp(0, len(biases) - 1)].permute(2, 0, 1)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         extra = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -60,6 +63,7 @@ def cached_attention(
     sinks: Tensor | None,
     chunk: int = 0,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of new tokens over a cache and themselves; grouped-query heads share keys in order.
 
@@ -78,12 +82,14 @@ def cached_attention(
         chunk: keys of the query's own chunk of so many positions only; 0 means all.
         slopes: float32 [H], of ALiBi (Press et al. 2022, arXiv 2108.12409): a head's score falls by its slope for each
             position that the key lies back, after the cap; or None.
+        biases: float32 [N, H], of relative positions (Raffel et al. 2020, arXiv 1910.10683): what is added to a head's
+            score of a key that lies 0 to N - 1 positions back, after the cap; farther keys get the last; or None.
     Returns:
         float32 [B, S, H, D].
     """
     past = int(position[0])
     keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
-    return attend(q, keys, values, position, scale, window, softcap, sinks, chunk, slopes)
+    return attend(q, keys, values, position, scale, window, softcap, sinks, chunk, slopes, biases)
 
 
 @cached_attention.register_fake
@@ -100,6 +106,7 @@ def _(
     sinks: Tensor | None,
     chunk: int = 0,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)

@@ -70,8 +70,8 @@ class KvCache(Pass):
         for layer in attention_layers(graph):
             if any(layer.node.args[PACKABLE:]):
                 raise UsageError(
-                    f"kv_cache: {layer.name} attends within chunks or with ALiBi, which packed caches have no kernels "
-                    "for; leave the pass out"
+                    f"kv_cache: {layer.name} attends within chunks or with biases (ALiBi, relative positions), for "
+                    "which packed caches have no kernels; leave the pass out"
                 )
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:

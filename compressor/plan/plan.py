@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
-from compressor.capture.convolutions import dense_convolutions
+from compressor.capture.convolution.rewrite import dense_convolutions
 from compressor.codegen.backend import Backend, make_backend
 from compressor.errors import GateError, ResourceError
 from compressor.graph.model import ModelInfo, weight_bytes

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.lowering.experts.stack import as_lowered
+from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.targets.webgpu import SIMD128, Webgpu
-from compressor.codegen.web.convert import why_unsupported
+from compressor.codegen.web.converters.converter import WebConverter, why_unsupported
 from compressor.codegen.web.execute_wasm import is_available
 from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
@@ -75,6 +77,7 @@ class WebBackend:
             )
         if reason := why_unsupported(graph):
             raise UsageError(reason)
+        check_operators(as_lowered(graph), WebConverter().table())
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate programs and manifest."""

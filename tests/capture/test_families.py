@@ -31,6 +31,7 @@ SHOWN = {
     "XGLM",  # heads and batch as one dimension
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
+    "BART, decoder",  # positions counted from the length of its cache
     "Mixtral",  # experts, stored one by one
     "OLMoE",
     "Qwen 2, experts",

@@ -58,6 +58,7 @@ def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
         "gates": {"kl_divergence": "<= 1", "batch_independent": True},
         **more,
     }
+    content = {key: value for key, value in content.items() if value}
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(content))
     return file
@@ -171,3 +172,20 @@ def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]
     spec = Recipe.from_dict({**recipe, "calibration": {"text": "python_docs"}}).calibration
     with pytest.raises(UsageError, match="reads sound, on which nothing is calibrated"):
         check_kind("calibration", spec, capture(tmp_path / "model", weights=False).meta["model"])
+
+
+def test_biases_of_distances_are_served(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    """More tokens than the distances that a T5 tells apart, and a head that is not tied."""
+    require_tool("g++")
+    passes = [{"gptq": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
+    cls, options = TEXT["FLAN-T5"]
+    # As many layers in both halves: transformers' own cache has as many as the encoder.
+    model = save(tmp_path / "model", cls, {**options, "num_layers": 1, "num_decoder_layers": 1})
+    model.generation_config.update(suppress_tokens=[2])  # else it ends at once
+    model.generation_config.save_pretrained(tmp_path / "model")
+    recipe = recipe_of(tmp_path, passes, evaluation=None, gates={})
+    bundle = compressor.compress(None, recipe, tmp_path / "bundle")
+    take_stored_weights(model, tmp_path / "bundle")
+    source = np.random.default_rng(2).integers(3, VOCAB, 31)
+    tokens = expected_tokens(model, torch.from_numpy(source[None]), 40)
+    assert list(bundle.generate_ids(source, max_tokens=40)) == tokens and len(set(tokens)) > 3

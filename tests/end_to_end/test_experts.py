@@ -1,7 +1,9 @@
-"""An expert model by a recipe: GPTQ, a bundle that computes what transformers does with its weights, tokens counted."""
+"""An expert model by a recipe: a bundle that computes what transformers does with its weights, tokens counted."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
+from web_bundles import in_node, web_tensors
 
 import compressor
+from compressor.codegen.web.session import WebBundle
 from compressor.evaluate.comparison import Speed
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
@@ -51,9 +55,8 @@ def with_stored_weights(model: Any, stored: dict[str, Tensor]) -> Any:
     return model.double()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    folder = tmp_path_factory.mktemp("experts")
+def run_on(folder: Path, target: Any, one: str, scheme: str) -> tuple[Any, Any, Path]:
+    """Return the model, the outcome and the bundle of a recipe with one pass."""
     cls, options = DECODERS["Qwen 3, experts"]
     model = save(folder / "model", cls, {**options, "num_hidden_layers": 1}, True)
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
@@ -65,16 +68,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     samples = {"text": str(text), "samples": SAMPLES[0], "sequence_length": SAMPLES[1]}
     recipe = {
         "model": str(folder / "model"),
-        "calibration": samples,
-        "evaluation": {"text": str(text), "tokens": 120, "window": 60},
-        "passes": [{"gptq": {"scheme": FORMAT.name, "ignore": ["lm_head", KEPT]}}],
-        "target": "x86",
+        "passes": [{one: {"scheme": scheme, "ignore": ["lm_head", KEPT]}}],
+        "target": target,
         "tune": "off",
+        **(
+            {"calibration": samples, "evaluation": {"text": str(text), "tokens": 120, "window": 60}}
+            if one == "gptq"
+            else {}
+        ),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
         outcome = run_recipe(Recipe.from_dict(recipe), folder / "bundle")
     return model, outcome, folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    return run_on(tmp_path_factory.mktemp("experts"), "x86", "gptq", FORMAT.name)
 
 
 def test_the_bundle_computes_what_transformers_does(run: tuple[Any, Any, Path]) -> None:
@@ -106,3 +117,40 @@ def test_the_bundle_verifies(run: tuple[Any, Any, Path]) -> None:
     assert {
         check.name: check.passed for check in verify_bundle(run[2]).checks if check.passed is not None
     } == dict.fromkeys(("schema", "files", "bytes", "kernels", "evidence"), True)
+
+
+def test_browsers_compute_what_transformers_does(
+    tmp_path: Path, require_adapter: None, require_tool: Callable[..., Path]
+) -> None:
+    require_tool("wasm-ld")
+    model, outcome, folder = run_on(tmp_path, "webgpu", "rtn", FORMAT.name)
+    assert outcome.kernel_error is not None and outcome.kernel_error < 1e-5
+    manifest = json.loads((folder / "manifest.json").read_text())
+    oracle = with_stored_weights(model, web_tensors(folder))
+    ids = np.random.default_rng(1).integers(3, VOCAB, (2, LENGTH))
+    expected = oracle(torch.from_numpy(ids)).logits.numpy()
+    for engine in ("webgpu", "wasm"):
+        session = WebBundle(folder, engine).session(2, LENGTH)  # type: ignore[arg-type]
+        steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, LENGTH))]
+        error = np.linalg.norm(np.concatenate(steps, axis=1) - expected) / np.linalg.norm(expected)
+        assert error < 1e-5, engine
+    tensors, read = manifest["weights"]["tensors"], manifest["model"]["weight_bytes_per_token"]
+    stacked = sum(tensor["bytes"] for name, tensor in tensors.items() if ".experts." in name)
+    rest = sum(
+        tensor["bytes"] for name, tensor in tensors.items() if ".experts." not in name and "constant" not in name
+    )
+    table = tensors["model.embed_tokens.weight"]["bytes"]
+    indices = sum(tensor["bytes"] for name, tensor in tensors.items() if name.endswith("_experts"))
+    assert read == rest - table + table // VOCAB + (stacked - indices) * EACH // 4
+    prompt = ids[0, :5]
+    found = in_node(
+        folder,
+        """
+        const ids = [];
+        for await (const id of model.generateIds(given, { maxTokens: 6 })) ids.push(id);
+        return ids;""",
+        prompt.tolist(),
+    )
+    oracle.generation_config.eos_token_id = None
+    tokens = oracle.generate(torch.from_numpy(prompt)[None], do_sample=False, max_new_tokens=6)[0, 5:]
+    assert found == tokens.tolist()

@@ -18,7 +18,7 @@ from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.web.convert import why_unsupported
+from compressor.codegen.web.converters.converter import why_unsupported
 from compressor.data.text import Samples
 from compressor.evaluate.quality import GraphLogits
 from compressor.export.bundle import write_bundle

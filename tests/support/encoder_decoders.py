@@ -27,6 +27,18 @@ _SIZES = {
     "decoder_ffn_dim": 64,
     "max_position_embeddings": POSITIONS,
 }
+_T5_SIZES = {
+    **_IDS,
+    "decoder_start_token_id": 0,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 1,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 24,
+}
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "BART": ("Bart", _SIZES),
     "Marian": ("Marian", {**_SIZES, "decoder_start_token_id": 0}),
@@ -36,6 +48,10 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "Blenderbot": ("Blenderbot", _SIZES),
     "Blenderbot small": ("BlenderbotSmall", _SIZES),
     "PLBART": ("PLBart", _SIZES),
+    "T5": ("T5", _T5_SIZES),
+    "FLAN-T5": ("T5", {**_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mT5": ("MT5", {**_T5_SIZES, "tie_word_embeddings": False}),
+    "UMT5": ("UMT5", {**_T5_SIZES, "tie_word_embeddings": False}),
 }
 
 
@@ -79,6 +95,9 @@ def make(cls: str, options: dict[str, Any]) -> Any:
         for name, parameter in model.named_parameters():
             if name not in (model._keys_to_ignore_on_save or ()):  # tables of sines, which the class makes
                 parameter.data += 0.15 * torch.randn(parameter.shape)
+        if not options.get("tie_word_embeddings", True) and hasattr(model, "shared"):
+            # Configurations of T5 kinds tie whatever they are told; checkpoints have a head of their own.
+            model.lm_head.weight = torch.nn.Parameter(0.15 * torch.randn(model.lm_head.weight.shape))
     return model.requires_grad_(False)
 
 

@@ -37,6 +37,21 @@ _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LATENT_EXPERTS = {**_SIZES, **_LATENT, "num_key_value_heads": 4, **_GROUPS, **_LOCAL, "moe_intermediate_size": 32}
 
+_HALF = {  # an encoder-decoder's decoder alone
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": POSITIONS,
+    "is_encoder_decoder": False,
+    "is_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", _GROUPED),
     "Llama, tied": ("Llama", {**_GROUPED, "tie_word_embeddings": True}),
@@ -183,6 +198,23 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "OpenAI GPT": ("OpenAIGPT", _N),
     "CTRL": ("CTRL", {**_N, "dff": 64}),
     "Megatron GPT kinds (JAIS 2)": ("Jais2", _GROUPED),
+    "BART, decoder": ("Bart", _HALF),
+    "mBART, decoder": ("MBart", _HALF),
+    "Marian, decoder": ("Marian", _HALF),
+    "Pegasus, decoder": ("Pegasus", _HALF),
+    "Blenderbot, decoder": ("Blenderbot", _HALF),
+    "Blenderbot small, decoder": ("BlenderbotSmall", _HALF),
+    "PLBART, decoder": ("PLBart", _HALF),
+    "BigBird-Pegasus, decoder": ("BigBirdPegasus", _HALF),
+    "Whisper, decoder": ("Whisper", {**_HALF, "max_target_positions": POSITIONS}),
+    "BigBird, decoder": ("BigBird", {**_SIZES, "is_decoder": True}),
+    "BERT generation": ("BertGeneration", {**_SIZES, "is_decoder": True}),
+    "Megatron BERT, decoder": (
+        "MegatronBert",
+        {**_SIZES, "is_decoder": True, "architectures": ["MegatronBertForCausalLM"]},
+    ),
+    "RoCBert, decoder": ("RoCBert", {**_SIZES, "is_decoder": True, "architectures": ["RoCBertForCausalLM"]}),
+    "GIT": ("Git", _SIZES),
     "Youtu": ("Youtu", {**_SIZES, **_LATENT, "num_key_value_heads": 4}),
 }
 

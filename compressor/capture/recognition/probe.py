@@ -75,7 +75,7 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
     """Run a decoder without a cache; its position is given, and once left out, to see where it begins to count."""
     model = meta_model.model
     _require_arguments(meta_model, "input_ids", cache_argument(model))
-    program = DecoderProgram(model)
+    program = DecoderProgram(model, self_made)
     ids, position, keep = torch.full((2, _TOKENS), 3), torch.arange(_TOKENS), torch.zeros(3, dtype=torch.int64)
     recorder = Recorder(program.names, position=position)
     with torch.no_grad(), mask_requests(), error_context(model, meta_model.name):

@@ -54,11 +54,6 @@ class SourceRecorder(Recorder):
             self.crossing.add(module)
         return kind != "self"
 
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the first new token's position, int64 without dimensions: models count from it."""
-        assert self.position is not None
-        return self.position[0]
-
 
 class _Crossing:
     """Stands in for the cache of an encoder's keys and values, of which each source has its own."""

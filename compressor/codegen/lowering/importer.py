@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
+from compressor.codegen.lowering.converters.picking import picks_by_mask
 from compressor.errors import CaptureError, CompressorError, VerificationError, first_line
 from compressor.graph.provenance import module_path, source_line
 
@@ -46,14 +47,18 @@ def check_operators(graph: fx.GraphModule, ours: Collection[str]) -> None:
     known = {*ExportedProgramImporter().create_convert_map(), *ours}
     for node in graph.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        if node.op != "call_function" or (name in known and name.partition(".")[0] not in _NOT_LOWERED):
+        if node.op != "call_function":
             continue
-        line = source_line(node)
-        where = " at ".join(filter(None, (module_path(node), line)))
-        raise CaptureError(
-            f"{where or node.name}: the operator {name} has no kernel; write it with basic ones, or capture the part "
-            "of the model around it"
-        )
+        where = " at ".join(filter(None, (module_path(node), source_line(node)))) or node.name
+        if picks_by_mask(node):
+            raise CaptureError(
+                f"{where}: picks by a mask, and how many it picks is unknown; multiply by it, or use where"
+            )
+        if name not in known or name.partition(".")[0] in _NOT_LOWERED:
+            raise CaptureError(
+                f"{where}: the operator {name} has no kernel; write it with basic ones, or capture the part of the "
+                "model around it"
+            )
 
 
 class Importer(ExportedProgramImporter):  # type: ignore[misc]

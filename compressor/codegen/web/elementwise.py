@@ -32,8 +32,8 @@ _FUNCTIONS = {
 }}
 """
     for name, sign in {"larger": ">", "smaller": "<"}.items()
-}
-"""The larger and the smaller of two float32, NaN where one of them is."""
+} | {"infinity": "fn infinity() -> f32 { var bits = 0x7f800000u; return bitcast<f32>(bits); }\n"}
+"""The larger and the smaller of two float32, NaN where one of them is; and infinity, of which WGSL has no constant."""
 _HOST_ONLY = ("tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
 
 
@@ -92,8 +92,13 @@ def generate(func: tirx.PrimFunc, name: str, target: tvm.target.Target) -> Gener
 
 
 def _in_bits(constant: Any) -> Any:
-    """Write a float32 constant by its bits if TVM, which prints seven digits, would print another number."""
+    """Write a float32 constant by its bits if TVM, which prints seven digits, would print another number; call a
+    function for infinity.
+    """
     value = np.float32(constant.value)
+    if str(constant.ty.dtype) == "float32" and np.isinf(value):
+        infinity = tirx.call_pure_extern("float32", "infinity")
+        return infinity if value > 0 else -infinity
     if str(constant.ty.dtype) != "float32" or not np.isfinite(value) or np.float32(f"{value:.6e}") == value:
         return constant
     return tirx.reinterpret("float32", tirx.const(int(value.view(np.int32)), "int32"))

@@ -6,6 +6,7 @@ angles of thousands.  Its power is not defined for negative numbers, and its tan
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 from tvm import tirx
@@ -62,8 +63,12 @@ def _sigmoid(op: Any) -> Any:
 
 
 def power(op: Any) -> Any:
-    """Expand powers with exponents 1 to 8 to products: WGSL's pow is not defined for negative numbers."""
+    """Expand powers with exponents 1 to 8 to products, as WGSL's pow is not defined for negative numbers; those of a
+    positive number, such as the bases of rotary embeddings, are exponentials.
+    """
     x, exponent = op.args
+    if isinstance(x, tirx.FloatImm) and x.value > 0:
+        return tirx.exp(exponent * _number(log(x.value)))
     if not isinstance(exponent, tirx.FloatImm) or exponent.value not in range(1, 9):
         return None
     product = x

@@ -22,7 +22,7 @@ from compressor.codegen.lowering.importer import Importer, error_context, import
 from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
-from compressor.codegen.web.convert import WebConverter
+from compressor.codegen.web.converters.converter import WebConverter
 from compressor.codegen.web.elementwise import generate
 from compressor.codegen.web.kernels.argmax import argmax
 from compressor.codegen.web.kernels.products import POLYFILLS, PRODUCT

@@ -10,7 +10,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import relax, tirx
 
-from compressor.codegen.web.convert import Dispatch
+from compressor.codegen.web.converters.linears import Dispatch
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.kernel import Expression
 from compressor.errors import VerificationError

@@ -102,14 +102,24 @@ def _replace(graph: GraphModule, old: Node, before: Node, target: object, args: 
 def rows_of_tables(graph: GraphModule, left_out: Collection[Node] = ()) -> dict[str, int]:
     """Return, for each stored tensor that only lookups read, the rows of its table: one token reads one of them.
 
+    A table of which the same rows are always read, such as biases of distances, is read whole.
+
     Args:
         left_out: nodes that read nothing for a token.
     """
     rows: dict[str, int] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
         users = [user for user in node.users if user not in left_out]
-        if users and all(user.target in (_EMBEDDING, _LOOKED_UP) for user in users):
+        if users and all(_reads_rows(user, node) for user in users):
             first = users[0]
             count = first.args[3] if first.target is _LOOKED_UP else held_tensor(graph, str(node.target)).shape[0]
             rows[str(node.target)] = int(cast(int, count))
     return rows
+
+
+def _reads_rows(user: Node, table: Node) -> bool:
+    """Return whether a node looks up rows of a table by indices that are computed."""
+    if user.target not in (_EMBEDDING, _LOOKED_UP):
+        return False
+    ids = cast(Node, user.args[1] if user.target is _EMBEDDING else user.args[0])
+    return ids is not table and ids.op != "get_attr"

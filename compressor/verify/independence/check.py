@@ -208,9 +208,6 @@ def _entry_dims(graph: GraphModule, info: ModelInfo, inputs: list[Any]) -> list[
     if info.kind == "encoder":
         return [0] * len(inputs)
     args, shapes = graph.meta["inputs"]
-    if isinstance(shapes, dict):
-        codegen: Any = graph.graph._codegen
-        shapes = [shapes.get(name) for name in codegen.pytree_info.orig_args]
     named = list(_named(args, shapes))
     if any(dim is not None for dim in named):
         return named

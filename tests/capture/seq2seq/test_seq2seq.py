@@ -16,11 +16,13 @@ from compressor.errors import CaptureError
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
-TARGET, SOURCE = 12, 9
+TARGET, SOURCE = 30, 9  # more than the distances that the tiny T5 kinds tell apart
 SHOWN = {
     "BART",  # learned positions that begin with 2
     "Marian",  # tables of sines that no checkpoint holds
     "M2M100",  # positions counted from the tokens, in a buffer
+    "T5",  # biases of distances, the same in all layers
+    "UMT5",  # biases of its own in each layer, and a head that its class ties and the checkpoint does not
 }
 
 
@@ -85,14 +87,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "0 attend to the encoder's output through",
     ),
-    "biases for pairs of tokens": (
-        lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
-            )
-        ),
-        "adds biases to its scores, for which cached_attention has no rule",
-    ),
 }
 
 
@@ -101,6 +95,14 @@ def test_what_is_refused_says_why(name: str) -> None:
     build, reason = REFUSED[name]
     with pytest.raises(CaptureError, match=reason):
         capture(build().eval())
+
+
+def test_biases_of_more_than_near_distances_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    monkeypatch.setattr(T5Attention, "_relative_position_bucket", staticmethod(lambda ahead, **_: ahead.abs() % 8))
+    with pytest.raises(CaptureError, match=r"adds biases .* more than the distance of the key, or still change"):
+        capture(make(*TEXT["T5"]), weights=False)
 
 
 @pytest.mark.parametrize("name", sorted(SPEECH))

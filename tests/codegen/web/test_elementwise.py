@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, tuple[Any, Any, float, float]] = {  # ours, numpy's, the la
     "tanh": (tirx.tanh, np.tanh, 300, 4e-7),
     "sigmoid": (tirx.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 300, 4e-7),
     "cube": (lambda x: tirx.pow(x, tirx.const(3.0, "float32")), lambda x: x**3, 3, 4e-6),
+    "power": (lambda x: tirx.pow(tirx.const(10_000.0, "float32"), x), lambda x: 1e4**x, 1, 1e-2),
     "constant": (lambda x: x + tirx.const(1.5703125, "float32"), lambda x: x + 1.5703125, 1, 2e-7),
 }
 
@@ -64,6 +65,10 @@ SPECIAL: dict[str, tuple[Any, Any]] = {
     "exp": (tirx.exp, torch.exp),
     "silu": (lambda x: x * tirx.sigmoid(x), torch.nn.functional.silu),
     "rsqrt": (tirx.rsqrt, torch.rsqrt),
+    "infinities": (
+        lambda x: tirx.Select(x > 1, tirx.const(float("inf"), "float32"), tirx.const(-float("inf"), "float32")),
+        lambda x: torch.where(x > 1, torch.inf, -torch.inf),
+    ),
     "quotient": (lambda x: tirx.const(1.0, "float32") / x, torch.reciprocal),
 }
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from tvm import te
 from web_formats import SERVED, TOLERANCE, error
 
-from compressor.codegen.kernels import embedding, norm
+from compressor.codegen.kernels import embedding, experts, norm
 from compressor.codegen.kernels.attention import cached as attention
+from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.web import wasm
@@ -40,16 +42,18 @@ def bound(x: Tensor) -> np.ndarray:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def run(func: Any, operands: Sequence[Tensor | None], sizes: Sequence[int], out: Sequence[int]) -> np.ndarray:
+def run(
+    func: Any, operands: Sequence[Tensor | None], sizes: Sequence[int], out: Sequence[int], dtype: str = "float32"
+) -> np.ndarray:
     """One function on operands (None is left out), the output last."""
     module = wasm.WasmModule(SIMD128)
     made = module.add(func, "kernel")
     given = [bound(x) for x in operands if x is not None]
     assert made.operands == tuple(range(len(given) + 1)) and len(made.sizes) == len(sizes)
     program = WasmProgram({"scratch": []}, module.link(), {})
-    addresses = [*(program.upload(x) for x in given), program.empty(4 * int(np.prod(out)))]
+    addresses = [*(program.upload(x) for x in given), program.empty(8 * int(np.prod(out)))]
     program.call("kernel", addresses, sizes)
-    return program.read(addresses[-1], "float32", out)
+    return program.read(addresses[-1], dtype, out)
 
 
 def distinct() -> list[str]:
@@ -92,6 +96,40 @@ def test_dense_linear(storage: torch.dtype, rows: int, columns: int, has_bias: b
         x = torch.randn(1, tokens, columns, generator=rng)
         got = run(func, [x, weight, bias], [1, tokens], (1, tokens, rows))
         assert error(got, OPS.dense_linear(x, weight, bias)) < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("name", ["W4A16_G32", "W8A8_STATIC", "NVFP4", "dense"])
+def test_routed_linear(name: str) -> None:
+    """Some experts without a token, pairs without an expert, one token and several."""
+    rng, each, own_rows = torch.Generator().manual_seed(1), 2, name in ("NVFP4", "dense")
+    rows, columns, routing = 21, 70, Routing(4, each, own_rows)
+    bias = torch.randn(4, rows, generator=rng) if own_rows else None
+    if name == "dense":
+        parts = [torch.randn(4, rows, columns, generator=rng).half()]
+        func = experts.dense_routed_linear(routing, rows, columns, "float16", own_rows, 4)
+    else:
+        fmt = Format.parse(name)
+        weights = [random_packed(fmt, rows, columns, rng) for _ in range(4)]
+        if "input_scale" in weights[0].parts:
+            weights = [w.with_input_scale(torch.tensor([0.02 + 0.01 * e])) for e, w in enumerate(weights)]
+        parts = [torch.stack(tensors) for tensors in zip(*(w.parts.values() for w in weights), strict=True)]
+        schedule = packed_linear.Schedule(1, 1, 2)
+        func = experts.packed_routed_linear(routing, rows, columns, fmt, own_rows, SIMD128, schedule)
+    for tokens in (1, 9):
+        x = torch.randn(routing.inputs(tokens, columns), generator=rng)
+        index = torch.tensor([[0, 3], [1, 0], [3, -1]])[torch.arange(tokens) % 3]  # the third expert is nobody's
+        got = run(func, [x, index, *parts, bias], [tokens], (tokens, each, rows))
+        if name == "dense":
+            expected = OPS.routed_linear(x, index, parts[0], bias)
+        else:
+            expected = OPS.packed_routed_linear(x, index, parts, bias, name, columns, rows)
+        assert error(got, expected) < TOLERANCE and not got[index.numpy() < 0].any(), tokens
+
+
+def test_the_choice_of_experts() -> None:
+    x = torch.randn(3, 13, generator=torch.Generator().manual_seed(4))
+    x[1], x[2, 5] = x[1].round(), float("nan")  # of equal ones the first comes first
+    assert np.array_equal(run(top_k(13, 4), [x], [3], (3, 4), "int64"), OPS.top_k(x, 4).numpy())
 
 
 def test_every_float16_is_widened_exactly() -> None:

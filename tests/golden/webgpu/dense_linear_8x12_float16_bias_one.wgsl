@@ -19,8 +19,8 @@ var<workgroup> sums: array<f32, ROWS * LANES * TOKENS>;
 
 @compute @workgroup_size(ROWS * LANES)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-  let row = min(id.x * ROWS + thread / LANES, 7u);
   let first = id.y * TOKENS;
+  let row = min(id.x * ROWS + thread / LANES, 7u);
   let token0 = min(first + 0u, sizes.M - 1u); // those behind the last are not stored
   var total0 = 0.0;
   for (var q = thread % LANES; q < 3u; q += LANES) {
@@ -30,12 +30,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   sums[0u * ROWS * LANES + thread] = total0;
   workgroupBarrier();
   for (var i = thread; i < TOKENS * ROWS; i += ROWS * LANES) {
-    let m = i / ROWS;
+    let m = first + i / ROWS;
     let out = id.x * ROWS + i % ROWS;
-    if (first + m < sizes.M && out < 8u) {
+    if (m < sizes.M && out < 8u) {
       var sum = bias[out];
-      for (var lane = 0u; lane < LANES; lane++) { sum += sums[(m * ROWS + i % ROWS) * LANES + lane]; }
-      y[(first + m) * 8u + out] = sum;
+      for (var lane = 0u; lane < LANES; lane++) { sum += sums[i * LANES + lane]; }
+      y[m * 8u + out] = sum;
     }
   }
 }

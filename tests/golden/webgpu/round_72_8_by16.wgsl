@@ -12,11 +12,12 @@ var<workgroup> tops: array<u32, LANES>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let row = id.z * 65535u + id.y;
   if (row >= sizes.M) { return; }
+  let source = row;
   let begin = id.x * 72u;
   let end = min(begin + 72u, 72u);
   var part = u32(0);
   for (var i = begin + thread; i < end; i += LANES) {
-    let size = bitcast<u32>(x[row * 72u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
+    let size = bitcast<u32>(x[source * 72u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
     part = max(part, size);
   }
   tops[thread] = part;
@@ -36,7 +37,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       for (var i = 0u; i < 4u; i++) {
         let column = s * 16u + 4u * w + i;
         if (column < 72u) {
-          let code = i32(on_grid(x[row * 72u + column] * inverse, inverse));
+          let code = i32(on_grid(x[source * 72u + column] * inverse, inverse));
           word |= (u32(code) & 255u) << (8u * i);
           sum += code;
         }

@@ -22,11 +22,12 @@ var<workgroup> tops: array<u32, LANES>;
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let row = id.z * 65535u + id.y;
   if (row >= sizes.M) { return; }
+  let source = row;
   let begin = id.x * 16u;
   let end = min(begin + 16u, 72u);
   var part = u32(0);
   for (var i = begin + thread; i < end; i += LANES) {
-    let size = bitcast<u32>(x[row * 72u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
+    let size = bitcast<u32>(x[source * 72u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
     part = max(part, size);
   }
   tops[thread] = part;
@@ -40,6 +41,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let scale = bitcast<f32>(select(bitcast<u32>(found), 0x7fc00000u, top > 0x7f7fffffu));
   let inverse = select(0.0, 1.0 / scale, scale > 7.888609052210118e-31);
   for (var i = begin + thread; i < end; i += LANES) {
-    y[row * 72u + i] = on_grid(x[row * 72u + i] * inverse, inverse) * scale;
+    y[row * 72u + i] = on_grid(x[source * 72u + i] * inverse, inverse) * scale;
   }
 }

@@ -258,6 +258,24 @@ def test_where_a_modules_entries_lie() -> None:
         check_independence(capture(Function(lambda x: x), (torch.tensor(1.0),)))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_inputs_behind_a_star_have_entries_too(axis: int, as_dict: bool) -> None:
+    class Starred(nn.Module):
+        def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+            return x + args[0].sum(axis, keepdim=True)
+
+    class Kept(nn.Module):
+        def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+            return x + args[0].sum(1 - axis, keepdim=True)
+
+    size = {axis: Dim("batch")}
+    shapes = {"x": size, "args": (size,)} if as_dict else (size, (size,))
+    inputs = (torch.randn(3, 4), torch.randn(3, 4))
+    assert leaks(capture(Starred(), inputs, dynamic_shapes=shapes))[0].operator == "aten.sum.dim_IntList"
+    assert leaks(capture(Kept(), inputs, dynamic_shapes=shapes)) == ()
+
+
 # Leaks planted into a captured decoder
 
 

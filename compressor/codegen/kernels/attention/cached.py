@@ -7,7 +7,7 @@ Of a single token the scores of each head are kept whole (two passes); several t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.attention.biases import DistanceBiases, pair_biases
 from compressor.codegen.kernels.attention.prompt import Heads, PromptBlocks, at_most
 from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum, exp, ramp, splat, splat_float, widen
 
@@ -29,14 +30,16 @@ def cached_attention(
     has_sinks: bool,
     chunk: int = 0,
     has_slopes: bool = False,
+    distances: int = 0,
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.attention.cached_attention`, which also stores the new keys and values.
 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], k_cache, v_cache [B, Hkv, T, D] (written at
-    ``position``), position int64 [S], sinks [H] and slopes [H] (where there are any), out [B, S, H, D]; floats are
-    float32.
+    ``position``), position int64 [S], sinks [H], slopes [H] and biases [distances * H] (where there are any), out
+    [B, S, H, D]; floats are float32.
     """
     repeat = heads // kv_heads
+    has_table = distances > 0
     row, prompt = Row(head_dim, scale, softcap, has_sinks), PromptBlocks(head_dim, repeat, scale, softcap)
 
     @T.prim_func(s_tir=True, private=True)
@@ -49,6 +52,7 @@ def cached_attention(
         position_: T.handle,
         sinks_: T.handle,
         slopes_: T.handle,
+        biases_: T.handle,
         out_: T.handle,
     ) -> None:
         batch = T.int64()
@@ -62,6 +66,8 @@ def cached_attention(
         position = T.match_buffer(position_, (new,), "int64")
         sinks = T.meta_var(T.match_buffer(sinks_, (heads,), "float32") if has_sinks else None)
         slopes = T.meta_var(T.match_buffer(slopes_, (heads,), "float32") if has_slopes else None)
+        table = T.meta_var(T.match_buffer(biases_, (distances * heads,), "float32") if has_table else None)
+        biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or has_table else None)
         out = T.match_buffer(out_, (batch, new, heads, head_dim), "float32")
 
         end = T.meta_var(position[0] + new)
@@ -85,8 +91,8 @@ def cached_attention(
                 scores = T.alloc_buffer((end - first + VECTOR,), "float32")
                 held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
                 query, result = T.meta_var((Place(q, b, h, T.int64(0)), Place(out, b, T.int64(0), h)))
-                slope = T.meta_var(slopes[h] if has_slopes else None)
-                row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first, slope)
+                added = T.meta_var(partial(biases.one, h) if biases is not None else None)
+                row.emit(held, query, result, scores, sinks[h] if has_sinks else None, first, end - first, added)
         else:
             for b, h in T.grid(batch, kv_heads):
                 store(b, h)
@@ -100,11 +106,12 @@ def cached_attention(
                 seen = T.meta_var(partial(_causal, position, window, chunk))
                 sink = T.meta_var((lambda head: sinks[head]) if has_sinks else None)
                 rows, end = T.meta_var(([Heads(q), Heads(k_cache), Heads(v_cache)], position[0] + late + 1))
-                added = T.meta_var(partial(_fall, slopes, position) if has_slopes else None)
+                added = T.meta_var(partial(biases.many, position) if biases is not None else None)
                 prompt.attend(rows, out, b, kv, block, new, begin, end, seen, sink, added)
 
-    *params, sinks, slopes, out = kernel.params
-    params += [*([sinks] if has_sinks else []), *([slopes] if has_slopes else []), out]
+    *params, sinks, slopes, biases, out = kernel.params
+    given = ((sinks, has_sinks), (slopes, has_slopes), (biases, has_table))
+    params += [*(part for part, is_there in given if is_there), out]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
 
 
@@ -149,7 +156,7 @@ def masked_attention(
             early, late = T.meta_var(prompt.tokens(block, length))
             begin = T.meta_var(T.max(early - (window - 1), T.int64(0)) if windowed else T.int64(0))
             end = T.meta_var(T.min(late + window, length) if windowed else length)
-            added = T.meta_var(partial(_biased, biases, own, heads, length, b) if has_bias else None)
+            added = T.meta_var(partial(pair_biases, biases, own, heads, length, b) if has_bias else None)
             rows = T.meta_var([Heads(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
             prompt.attend(rows, out, b, kv, block, length, begin, end, seen, None, added, windowed)
 
@@ -180,12 +187,6 @@ def _causal(position: Any, window: int, chunk: int, tokens: Any, key: Any) -> An
     return seen
 
 
-def _fall(slopes: Any, position: Any, heads: Any, tokens: Any, key: Any) -> Any:
-    """Return by how much 16 scores change for the distance of the key."""
-    back = T.broadcast(T.Cast("int32", key - position[0]), VECTOR) - tokens
-    return slopes[heads] * T.Cast(f"float32x{VECTOR}", back)
-
-
 def unpadded(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
     """Tell whether a key is not padding and within the window, for 16 tokens."""
     seen = T.broadcast(mask[b, key], VECTOR) != T.broadcast(T.float32(0), VECTOR)
@@ -193,18 +194,6 @@ def unpadded(mask: Any, b: Any, window: int, tokens: Any, key: Any) -> Any:
         seen = T.And(seen, at_most(key, tokens + splat(window - 1, VECTOR)))
         seen = T.And(seen, T.Not(at_most(key, tokens - splat(window, VECTOR))))
     return seen
-
-
-def _biased(
-    biases: Any, own: tuple[bool, bool, bool], heads: int, length: Any, b: Any, head: Any, tokens: Any, key: Any
-) -> Any:
-    """Return the biases of 16 heads and tokens with a key."""
-    at = T.broadcast(T.Cast("int64", b) if own[0] else T.int64(0), VECTOR)
-    if own[1]:
-        at = at * T.broadcast(T.int64(heads), VECTOR) + T.Cast(f"int64x{VECTOR}", head)
-    if own[2]:
-        at = at * T.broadcast(length, VECTOR) + T.Cast(f"int64x{VECTOR}", tokens)
-    return biases[at * T.broadcast(length, VECTOR) + T.broadcast(T.Cast("int64", key), VECTOR)]
 
 
 class Place:
@@ -275,22 +264,22 @@ class Row:
         sink: Any,
         first: Any,
         count: Any,
-        slope: Any = None,
+        added: Callable[[Any], Any] | None = None,
     ) -> None:
         """Attend to ``count`` keys from ``first``.
 
         Args:
             query, result: where the row is read from and written to.
             scores: a buffer for them, filled up to whole vectors.
-            slope: by how much a score falls for each position that its key lies back; None for none.
+            added: how far the key lies ahead of the last, 0 or less -> what is added to its score; None for nothing.
         """
         lowest, lanes = T.float32(-3.0e38), held.lanes
         stat = T.alloc_buffer((2,), "float32")  # maximum, sum
         T.buffer_store(stat, T.max(sink, lowest) if self.has_sinks else lowest, [0])
         with T.serial(0, count) as j:
             score = self._score(held, query, first + j)
-            if slope is not None:
-                score = score + slope * T.Cast("float32", j + 1 - count)
+            if added is not None:
+                score = score + added(j + 1 - count)
             T.buffer_store(scores, score, [j])
             T.buffer_store(stat, T.max(stat[0], scores[j]), [0])
         with T.serial(0, VECTOR) as j:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import tvm
@@ -197,8 +196,10 @@ class _Band:
                 T.buffer_store(peaks, lane[0], [i, j])
         assert self.act is not None
         with T.serial(0, self.rows) as r, T.serial(0, wide) as q:
-            read = [peaks[r * sh + i * dh, q * sw + j * dw] for i in range(kh) for j in range(kw)]
-            top = finite_size(reduce(T.max, read))
+            T.buffer_store(lane, T.int32(0), [0])
+            with T.serial(0, kh) as a, T.serial(0, kw) as b:
+                T.buffer_store(lane, T.max(lane[0], peaks[r * sh + a * dh, q * sw + b * dw]), [0])
+            top = finite_size(lane[0])
             T.buffer_store(self.scales, span_scale(top, self.act, None), [r * wide + q])
 
     def _tile(self, tile: Any, lanes: int, end: Any) -> None:

@@ -15,19 +15,8 @@ from compressor.codegen.kernels import embedding, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.kernels.attention.cross import cross_attention
-from compressor.codegen.lowering.converters import picking
 from compressor.codegen.lowering.converters.experts import ExpertConverter
-from compressor.codegen.lowering.converters.plain import (
-    flatten,
-    group_norm,
-    masked_fill,
-    put_in_place,
-    reshape,
-    running_sum,
-    scatter_value,
-    slice_rows,
-    subtract_from,
-)
+from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.errors import VerificationError
@@ -62,20 +51,8 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
-            "slice.Tensor": slice_rows,
-            "reshape.default": reshape,
-            "view.default": reshape,
-            "cumsum.default": running_sum,
-            "index.Tensor": picking.index,
-            "select.int": picking.select,
-            "narrow.default": picking.narrow,
-            "rsub.Scalar": subtract_from,
-            "select_scatter.default": put_in_place,
+            **CONVERTERS,
             **self.recurrences(),
-            "masked_fill.Scalar": masked_fill,
-            "scatter.value": scatter_value,
-            "group_norm.default": group_norm,
-            "flatten.using_ints": flatten,
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -100,20 +77,25 @@ class Converter(ExpertConverter, RecurrenceConverter):
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes = _filled(
-            importer.retrieve_args(node), 10, (0, None)
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes, biases = _filled(
+            importer.retrieve_args(node), 10, (0, None, None)
         )
         heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
         shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
         name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
         name += "" if slopes is None else "_slopes"
+        distances = 0
+        if biases is not None:
+            distances = int(biases.ty.shape[0])
+            biases = importer.block_builder.emit(relax.op.reshape(biases, [distances * shape[0]]))
+            name += f"_distances{distances}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None)
+            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
             return func, {"family": "cached_attention"}
 
-        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes) if part is not None)]
+        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes, biases) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _pack_cache(self, node: fx.Node, importer: Any) -> Any:

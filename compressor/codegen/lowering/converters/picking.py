@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import tvm
 from torch import fx
 from tvm import relax, te
@@ -52,8 +53,6 @@ def index(node: fx.Node, importer: Any) -> Any:
     """
     indices: Any = node.args[1]
     x, given = importer.env[node.args[0]], {a: importer.env[i] for a, i in enumerate(indices) if i is not None}
-    if any(str(places.ty.dtype) == "bool" for places in given.values()):
-        return importer._index_tensor(node)
     emit_te, sizes = importer.block_builder.emit_te, x.ty.shape
     found = [emit_te(_counted, places, sizes[axis], primfunc_name_hint="places") for axis, places in given.items()]
     axes = list(given)
@@ -75,6 +74,12 @@ def index(node: fx.Node, importer: Any) -> Any:
         return te.compute(shape, element, "picked")
 
     return emit_te(picked, x, *found)
+
+
+def picks_by_mask(node: fx.Node) -> bool:
+    """Return whether a node picks elements by bools, so that their number depends on values."""
+    indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else []
+    return any(which is not None and which.meta["val"].dtype == torch.bool for which in indices)
 
 
 def _counted(places: Any, size: Any) -> Any:

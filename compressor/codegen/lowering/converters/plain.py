@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import tvm
 from torch import fx
 from tvm import relax, te
 
-from compressor.codegen.lowering.converters.picking import rows_in_a_row
+from compressor.codegen.lowering.converters import picking
 from compressor.graph.matching import shape_of
 
 _UNROLLED = 16  # places of a scatter that are written out
@@ -26,10 +28,10 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
     known = end.meta["val"] if isinstance(end, fx.Node) else None
     whole = table.meta["val"].shape[axis]
     if isinstance(length, int) and not isinstance(whole, int) and isinstance(begin or 0, int) and step == 1:
-        return rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
+        return picking.rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
     if begin or step != 1 or not _same_symbol(length, known):
         return importer._slice(node)
-    return rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
+    return picking.rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
 
 
 def reshape(node: fx.Node, importer: Any) -> Any:
@@ -61,7 +63,7 @@ def scatter_value(node: fx.Node, importer: Any) -> Any:
         def element(*place: Any) -> Any:
             found = rows[place]
             for i in range(int(each)):
-                there = chosen[(*place[:-1], i)] == place[-1].astype("int64")
+                there = chosen[(*place[:-1], i)] == place[-1].astype(chosen.dtype)
                 found = tvm.tirx.Select(there, tvm.tirx.const(value, rows.dtype), found)
             return found
 
@@ -133,6 +135,15 @@ def subtract_from(node: fx.Node, importer: Any) -> Any:
     return importer.block_builder.emit(relax.op.subtract(relax.const(number, str(x.ty.dtype)), x))
 
 
+def full(node: fx.Node, importer: Any) -> Any:
+    """Emit one number everywhere; TVM's own converter fails on infinity."""
+    sizes, value = node.args
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if sizes or not isinstance(value, int | float):
+        return importer._full(node)
+    return importer.block_builder.emit(relax.const(value, dtype))
+
+
 def put_in_place(node: fx.Node, importer: Any) -> Any:
     """Emit a tensor with another in one place of a dimension of fixed size, which TVM's own converters lack."""
     x, part, axis, place = importer.retrieve_args(node)
@@ -165,3 +176,24 @@ def group_norm(node: fx.Node, importer: Any) -> Any:
 def _same_symbol(one: object, other: object) -> bool:
     """Return whether both are the same symbolic number."""
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
+
+
+CONVERTERS: Mapping[str, Callable[[fx.Node, Any], Any]] = MappingProxyType(
+    {
+        "slice.Tensor": slice_rows,
+        "reshape.default": reshape,
+        "view.default": reshape,
+        "cumsum.default": running_sum,
+        "index.Tensor": picking.index,
+        "select.int": picking.select,
+        "narrow.default": picking.narrow,
+        "rsub.Scalar": subtract_from,
+        "full.default": full,
+        "select_scatter.default": put_in_place,
+        "masked_fill.Scalar": masked_fill,
+        "scatter.value": scatter_value,
+        "group_norm.default": group_norm,
+        "flatten.using_ints": flatten,
+    }
+)
+"""The converter of each operator, by its name, on all targets."""

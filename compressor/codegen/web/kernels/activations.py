@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.web.kernel import LARGEST_GRID, Buffer, Kernel, joined
+from compressor.codegen.web.kernels.experts import EXPERT
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.format import Format
@@ -59,11 +61,15 @@ class Rounded:
         return self.spans + self.steps
 
 
-def round_activations(columns: int, fmt: Format) -> Kernel:
+def round_activations(columns: int, fmt: Format, routing: Routing | None = None) -> Kernel:
     """Write the kernel that rounds the input of a linear to a format's activations.
 
     Buffers: x f32 [M, columns]; input_scale f32 [1], where the format has one; then y f32 [M, columns], or, where
     products are of integers, codes u32 [M, words] and numbers f32 [M, numbers] as in :class:`Rounded`.  Sizes: M.
+
+    Args:
+        routing: of experts that each have a calibrated scale: M is the number of pairs of token and expert, which read
+            x as the routed linear does; input_scale is f32 [experts], and behind it comes index i32 [M].
     """
     act = fmt.activations
     assert act is not None
@@ -73,28 +79,36 @@ def round_activations(columns: int, fmt: Format) -> Kernel:
     if layout is None:
         buffers.append(Buffer("y", written=True))
         steps = f"""for (var i = begin + thread; i < end; i += LANES) {{
-    y[row * {columns}u + i] = on_grid(x[row * {columns}u + i] * inverse, inverse) * scale;
+    y[row * {columns}u + i] = on_grid(x[source * {columns}u + i] * inverse, inverse) * scale;
   }}"""
     else:
         buffers += [Buffer("codes", "u32", written=True), Buffer("numbers", written=True)]
         steps = _bytes(columns, layout)
     kind = f"{act.numbers}{act.scales}" + (f"_by{layout.step_columns}" if layout else "")
+    name, source, find = f"round_{columns}_{kind}", "row", ""
+    if routing is not None:
+        buffers.insert(2, Buffer("index", "i32"))
+        name, source = f"{name}_{routing.name}", "row" if routing.own_rows else f"row / {routing.each}u"
+        find = (
+            f"\n  expert = min(u32(index[row]), {routing.experts - 1}u); // others' outputs are zeros, whatever is read"
+        )
     unit, join, top = ("f32", "{} + {}", "bitcast<u32>(tops[0])") if act.is_sign else ("u32", "max({}, {})", "tops[0]")
     # Infinity has a place where the scale is stored, and NaN has none.
     largest = 0x7F800000 if act.granularity == "tensor" else 0x7F7FFFFF
     text = f"""
-{_scale_functions(act)}
+{_scale_functions(act, routing is not None)}
 var<workgroup> tops: array<{unit}, LANES>;
 
 @compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
   let row = id.z * {LARGEST_GRID}u + id.y;
-  if (row >= sizes.M) {{ return; }}
+  if (row >= sizes.M) {{ return; }}{find}
+  let source = {source};
   let begin = id.x * {span}u;
   let end = min(begin + {span}u, {columns}u);
   var part = {unit}(0);
   for (var i = begin + thread; i < end; i += LANES) {{
-    let size = bitcast<u32>(x[row * {columns}u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
+    let size = bitcast<u32>(x[source * {columns}u + i]) & 0x7fffffffu; // of the larger size the larger; NaN above all
     part = {join.format("part", "bitcast<f32>(size)" if act.is_sign else "size")};
   }}
   {joined("tops", join)}
@@ -108,9 +122,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     spans = -(-columns // span)
     groups = (spans, ["min", "M", LARGEST_GRID], ["ceil", "M", LARGEST_GRID])
     lanes = 64 if span > _VECTOR_COLUMNS else 16
-    return Kernel(
-        f"round_{columns}_{kind}", "round_activations", tuple(buffers), ("M",), {"LANES": lanes}, groups, text
-    )
+    return Kernel(name, "round_activations", tuple(buffers), ("M",), {"LANES": lanes}, groups, text)
 
 
 def _bytes(columns: int, layout: Rounded) -> str:
@@ -123,7 +135,7 @@ def _bytes(columns: int, layout: Rounded) -> str:
       for (var i = 0u; i < 4u; i++) {{
         let column = s * {step}u + 4u * w + i;
         if (column < {columns}u) {{
-          let code = i32(on_grid(x[row * {columns}u + column] * inverse, inverse));
+          let code = i32(on_grid(x[source * {columns}u + column] * inverse, inverse));
           word |= (u32(code) & 255u) << (8u * i);
           sum += code;
         }}
@@ -135,10 +147,10 @@ def _bytes(columns: int, layout: Rounded) -> str:
   if (thread == 0u) {{ numbers[row * {layout.numbers}u + id.x] = scale; }}"""
 
 
-def _scale_functions(act: Activations) -> str:
+def _scale_functions(act: Activations, is_routed: bool) -> str:
     """Write ``scale_of``, the scale of a span, and ``on_grid``, which rounds scaled values."""
-    largest, grid = act.max_value, "round(near)"
-    functions = []
+    largest, grid, stored = act.max_value, "round(near)", "input_scale[expert]" if is_routed else "input_scale[0]"
+    functions = [EXPERT] if is_routed else []
     elements = {act.element} if act.element is not None else set()
     scale = f"top / {largest!r}"
     if act.is_sign:
@@ -148,9 +160,9 @@ def _scale_functions(act: Activations) -> str:
         scale = f"bitcast<f32>(bitcast<u32>(top) & 0x7f800000u) * {2.0**-act.element.largest_exponent!r}"
     elif act.scale_type == "E4M3":
         elements.add(e4m3 := Element("E4M3", 4, 3))
-        scale = f"{_rounding(e4m3)}(min(top / (input_scale[0] * {largest!r}), 448.0)) * input_scale[0]"
+        scale = f"{_rounding(e4m3)}(min(top / ({stored} * {largest!r}), 448.0)) * {stored}"
     elif act.granularity == "tensor":
-        scale = "input_scale[0]"
+        scale = stored
     if act.element is not None:
         grid = f"{_rounding(act.element)}(near)"
     functions += [_rounding_function(element) for element in sorted(elements, key=lambda e: e.name)]

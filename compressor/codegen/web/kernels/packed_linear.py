@@ -1,5 +1,8 @@
 """The packed linear in WGSL: codes are taken apart and multiplied in registers, for one token or several at once.
 
+Where it is routed, tokens are pairs of token and expert, and a workgroup's weight is its expert's
+(:mod:`compressor.codegen.web.kernels.experts`).
+
 A workgroup computes ``TILES`` tiles of 16 rows: thread ``16 * lane + row`` takes every ``LANES``-th chunk of its row in
 each tile, so that neighbouring threads read neighbouring words, for ``TOKENS`` tokens.  Layout:
 :mod:`compressor.formats.format`.  Activations that a format rounds are so already
@@ -12,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
 from compressor.codegen.web.kernels.activations import Rounded
+from compressor.codegen.web.kernels.experts import EXPERT, PLAIN, Rows, routed_rows
 from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
@@ -47,13 +52,19 @@ def supports(fmt: Format) -> str:
     )
 
 
-def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple[Kernel, ...]:
+def packed_linear(
+    rows: int, columns: int, fmt: Format, has_bias: bool, routing: Routing | None = None
+) -> tuple[Kernel, ...]:
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
     Buffers: x f32 [M, columns], or where products are of integers x u32 [M, words] and numbers f32 [M, numbers]
     (:class:`compressor.codegen.web.kernels.activations.Rounded`); :func:`stored_parts` as words, bias f32 [rows] (where
     there is one), y f32 [M, rows].  Sizes: M.
 
+    Args:
+        routing: of a routed linear: x has M or M * each rows, the buffer ``routes`` u32
+            (:func:`compressor.codegen.web.kernels.experts.sort_pairs`) comes behind x and numbers, parts and bias are
+            those of all experts behind each other, and y is f32 [M, each, rows].
     Raises:
         UsageError: the format stores weights as floats.
     """
@@ -67,20 +78,23 @@ def packed_linear(rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple
         buffers = [Buffer("x", "vec4<u32>" if layout.is_vector else "u32"), Buffer("numbers")]
     else:
         step, buffers = fmt.chunk_columns, [Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")]
+    buffers += [] if routing is None else [Buffer("routes", "u32")]
     buffers += part_buffers(fmt)
     buffers += [Buffer("bias")] * has_bias
     buffers.append(Buffer("y", written=True))
     tiles = -(-rows // TILE_ROWS)
+    family = "packed_linear" if routing is None else "packed_routed_linear"
     name = f"packed_linear_{rows}x{columns}_{fmt.name.replace('.', 'p')}{'_bias' if has_bias else ''}"
-    text = _text(rows, columns, fmt, has_bias)
+    name = name if routing is None else f"routed_{routing.name}_{name}"
 
     def kernel(suffix: str, constants: dict[str, int], limits: dict[str, int]) -> Kernel:
-        groups: tuple[Expression, ...] = (["ceil", tiles, "TILES"], ["ceil", "M", "TOKENS"], 1)
-        found, details = tuple(buffers), {"format": fmt.name}
+        which = PLAIN if routing is None else routed_rows(routing, bool(limits))
+        groups: tuple[Expression, ...] = (["ceil", tiles, "TILES"], which.groups, 1)
+        found, details, text = tuple(buffers), {"format": fmt.name}, _text(rows, columns, fmt, has_bias, which)
         space = _space(tiles, -(-columns // step), step, constants, 1 if limits else PROMPT_TOKENS)
-        return Kernel(
-            f"{name}{suffix}", "packed_linear", found, ("M",), constants, groups, text, limits, space, details
-        )
+        if routing is not None and limits:
+            space = [one for one in space if one["TOKENS"] == 1]  # a workgroup has one pair
+        return Kernel(f"{name}{suffix}", family, found, ("M",), constants, groups, text, limits, space, details)
 
     return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})
 
@@ -113,20 +127,24 @@ def _space(tiles: int, chunks: int, columns: int, default: dict[str, int], token
     )
 
 
-def _text(rows: int, columns: int, fmt: Format, has_bias: bool) -> str:
-    loop = IntegerLoop(rows, columns, fmt) if fmt.integer_products else FloatLoop(rows, columns, fmt)
+def _text(rows: int, columns: int, fmt: Format, has_bias: bool, which: Rows) -> str:
+    kind = IntegerLoop if fmt.integer_products else FloatLoop
+    loop = kind(rows, columns, fmt, which.expert)
+    lanes = f"""      for (var lane = 0u; lane < LANES; lane++) {{
+        sum += sums[(sum_of * LANES + lane) * {TILE_ROWS}u + i % {TILE_ROWS}u];
+      }}"""
     return f"""
-{HALF}
+{HALF}{f"{chr(10)}{EXPERT}" if which.expert else ""}
 {loop.functions()}
-{scale_function(fmt)}
+{scale_function(fmt, which.expert)}
 var<workgroup> sums: array<f32, LANES * {TILE_ROWS}u * TILES * TOKENS>;
 
 @compute @workgroup_size(LANES * {TILE_ROWS}u)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {{
-  let first = id.y * TOKENS;
+{which.begin}
   let row = thread % {TILE_ROWS}u;
 //# for m TOKENS
-  let token$m$ = min(first + $m$u, sizes.M - 1u); // those behind the last are not stored
+  let token$m$ = {which.token}
 //# end
 //# for i TILES
 //# for m TOKENS
@@ -144,25 +162,25 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let sum_of = i / {TILE_ROWS}u;
     let out = (id.x * TILES + sum_of / TOKENS) * {TILE_ROWS}u + i % {TILE_ROWS}u;
     let m = first + sum_of % TOKENS;
-    if (m < sizes.M && out < {rows}u) {{
-      var sum = {"bias[out]" if has_bias else "0.0"};
-      for (var lane = 0u; lane < LANES; lane++) {{
-        sum += sums[(sum_of * LANES + lane) * {TILE_ROWS}u + i % {TILE_ROWS}u];
-      }}
-      y[m * {rows}u + out] = sum;
+    if (m < {which.end} && out < {rows}u) {{
+{which.outputs(rows, has_bias, lanes)}
     }}
   }}
 }}
 """
 
 
-def scale_function(fmt: Format) -> str:
-    """Return ``scale_at``: the factor at a place of the scales."""
+def scale_function(fmt: Format, expert: str = "") -> str:
+    """Return ``scale_at``: the factor at a place of the scales; ``expert`` is that whose weight is read."""
     if fmt.codebook:
         value = "1.0"
     elif fmt.scale_type == "F16":
         value = "half(scales[place >> 1u], place)"
     else:
         code = "(scales[place >> 2u] >> ((place & 3u) * 8u)) & 255u"
-        value = f"bitcast<f32>(({code}) << 23u)" if fmt.scale_type == "E8M0" else f"e4m3({code}) * tensor_scale[0]"
+        value = (
+            f"bitcast<f32>(({code}) << 23u)"
+            if fmt.scale_type == "E8M0"
+            else f"e4m3({code}) * tensor_scale[{expert or 0}]"
+        )
     return f"fn scale_at(place: u32) -> f32 {{ return {value}; }}"

@@ -27,17 +27,23 @@ POLYFILLS = {
 class _Loop:
     """What both know of a weight: its tiles, chunks and groups, and where a scale or a zero point is."""
 
-    def __init__(self, rows: int, columns: int, fmt: Format) -> None:
-        self.fmt, self.columns = fmt, columns
+    def __init__(self, rows: int, columns: int, fmt: Format, expert: str) -> None:
+        self.fmt, self.columns, self.expert = fmt, columns, expert
         self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
 
     def _tile(self) -> str:
-        return f"min(id.x * TILES + $i$u, {self.tiles - 1}u)"
+        """Of all experts' tiles, which lie behind each other."""
+        own = f"min(id.x * TILES + $i$u, {self.tiles - 1}u)"
+        return f"{self.expert} * {self.tiles}u + {own}" if self.expert else own
 
     def _place(self, group: str) -> str:
         """Of a scale and a zero point."""
-        if self.fmt.block_tiles:
-            return f"(tile$i$ / {self.fmt.block_tiles}u) * {self.groups}u + {group}"
+        if each := self.fmt.block_tiles:
+            block = f"(tile$i$ / {each}u)"
+            if self.expert:  # each expert's blocks begin anew
+                tile, blocks = f"tile$i$ - {self.expert} * {self.tiles}u", -(-self.tiles // each)
+                block = f"({self.expert} * {blocks}u + ({tile}) / {each}u)"
+            return f"{block} * {self.groups}u + {group}"
         return f"(tile$i$ * {self.groups}u + {group}) * {TILE_ROWS}u + row"
 
     def _zero(self) -> str:
@@ -98,8 +104,8 @@ class IntegerLoop(_Loop):
     multiplied by the step's sum of activations.
     """
 
-    def __init__(self, rows: int, columns: int, fmt: Format) -> None:
-        super().__init__(rows, columns, fmt)
+    def __init__(self, rows: int, columns: int, fmt: Format, expert: str) -> None:
+        super().__init__(rows, columns, fmt, expert)
         self.layout = Rounded.of(columns, fmt)
         middle = int(fmt.zero_point) if fmt.symmetric else 0
         self.offset = 128 if fmt.bits == 8 else middle

@@ -77,21 +77,26 @@ def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_firs
         check_special(got, OPS.masked_attention(q, k, v, torch.ones(1, 9), 0.2), TOLERANCE, width)
 
 
-@pytest.mark.parametrize(("chunk", "has_slopes"), [(8, False), (0, True), (5, True)])
-def test_chunks_and_slopes(chunk: int, has_slopes: bool) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "has_slopes", "distances"), [(8, False, 0), (0, True, 0), (5, True, 0), (0, False, 9), (0, True, 200)]
+)
+def test_chunks_and_biases_of_distances(chunk: int, has_slopes: bool, distances: int) -> None:
     heads, kv_heads, width = 6, 3, 12
     kernel = build(
-        attention.cached_attention(heads, kv_heads, width, 0.3, 0, 0.0, False, chunk, has_slopes), x86.AVX512_VNNI
+        attention.cached_attention(heads, kv_heads, width, 0.3, 0, 0.0, False, chunk, has_slopes, distances),
+        x86.AVX512_VNNI,
     )
     rng = torch.Generator().manual_seed(chunk)
     slopes = torch.rand(heads, generator=rng) if has_slopes else None
+    biases = torch.randn(distances, heads, generator=rng) if distances else None
+    flat = None if biases is None else biases.flatten()
     for past, new in [(0, 1), (5, 1), (7, 20), (37, 3), (50, 43)]:
         caches = [torch.randn(2, kv_heads, 100, width, generator=rng) for _ in range(2)]
         q = torch.randn(2, heads, new, width, generator=rng) * 2
         k, v = (torch.randn(2, kv_heads, new, width, generator=rng) for _ in range(2))
         position = torch.arange(past, past + new)
-        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, 0, 0.0, None, chunk, slopes)
-        got = run(kernel, q, k, v, *caches, position, slopes, out=(2, new, heads, width))
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, 0, 0.0, None, chunk, slopes, biases)
+        got = run(kernel, q, k, v, *caches, position, slopes, flat, out=(2, new, heads, width))
         assert relative_error(got, expected) < TOLERANCE
 
 

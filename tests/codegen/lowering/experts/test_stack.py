@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.codegen.lowering.experts.stack import as_lowered, has_experts, stack_experts
-from compressor.codegen.web.convert import why_unsupported
+from compressor.codegen.web.converters.converter import why_unsupported
 from compressor.errors import CompressorError
 from compressor.export.facts import weight_bytes_per_token
 from compressor.graph.caches import empty_caches
@@ -75,8 +75,8 @@ def test_the_graph_that_targets_are_asked_about_is_a_copy(dense: GraphModule) ->
     lowered = as_lowered(dense)
     assert has_experts(dense) and not has_experts(lowered)
     assert as_lowered(lowered) is lowered
-    for graph in (dense, lowered):
-        assert "no kernels for experts" in why_unsupported(graph)
+    assert not why_unsupported(dense)
+    assert "no kernels for single weights" in why_unsupported(packed(dense, ("W4A16_G32_S0.5", "Expert")))
 
 
 def test_what_a_pass_left_in_the_place_of_a_linear_is_refused(dense: GraphModule) -> None:

@@ -18,7 +18,7 @@ from web_formats import SERVED, TOLERANCE, error
 
 from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
-from compressor.codegen.web.kernels import argmax, attention, dense_linear, embedding, norm, top_k
+from compressor.codegen.web.kernels import argmax, attention, dense_linear, embedding, norm, softmax, top_k
 from compressor.codegen.web.kernels.activations import Rounded, round_activations
 from compressor.codegen.web.kernels.packed_linear import packed_linear, stored_parts
 from compressor.codegen.web.kernels.products import POLYFILLS
@@ -187,6 +187,15 @@ def test_norms(width: int, centred: bool, has_bias: bool, require_adapter: None)
     x = special_rows(width, torch.Generator().manual_seed(0))
     got = run([norm.norm(width, 1e-5, centred, has_bias)], [x, weight, bias], [x.shape[1]], tuple(x.shape))
     check_special(torch.from_numpy(got), special_norm(x, weight, bias, centred), TOLERANCE, centred)
+
+
+@pytest.mark.parametrize("width", [1, 7, 200])
+def test_softmax(width: int, require_adapter: None) -> None:
+    x = 3 * torch.randn(6, width, generator=torch.Generator().manual_seed(0))
+    x[1] += 1e30
+    x[2, -1], x[3, 0], x[4, 0], x[5] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    got = run([softmax.softmax(width)], [x], [6], (6, width))
+    np.testing.assert_allclose(got, x.softmax(-1).numpy(), rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

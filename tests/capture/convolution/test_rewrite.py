@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.capture.capture import capture
-from compressor.capture.convolutions import dense_convolutions
+from compressor.capture.convolution.rewrite import dense_convolutions
 from compressor.data.text import Samples
 from compressor.formats.packing import dequantize
 from compressor.graph.folding import CannotFold, find_scale_target
@@ -140,12 +140,12 @@ class Depthwise(nn.Module):
         super().__init__()
         self.wide, self.norm = nn.Conv2d(6, 6, (3, 5), (1, 2), (2, 0), (2, 1), groups=6, bias=False), nn.BatchNorm2d(6)
         self.rows, self.after = nn.Conv1d(6, 10, 3, padding=1, bias=False), nn.BatchNorm1d(10)
-        self.each, self.last = nn.Conv1d(10, 10, 5, 2, "valid", 1, 10), nn.Conv1d(10, 4, 4, padding="same")
+        self.each = nn.Conv1d(10, 10, 5, 2, "valid", 1, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         y = functional.relu6(self.norm(self.wide(x)))
         y = torch.relu(self.after(self.rows(y.mean(3))))
-        result: Tensor = self.last(functional.hardtanh(self.each(y), 0.0, 2.0))
+        result = functional.hardtanh(self.each(y), 0.0, 2.0)
         return result
 
 
@@ -157,7 +157,7 @@ def test_depthwise_convolutions_and_those_of_rows_are_sites() -> None:
     shapes = {name: (site.module_class, site.out_features, site.in_features) for name, site in sites.items()}
     assert shapes == {"wide": ("Conv2d", 6, 15), "rows": ("Conv1d", 10, 18), "each": ("Conv1d", 10, 5)}
     assert [site.name for site in linear_sites(graph)] == ["rows"]
-    assert [line.partition(":")[0] for line in dense_convolutions(graph)] == ["last"]  # pads unevenly
+    assert dense_convolutions(graph) == []
     assert not any("norm" in name for name in targets(graph))
     assert check_independence(graph).independent
     folded = graph.get_parameter("wide.weight").detach().clone()
@@ -185,23 +185,22 @@ def test_a_depthwise_convolution_rounds_what_it_reads() -> None:
 class Refused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.grouped, self.even = nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 2, padding="same")
-        self.shared, self.up = nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2)
-        self.norm = nn.BatchNorm2d(4)
+        self.shared, self.up = nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2, 2, dilation=2)
+        self.row, self.norm = nn.Conv1d(4, 4, 1), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.up(self.shared(self.shared(self.even(self.norm(self.grouped(x))))))
-        return result
+        result: Tensor = self.up(self.shared(self.shared(self.norm(x))))
+        return result + self.row(x.mean(3)).mean() + functional.conv2d(x, x[:1]).mean()
 
 
 def test_what_is_no_linear_over_patches_stays_and_is_named() -> None:
     module, x = prepared(Refused()), images(2, 4, 7, 7)
     graph = capture(module, (x,))
     assert error(graph(x), module(x)) < TOLERANCE
-    assert linear_sites(graph) == []
+    assert [site.name for site in linear_sites(graph)] == ["row"]
     reasons = dense_convolutions(graph)
-    assert [line.partition(":")[0] for line in reasons] == ["grouped", "even", "shared", "shared", "up"]
-    for line, word in zip(reasons, ("2 groups", "even size", "shared", "shared", "not a 2-d"), strict=True):
+    assert [line.partition(":")[0] for line in reasons] == ["shared", "shared", "up", "conv2d_2"]
+    for line, word in zip(reasons, ("shared", "shared", "stride and dilation", "computed"), strict=True):
         assert "stays dense" in line and word in line
 
 

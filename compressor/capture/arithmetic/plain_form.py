@@ -1,0 +1,164 @@
+"""Say operators that kernels lack with those that they have.
+
+add(x, y, alpha=a)                  becomes      x + y * a              and sub likewise
+mul(float32, size)                  becomes      mul(float32, full((), size))      and add, sub, div likewise
+div(x, y, rounding_mode="floor")    becomes      floor_divide(x, y)
+div(x, y, rounding_mode="trunc")    becomes      trunc(x / y); of integers (x - fmod(x, y)) / y
+where(c, x, 0.5)                    becomes      where(c, x, full((), 0.5))
+addcmul(x, y, z, value=a)           becomes      x + y * z * a          and addcdiv likewise
+new_full(x, shape, 0.5)             becomes      full(shape, 0.5)
+take(x, i)                          becomes      index(reshape(x, -1), i)
+narrow(x, d, begin, length)         becomes      slice(x, d, begin, begin + length)
+multiply, subtract, divide, ...     become       mul, sub, div, ...
+clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_Call = Callable[..., fx.Node]
+
+_SAME: dict[Any, Any] = {
+    _aten.multiply.Tensor: _aten.mul.Tensor,
+    _aten.multiply.Scalar: _aten.mul.Scalar,
+    _aten.subtract.Tensor: _aten.sub.Tensor,
+    _aten.subtract.Scalar: _aten.sub.Scalar,
+    _aten.divide.Tensor: _aten.div.Tensor,
+    _aten.divide.Scalar: _aten.div.Scalar,
+    _aten.true_divide.Tensor: _aten.div.Tensor,
+    _aten.true_divide.Scalar: _aten.div.Scalar,
+}
+
+
+def _plain_terms(node: fx.Node, call: _Call) -> fx.Node:
+    x, y = (
+        call(_aten.full.default, [], arg, dtype=node.meta["val"].dtype) if _is_size(arg) else arg for arg in node.args
+    )
+    factor = node.kwargs.get("alpha", 1)
+    return call(node.target, x, y if factor == 1 else call(_aten.mul.Tensor, y, factor))
+
+
+def _is_size(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.SymInt)
+
+
+def _needs_plain_terms(node: fx.Node) -> bool:
+    """Return whether a sum or product has a factor, or a size among floats, which kernels leave an integer."""
+    is_float: bool = node.meta["val"].is_floating_point()
+    return bool(node.kwargs.get("alpha", 1) != 1) or (is_float and any(map(_is_size, node.args)))
+
+
+def _added(node: fx.Node, call: _Call) -> fx.Node:
+    x, y, z = node.args
+    both = call(_aten.mul.Tensor if node.target is _aten.addcmul.default else _aten.div.Tensor, y, z)
+    factor = node.kwargs.get("value", 1)
+    return call(_aten.add.Tensor, x, both if factor == 1 else call(_aten.mul.Tensor, both, factor))
+
+
+def _filled(node: fx.Node, call: _Call) -> fx.Node:
+    return call(_aten.full.default, *node.args[1:], dtype=node.meta["val"].dtype)
+
+
+def _rounded(node: fx.Node, call: _Call) -> fx.Node:
+    x, y = node.args[:2]
+    mode = node.kwargs["rounding_mode"]
+    if mode is None:
+        return call(_aten.div.Tensor, x, y)
+    if mode == "floor":
+        return call(_aten.floor_divide.default, x, y)
+    if node.meta["val"].is_floating_point():
+        return call(_aten.trunc.default, call(_aten.div.Tensor, x, y))
+    rest = call(_aten.fmod.Tensor if isinstance(y, fx.Node) else _aten.fmod.Scalar, x, y)
+    return call(_aten.floor_divide.default, call(_aten.sub.Tensor, x, rest), y)
+
+
+def _chosen(node: fx.Node, call: _Call) -> fx.Node:
+    dtype = node.meta["val"].dtype
+    both = [x if isinstance(x, fx.Node) else call(_aten.full.default, [], x, dtype=dtype) for x in node.args[1:3]]
+    return call(_aten.where.self, node.args[0], *both)
+
+
+def _taken(node: fx.Node, call: _Call) -> fx.Node:
+    return call(_aten.index.Tensor, call(_aten.reshape.default, node.args[0], [-1]), [node.args[1]])
+
+
+def _clamped(node: fx.Node, call: _Call) -> fx.Node:
+    low, high = _bounds(node)
+    limits = torch.iinfo(node.meta["val"].dtype)
+    return call(
+        _aten.clamp.default, node.args[0], limits.min if low is None else low, limits.max if high is None else high
+    )
+
+
+def _bounds(node: fx.Node) -> tuple[Any, Any]:
+    """Return the bounds of a clamp by numbers."""
+    if node.target is _aten.clamp_min.default:
+        return node.args[1], None
+    if node.target is _aten.clamp_max.default:
+        return None, node.args[1]
+    given = (*node.args[1:], None, None)[:2]
+    return given[0], given[1]
+
+
+_FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
+    _aten.add.Tensor: _plain_terms,
+    _aten.sub.Tensor: _plain_terms,
+    _aten.mul.Tensor: _plain_terms,
+    _aten.div.Tensor: _plain_terms,
+    _aten.div.Tensor_mode: _rounded,
+    _aten.div.Scalar_mode: _rounded,
+    _aten.addcmul.default: _added,
+    _aten.addcdiv.default: _added,
+    _aten.new_full.default: _filled,
+    _aten.where.Scalar: _chosen,
+    _aten.where.ScalarSelf: _chosen,
+    _aten.where.ScalarOther: _chosen,
+    _aten.take.default: _taken,
+    _aten.clamp.default: _clamped,
+    _aten.clamp_min.default: _clamped,
+    _aten.clamp_max.default: _clamped,
+}
+
+
+class OperatorForm:
+    """An operator that kernels lack becomes those that compute the same."""
+
+    name = "operator form"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match one of the operators."""
+        if _FORMS.get(node.target) is _plain_terms:
+            return node if _needs_plain_terms(node) else None
+        if _FORMS.get(node.target) is _clamped:
+            whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
+            return node if whole and None in _bounds(node) else None
+        return node if node.op == "call_function" and node.target in {**_SAME, **_FORMS} else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for nothing."""
+        return ""
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Call the plain operators."""
+        if match.target in _SAME:
+            match.target = _SAME[match.target]
+            return match
+
+        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            with graph.inserting_before(match):
+                made = graph.call_function(target, args, kwargs)
+            given = fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+            with match.meta["val"].fake_mode:
+                made.meta = {**match.meta, "val": target(*given[0], **given[1])}
+            return made
+
+        made = _FORMS[match.target](match, call)
+        match.replace_all_uses_with(made)
+        graph.erase_node(match)
+        return made
