@@ -183,7 +183,7 @@ class DataSource(Section):
         Raises:
             RecipeError: one is missing.
         """
-        return tuple(self._find(name, self._where or "captions") for name in self.captions or ())
+        return tuple(self._find(name, f"{self._where}, captions") for name in self.captions or ())
 
     def _find(self, name: str, where: str) -> Path:
         places = self._places(name)

@@ -21,6 +21,7 @@ from compressor.graph.model import ModelInfo
 from compressor.recipe.recipe import Recipe
 
 pytest.importorskip("PIL")
+RECIPE = "gptq_w4a16_clip_x86"
 TEXTS = [f"a photo of a {name}." for name in CLASSES]
 
 
@@ -34,19 +35,12 @@ def answer(*words: str | Path) -> Any:
     return json.loads(done.stdout)
 
 
-def recipe(folder: Path, **changes: Any) -> Path:
-    """Write a recipe beside the model ``pair`` and the pictures ``pictures``; a change to None leaves a key out."""
-    content = {
-        "model": "pair",
-        "calibration": {"images": "pictures", "samples": 8, "classes": list(CLASSES)},
-        "evaluation": {"images": "pictures", "classes": list(CLASSES)},
-        "passes": [{"gptq": {"scheme": "W4A16_G32"}}],
-        "tune": "off",
-        **changes,
-    }
-    file = folder / "recipe.yaml"
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), encoding="utf-8")
-    return file
+def settings(pictures: Path, **changes: Any) -> list[str]:
+    """Return what makes a small run of the shipped recipe."""
+    data = {"images": str(pictures), "classes": list(CLASSES)}
+    content = {"calibration": {**data, "samples": 8}, "evaluation": data, "tune": "off", **changes}
+    given = {"passes.gptq.scheme": "W4A16_G32", **content}
+    return [word for key, value in given.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def test_a_folder_becomes_a_bundle_of_two_entries(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
@@ -55,7 +49,7 @@ def test_a_folder_becomes_a_bundle_of_two_entries(tmp_path: Path, require_tool: 
     model = pair("SigLIP")
     folder, data, bundle = save(model, tmp_path / "pair", False), pictures(tmp_path / "pictures"), tmp_path / "out"
     gates = {"top1_agreement": ">= 50%", "accuracy_drop": "<= 50%", "batch_independent": True}
-    result = answer("run", recipe(tmp_path, gates=gates), "-o", bundle)
+    result = answer("run", RECIPE, "--model", folder, *settings(data, gates=gates), "-o", bundle)
     assert result["images"] == 12 and set(result["gates"]) == set(gates)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert set(manifest["entries"]) == {"main", "text"} and manifest["model"]["pair"]["is_filled"]

@@ -102,16 +102,30 @@ def finish_pair(graph: fx.Graph, info: ModelInfo, text_config: Any, read: Callab
     known = codegen.pytree_info
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(known.orig_args, known.in_spec, pytree.tree_structure((0, 0)))))
     graph.eliminate_dead_code()
-    of_texts: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        if node.target in ("ids", "mask") or any(source in of_texts for source in node.all_input_nodes):
-            of_texts.add(node)
-            if node.op == "call_function":
-                output.prepend(node)
+    _pictures_first(graph)
     pictures = graph.find_nodes(op="placeholder")[0].meta["val"]
     pad_id, is_filled = _filling(info.source, text_config)
     pair = PairInfo(scale, bias, pad_id, is_filled)
     return replace(info, pair=pair, image_shape=tuple(int(size) for size in pictures.shape[1:]))
+
+
+def _pictures_first(graph: fx.Graph) -> None:
+    """Put what depends on the texts behind the rest; the number of texts is that of the pictures."""
+    pictures, *texts = graph.find_nodes(op="placeholder")
+    output, of_texts = graph.output_node(), set(texts)
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.sym_size.int and node.args[0] in texts and node.args[1] == 0:
+            node.args = (pictures, 0)
+        if any(source in of_texts for source in node.all_input_nodes):
+            of_texts.add(node)
+            if node.op == "call_function":
+                output.prepend(node)
+
+
+def pair_notes(info: ModelInfo) -> list[str]:
+    """Tell the user what the two halves read."""
+    size = "x".join(map(str, info.image_shape))
+    return [f"embeds pictures of {size} and texts of up to {info.max_positions} tokens: two entries, main and text"]
 
 
 def _similarity(
