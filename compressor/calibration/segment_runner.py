@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches, empty_states
-from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, source_node
+from compressor.graph.kinds.encoder_decoder import (
+    Batch,
+    Pair,
+    SampleInputs,
+    memory_node,
+    source_inputs,
+    source_node,
+    tokens_of,
+)
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.graph.sites import is_parameter
@@ -24,17 +32,14 @@ from compressor.host.tensor_files import Spill, release, trim
 from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.progress import Reporter
 
-Fed: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What a model is run on: int64 [samples, sequence]; of a plain module its input, float32 [samples, ...]; of pictures
-with texts a tuple, pictures, ids [samples, tokens] and a mask [samples, tokens]."""
-
 
 class SegmentRunner:
     """Batches of samples, and the hidden states of each between two segments.
 
     Args:
         graph: a captured model; its linears may be replaced meanwhile.
-        batches: of samples.
+        batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...]; of a model of
+            speech, a sound with its tokens; of pictures with texts, both.
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
             (:mod:`compressor.numerics.products.bfloat16`).
@@ -43,11 +48,11 @@ class SegmentRunner:
     """
 
     def __init__(
-        self, graph: GraphModule, batches: Sequence[Fed], spill: Spill | None = None, rounded: bool = False
+        self, graph: GraphModule, batches: Sequence[Batch], spill: Spill | None = None, rounded: bool = False
     ) -> None:
         info: ModelInfo = graph.meta["model"]
-        longest = max((batch[1] if isinstance(batch, tuple) else batch).shape[1] for batch in batches)
-        of_source = 0 if info.encoder_source is None else info.encoder_source.max_positions
+        longest = max(tokens_of(batch).shape[1] for batch in batches)
+        of_source = 0 if info.encoder_source is None or info.hears else info.encoder_source.max_positions
         positions = min((count for count in (info.max_positions, of_source) if count), default=0)
         if positions and longest > positions:
             raise UsageError(
@@ -57,12 +62,15 @@ class SegmentRunner:
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
         self.rounded = rounded
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
-        self.inputs, self.source_node = graph.graph.find_nodes(op="placeholder"), source_node(graph)
+        inputs = graph.graph.find_nodes(op="placeholder")
+        self.ids_node, self.source_node = inputs[0], source_node(graph)
+        if info.pair is not None:
+            self.source_node, self.ids_node = inputs[:2]
         self.hidden: list[Tensor | None] = [None] * len(batches)
         self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
-        self.shared: dict[Any, dict[Node, Any]] = {}  # shape of ids, and a mask -> inputs, token-independent values
+        self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # input shapes -> inputs, token-independent values
 
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
@@ -125,10 +133,9 @@ class SegmentRunner:
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
         """Return the values that a segment's nodes read for one batch, without parameters."""
         batch = self.batches[i]
-        own = batch if isinstance(batch, tuple) else (batch,)
-        env = {**self._shared(batch), **dict(zip(self.inputs, own, strict=False))}
+        env = {**self._shared(batch), self.ids_node: tokens_of(batch)}
         if self.source_node is not None:
-            env[self.source_node] = self.batches[i]
+            env[self.source_node] = batch.source if isinstance(batch, Pair) else batch
         memory, carried = memory_node(self.graph), self.memory[i]
         if memory is not None and carried is not None and memory not in segment.nodes:
             env[memory] = carried
@@ -170,14 +177,11 @@ class SegmentRunner:
                     del env[used]
         return [found[node] for node in wanted]
 
-    def _shared(self, batch: Fed) -> dict[Node, Any]:
-        own = batch if isinstance(batch, tuple) else (batch,)
-        shape: Any = [tuple(x.shape) for x in own]
-        shape = (*shape, own[2].numpy().tobytes()) if len(own) > 1 else shape[0]
+    def _shared(self, batch: Batch) -> dict[Node, Any]:
+        shape = (*tokens_of(batch).shape, *(batch.source.shape if isinstance(batch, Pair) else ()))
         if shape not in self.shared:
             graph = self.graph
-            given = list(batch) if isinstance(batch, tuple) else _inputs(self.info, batch)
-            env = dict(zip(graph.graph.find_nodes(op="placeholder"), given, strict=True))
+            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, batch), strict=True))
             self.interpreter.env = env
             with torch.no_grad():
                 for node in shared_nodes(graph):
@@ -187,10 +191,11 @@ class SegmentRunner:
         return self.shared[shape]
 
 
-def split_samples(graph: GraphModule, samples: Fed, tokens: int) -> Sequence[Fed]:
+def split_samples(graph: GraphModule, samples: SampleInputs, tokens: int) -> Sequence[Batch]:
     """Split samples into batches of about ``tokens`` tokens or pixels, each of at least one sample.
 
-    A plain module that was captured with a fixed batch gets batches of that size.
+    A plain module that was captured with a fixed batch gets batches of that size.  Sounds, whose lengths differ, run
+    one by one.
 
     Args:
         samples: as for :class:`SegmentRunner`, all in one.
@@ -198,11 +203,10 @@ def split_samples(graph: GraphModule, samples: Fed, tokens: int) -> Sequence[Fed
         UsageError: the samples are not what the model reads, or no whole number of fixed batches.
     """
     info: ModelInfo = graph.meta["model"]
-    if isinstance(samples, tuple) != (info.pair is not None):
-        raise UsageError(f"{info.name}: pictures with texts are for a model that embeds both, and only for it")
-    if isinstance(samples, tuple):
-        each = max(1, tokens // math.prod(samples[0].shape[2:]))
-        return list(zip(*(torch.split(x, each) for x in samples), strict=True))
+    if info.pair is not None and isinstance(samples, Tensor):
+        raise UsageError(f"{info.name}: reads pictures with texts; give samples of both")
+    if not isinstance(samples, Tensor):
+        return samples
     if (info.kind == "module") != samples.is_floating_point():
         reads = "a plain module, which reads no tokens: calibrate on `images:`"
         raise UsageError(f"{info.name}: is {reads if info.kind == 'module' else 'a model of text, not of images'}")
@@ -249,8 +253,11 @@ def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> It
     stream.release(last)
 
 
-def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
+def _inputs(info: ModelInfo, given: Batch) -> list[Tensor]:
     """Return the flat inputs of the captured forward for a first run: all tokens kept, empty caches."""
+    ids = tokens_of(given)
+    if isinstance(given, Pair) and info.pair is not None:
+        return [given.source, ids, torch.ones(ids.shape, dtype=torch.float32)]
     if info.kind == "module":
         return [ids]
     batch, length = ids.shape
@@ -258,7 +265,7 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
         return [ids, torch.ones(batch, length, dtype=torch.float32)]
     position = torch.arange(length)
     past = [*empty_caches(info, batch), *empty_states(info, batch)]
-    return [ids, position, position, *past, *source_inputs(info, ids)]
+    return [ids, position, position, *past, *source_inputs(info, given)]
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:

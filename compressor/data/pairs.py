@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
-from compressor.data.text import Samples, encode_texts, source_label, tokens_sha256
+from compressor.data.text import Samples, encode_texts, tokens_sha256
 from compressor.errors import UsageError
+from compressor.graph.kinds.encoder_decoder import Pair
 from compressor.graph.model import ModelInfo
-from compressor.recipe.gates import QUALITY
 
 if TYPE_CHECKING:
-    from compressor.recipe.data_spec import DataSource, TextSpec
-    from compressor.recipe.recipe import Recipe
+    from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec
 
 
 @dataclass(frozen=True)
@@ -43,27 +42,19 @@ class ZeroShot:
         return {"images": len(self.images), "classes": len(self.ids), "sha256": digest}
 
 
-def load_pairs(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, ZeroShot | None]:
-    """Return pictures with captions to calibrate on, and pictures with classes to evaluate on.
+def load_zero_shot(wanted: EvaluationSpec, given: TextSpec | None, info: ModelInfo) -> ZeroShot | None:
+    """Return labelled pictures and their classes, those that calibration left over where evaluation names none.
 
     Raises:
-        UsageError: there are no captions, or no classes, or as for :func:`compressor.data.images.load_images`.
+        UsageError: there are pictures and no classes, or as for :func:`compressor.data.images.load_images`.
     """
-    given, wanted = recipe.calibration, recipe.evaluation
-    samples = None if given is None else load_pair_samples(given, info)
     named = next((spec for spec in (wanted, given) if spec is not None and spec.classes is not None), None)
-    data = None
-    if named is not None and (wanted.kind is not None or given is not None):
-        known = with_classes(info, named)
-        images = load_evaluation_images(wanted, given, known)
-        data = None if images is None else zero_shot(images, named, info)
-    elif wanted.kind is not None:
+    if named is None and wanted.kind is not None:
         raise no_classes("evaluation", info)
-    if data is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
-        raise UsageError(
-            f"gates.{gates[0]}: there are no labelled images with `classes` to measure it on; add `evaluation:`"
-        )
-    return samples, data
+    if named is None or (wanted.kind is None and given is None):
+        return None
+    images = load_evaluation_images(wanted, given, with_classes(info, named))
+    return None if images is None else zero_shot(images, named, info)
 
 
 def no_classes(key: str, info: ModelInfo) -> UsageError:
@@ -82,16 +73,17 @@ def zero_shot(images: Images, spec: DataSource, info: ModelInfo) -> ZeroShot:
     return ZeroShot(images, *encode_captions(_class_texts(spec), info), info.pair.scale, info.pair.bias)
 
 
-def load_pair_samples(spec: TextSpec, info: ModelInfo) -> Samples:
+def load_pair_samples(spec: TextSpec | None, info: ModelInfo) -> Samples | None:
     """Return ``spec.samples`` pictures, each with a caption, or with the text of a class; these take turns.
 
     Raises:
         UsageError: there are neither captions nor classes.
     """
-    images = load_image_samples(spec, with_classes(info, spec) if spec.classes else info)
+    if spec is None:
+        return None
     if spec.captions is not None:
-        texts = [line.strip() for file in spec.find_captions() for line in _lines(file.read_bytes(), str(file))]
-        texts = list(filter(None, texts))
+        lines = [line.strip() for file in spec.find_captions() for line in _lines(file.read_bytes(), str(file))]
+        texts = list(filter(None, lines))
     elif spec.classes is not None:
         texts = _class_texts(spec)
     else:
@@ -100,11 +92,13 @@ def load_pair_samples(spec: TextSpec, info: ModelInfo) -> Samples:
         )
     if not texts:
         raise UsageError("calibration: `captions` holds no text; give a file with a caption a line")
+    images = load_image_samples(spec, with_classes(info, spec) if spec.classes else info)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(spec.seed)).tolist()
-    drawn = [texts[order[i % len(texts)]] for i in range(len(images.ids))]
-    ids, mask = encode_captions(drawn, info)
-    digest = hashlib.sha256((images.sha256 + tokens_sha256(ids)).encode()).hexdigest()
-    return replace(images, texts=(ids, mask), sha256=digest, source=source_label(spec))
+    captions = [encode_captions([text], info)[0] for text in texts]
+    ids = [captions[order[i % len(texts)]] for i in range(len(images.ids))]
+    pairs = [Pair(picture[None], tokens) for picture, tokens in zip(images.ids, ids, strict=True)]
+    digest = hashlib.sha256("".join([images.sha256, *map(tokens_sha256, ids)]).encode()).hexdigest()
+    return replace(images, ids=pairs, sha256=digest)
 
 
 def encode_captions(texts: Sequence[str], info: ModelInfo) -> tuple[Tensor, Tensor]:

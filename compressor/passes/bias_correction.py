@@ -112,7 +112,7 @@ class BiasCorrection(Pass):
         means = partial(Means, kinds=kinds)
         with ctx.reporter.task("bias_correction", len(chosen)) as task:
             for group, inputs in CalibrationRun(
-                graph, samples.inputs, chosen, means, CalibrationOptions(with_dense=dense, spill=ctx.spill)
+                graph, samples.ids, chosen, means, CalibrationOptions(with_dense=dense, spill=ctx.spill)
             ).groups():
                 for site in group:
                     was = by_name[site.name]

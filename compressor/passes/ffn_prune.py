@@ -80,7 +80,7 @@ class FfnPrune(Pass):
         with ctx.reporter.task("ffn_prune", len(sites)) as task:
             store = Blocks(ctx, "ffn_prune", self, task, decides=samples.sha256, chained=True)
             options = CalibrationOptions(store=store, spill=ctx.spill)
-            for group, statistic in CalibrationRun(graph, samples.inputs, sites, Hessian, options).groups():
+            for group, statistic in CalibrationRun(graph, samples.ids, sites, Hessian, options).groups():
                 one = of_reader[group[0].name]
                 self._leave_out(graph, ctx, group, one, statistic.value, one.family.count - counts[one.readers])
                 task.advance(len(group))

@@ -169,7 +169,7 @@ class LlmFp4(Pass):
                 shift_channels(graph, ctx, sites, fmt, task)
             blocks = Blocks(ctx, "llm_fp4", self, task, decides=samples.sha256, chained=True)
             for group, inputs in CalibrationRun(
-                graph, samples.inputs, sites, Inputs, CalibrationOptions(store=blocks, spill=ctx.spill)
+                graph, samples.ids, sites, Inputs, CalibrationOptions(store=blocks, spill=ctx.spill)
             ).groups():
                 for site in group:
                     weight = graph.get_parameter(site.weight_name).detach().float()

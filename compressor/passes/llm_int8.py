@@ -82,7 +82,7 @@ class LlmInt8(Pass):
         samples = ctx.calibration("llm_int8")
         with ctx.reporter.task("llm_int8", len(sites)) as task:
             for group, inputs in CalibrationRun(
-                graph, samples.inputs, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+                graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
             ).groups():
                 columns = large_columns(inputs.absmax, self.threshold)
                 if not len(columns):

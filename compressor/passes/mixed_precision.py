@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
-from compressor.calibration.segment_runner import Fed, SegmentRunner, run_outputs, split_samples
+from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
 from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.segments import segments
@@ -109,7 +110,7 @@ class MixedPrecision(Pass):
         before = clone_graph(graph) if budget.kind == "kl_divergence" else None
         with ctx.reporter.task("sensitivity", len(sites)) as task:
             costs = {}
-            for site, cost in sensitivities(graph, ctx, samples.inputs, sites, formats):
+            for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
                 costs[site] = cost
                 task.advance()
         chosen = self._choose(graph, ctx, sites, [costs[site.name] for site in sites])
@@ -122,7 +123,7 @@ class MixedPrecision(Pass):
         graph.recompile()
         if before is not None:
             expected = sum(costs[site.name][formats.index(chosen[site.name])] for site in sites)
-            ctx.notes.append(_compare(before, graph, samples.inputs, expected, budget))
+            ctx.notes.append(_compare(before, graph, samples.ids, expected, budget))
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
@@ -154,7 +155,7 @@ class MixedPrecision(Pass):
             raise UsageError(f"mixed_precision: {error}") from error
 
 
-def _compare(before: GraphModule, after: GraphModule, ids: Fed, expected: float, budget: Budget) -> str:
+def _compare(before: GraphModule, after: GraphModule, ids: SampleInputs, expected: float, budget: Budget) -> str:
     """Format the sum of the linears' divergences and the measured divergence of the whole model."""
     few = split_samples(before, ids, _TOKENS)[0]
     dense, rounded = (next(run_outputs(SegmentRunner(graph, [few]), Silent())) for graph in (before, after))
@@ -164,7 +165,7 @@ def _compare(before: GraphModule, after: GraphModule, ids: Fed, expected: float,
 
 
 def sensitivities(
-    graph: GraphModule, ctx: Context, ids: Fed, sites: Sequence[Site], formats: Sequence[Format]
+    graph: GraphModule, ctx: Context, ids: SampleInputs, sites: Sequence[Site], formats: Sequence[Format]
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield (site, cost of rounding it alone to each format), in dataflow order.
 
@@ -174,8 +175,8 @@ def sensitivities(
     mean squares.
 
     Args:
-        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels, are
-            used.
+        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels,
+            or the first sound, are used.
         formats: the smallest first.
     """
     few = split_samples(graph, ids, _TOKENS)[0]
@@ -185,7 +186,7 @@ def sensitivities(
     squares = {
         site.name: inputs.mean_square
         for group, inputs in CalibrationRun(
-            graph, few, sites, Inputs, CalibrationOptions(true_sequential=False)
+            graph, few if isinstance(few, Tensor) else [few], sites, Inputs, CalibrationOptions(true_sequential=False)
         ).groups()
         for site in group
     }

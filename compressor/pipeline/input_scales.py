@@ -48,7 +48,7 @@ def calibrate_inputs(
     def search() -> dict[str, Tensor]:
         found = {}
         for group, inputs in CalibrationRun(
-            graph, samples.inputs, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+            graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill)
         ).groups():
             for site in group:
                 act = wanted[site.name]

@@ -36,7 +36,7 @@ def scale_groups(
     Returns:
         Mean square of each site's scaled inputs, float64 [in], by site name.
     """
-    ids = ctx.calibration(pass_name).inputs
+    ids = ctx.calibration(pass_name).ids
     squares = {}
     options = CalibrationOptions(true_sequential=False, spill=ctx.spill)
     for group, inputs in CalibrationRun(graph, ids, sites, Inputs, options).groups():
