@@ -201,8 +201,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
             return weights.read(part.stored, shapes_of[part.stored], part.expert)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
-    if meta_model.kind == "pair":
-        info = finish_pair(graph, info, model.config.text_config, read)
+    info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
