@@ -146,9 +146,11 @@ class Bundle:
             ) from error
 
     def _run_parts(self, arrays: list[NDArray[Any]], entry: str) -> Any:
-        count = self._parts(arrays) if entry == "main" else 1
-        if count <= 1:
+        if entry != "main":
             return self.call(*map(to_tvm, arrays), entry=entry)
+        count = self._parts(arrays)
+        if count <= 1:
+            return self.call(*map(to_tvm, arrays))
         bounds = [len(arrays[0]) * i // count for i in range(count + 1)]
         parts = [self.call(*(to_tvm(x[i:j]) for x in arrays)) for i, j in pairwise(bounds)]
         if isinstance(parts[0], list):
