@@ -19,6 +19,7 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.statistics import Statistic, pool_experts
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import EXPERT, Site
@@ -83,7 +84,7 @@ class CalibrationRun(Generic[S]):
 
     Args:
         graph: a captured model.
-        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...].
+        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...]; sounds with their tokens.
         sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
         make_by_channel: called with channels and taps of a depthwise convolution; left out, it is one group as others.
@@ -94,7 +95,7 @@ class CalibrationRun(Generic[S]):
     def __init__(
         self,
         graph: GraphModule,
-        ids: Tensor,
+        ids: SampleInputs,
         sites: Sequence[Site],
         make_statistic: Callable[[int], S],
         options: CalibrationOptions = CalibrationOptions(),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import SegmentRunner
+from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
@@ -115,7 +115,7 @@ def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[i
     An error in a key's channel costs the queries' mean square there, in a value's channel 1.
     """
     ids = ctx.calibration("kv_cache").ids
-    stream = SegmentRunner(graph, torch.split(ids, max(1, MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
+    stream = SegmentRunner(graph, split_samples(graph, ids, MICRO_BATCH_TOKENS), ctx.spill)
     layers, found = attention_layers(graph), dict[int, Orders]()
     with ctx.reporter.task("kv_cache", len(layers)) as task:
         for segment in segments(graph):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save
-from safetensors.torch import load_file
+from encoder_decoders import TEXT, VOCAB, expected_tokens, relative, save, take_stored_weights
 
 import compressor
 import compressor.run.job
-from compressor.capture.capture import capture
 from compressor.cli.commands import main
-from compressor.data.load import check_kind
-from compressor.errors import UsageError
 from compressor.evaluate.comparison import Speed
-from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize
-from compressor.recipe.recipe import Recipe
 from compressor.runtime import RequestError
 
 LENGTH = 9
@@ -62,22 +54,6 @@ def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(content))
     return file
-
-
-def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
-    """Return what transformers generates greedily, behind the tokens that the decoder begins with."""
-    found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
-    return [int(token) for token in found[0, 1:]]
-
-
-def take_stored_weights(model: Any, bundle: Path) -> None:
-    """Give the model the weights that the bundle's packed ones stand for."""
-    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
-    for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
-        fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
-        parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
-        with torch.no_grad():
-            weight.copy_(dequantize(PackedWeight.of(parts, fmt, tuple(weight.shape))))
 
 
 def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
@@ -142,36 +118,6 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
         done = command("plan", recipe_of(tmp_path, [step]))
         assert done.exit_code == 2 and reason in " ".join(done.output.split()), done.output
     assert not (tmp_path / "bundle").exists()
-
-
-def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
-    require_tool("g++")
-    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["proj_out"]}}]
-    cls, options = SPEECH["Moonshine"]
-    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False})
-    recipe = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off"}
-    recipe["target"] = {"x86": {"isa": "avx2"}}  # the quickest to generate
-    bundle = compressor.compress(None, recipe, tmp_path / "bundle")
-    take_stored_weights(model, tmp_path / "bundle")
-    samples = (0.3 * np.sin(np.arange(6000) ** 1.2 / 50)).astype(np.float32)
-    file = tmp_path / "speech.wav"
-    with wave.open(str(file), "wb") as stream:
-        stream.setparams((1, 2, 16_000, 0, "NONE", ""))
-        stream.writeframes((samples * 32767).astype("<i2").tobytes())
-    heard = torch.from_numpy((samples * 32767).astype("<i2") / np.float32(32768))[None]
-    tokens = expected_tokens(model, heard, 10)
-    assert list(bundle.generate_ids(file, max_tokens=10)) == tokens and len(set(tokens)) > 1
-    generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", file, "--json").stdout)
-    assert generated["text"].split()[:3] == bundle.tokenizer.decode(tokens).split()[:3]
-    with wave.open(str(file), "wb") as stream:
-        stream.setparams((2, 2, 8_000, 0, "NONE", ""))
-        stream.writeframes(b"\0" * 400)
-    for path, reason in ((file, "2 channels at 8000"), (tmp_path / "none.wav", "not a WAV file")):
-        done = command("generate", tmp_path / "bundle", "--prompt", path)
-        assert done.exit_code == 2 and reason in done.output
-    spec = Recipe.from_dict({**recipe, "calibration": {"text": "python_docs"}}).calibration
-    with pytest.raises(UsageError, match="reads sound, on which nothing is calibrated"):
-        check_kind("calibration", spec, capture(tmp_path / "model", weights=False).meta["model"])
 
 
 def test_biases_of_distances_are_served(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:

@@ -64,7 +64,7 @@ class RealParts:
     def check(self, match: fx.Node) -> str:
         """Ask for known parts, and an operator that is known here."""
         unknown = [x.name for x in match.all_input_nodes if _is_complex(x) and x not in self._parts]
-        odd = match.target in _SUMS and match.kwargs.get("alpha", 1) != 1
+        odd = match.target in _SUMS and bool(match.kwargs.get("alpha", 1) != 1)
         known = match.target in {*_OPERATORS, *_OF_EACH_PART, *_CASTS}
         by_complex: bool = match.target is _aten.div.Tensor and _is_complex(match.args[1])
         return why_not(
