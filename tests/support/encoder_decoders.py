@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from web_bundles import web_tensors
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
@@ -43,6 +44,17 @@ _T5_SIZES = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 24,
 }
+_GEMMA_SIZES = {
+    **{key: value for key, value in _IDS.items() if key != "decoder_start_token_id"},
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 4,
+    "max_position_embeddings": POSITIONS,
+}
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "BART": ("Bart", _SIZES),
     "Marian": ("Marian", {**_SIZES, "decoder_start_token_id": 0}),
@@ -55,6 +67,7 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("T5", _T5_SIZES),
     "FLAN-T5": ("T5", {**_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mT5": ("MT5", {**_T5_SIZES, "tie_word_embeddings": False}),
+    "T5Gemma": ("T5Gemma", {**_IDS, "encoder": _GEMMA_SIZES, "decoder": _GEMMA_SIZES}),
     "UMT5": ("UMT5", {**_T5_SIZES, "tie_word_embeddings": False}),
 }
 
@@ -151,7 +164,8 @@ def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
 
 def take_stored_weights(model: Any, bundle: Path) -> None:
     """Give the model the weights that the bundle's packed ones stand for."""
-    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
+    file = bundle / "weights.safetensors"
+    stored, modules = load_file(file) if file.exists() else web_tensors(bundle), dict(model.named_modules())
     for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
         fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
         parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
