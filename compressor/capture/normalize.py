@@ -1,6 +1,6 @@
 """Rewrite a freshly exported graph into the few operators that passes and kernels know.
 
-    linear, addmm (Conv1D)                              become   dense_linear
+    linear, addmm (Conv1D), x @ w.T + b                 become   dense_linear
     w * (x * rsqrt(mean(x ** 2, -1) + eps))             becomes  rms_norm
     checks, casts, copies, views that change nothing    are dropped
     weight @ x, with channels in front                  becomes  dense_linear, between transpositions
@@ -19,19 +19,22 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.arithmetic.complex_numbers import RealParts
 from compressor.capture.arithmetic.plain_form import OperatorForm
 from compressor.capture.arithmetic.promotion import ExplicitTypes
 from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
 from compressor.capture.recurrence.turned import DropTranspositions, WeightTimesTokens
-from compressor.graph.matching import is_float, is_parameter, replace_by, shape_of
+from compressor.graph.matching import calls, is_float, is_parameter, replace_by, shape_of
 from compressor.graph.rules import Outcome, Rule, apply, why_not
 
 _aten = torch.ops.aten
 _ours = torch.ops.compressor
 
 _VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
+
+_TURNS = frozenset({_aten.numpy_T.default, _aten.t.default, _aten.transpose.int, _aten.permute.default})  # of a matrix
 
 _POOLS: Mapping[Any, list[int]] = {_aten.adaptive_avg_pool2d.default: [-1, -2], _aten.adaptive_avg_pool1d.default: [-1]}
 
@@ -54,12 +57,21 @@ def normalize(graph: fx.Graph) -> Normalized:
         How parameters are held now, and what each rule did.
     """
     done = Normalized()
+    done.outcomes += apply([RealParts()], graph)
+    graph.eliminate_dead_code()
     done.outcomes += apply([OperatorForm()], graph)
     done.outcomes += apply([ExplicitTypes(), DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)
     norms: list[Rule] = [RmsNorm(done.plus_one), FusedRmsNorm()]
-    products: list[Rule] = [Linear(), Addmm(transposable, done.transposed), WeightTimesTokens(), DropTranspositions()]
+    products: list[Rule] = [
+        Linear(),
+        TimesTurnedWeight(),
+        AddedBias(),
+        Addmm(transposable, done.transposed),
+        WeightTimesTokens(),
+        DropTranspositions(),
+    ]
     done.outcomes += apply([*products, *norms, PoolToMean(), TopK()], graph)
     graph.eliminate_dead_code()
     graph.lint()
@@ -111,6 +123,59 @@ class Linear:
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
         """Call ``dense_linear``."""
         return replace_by(graph, match, _ours.dense_linear.default, (*match.args, None)[:3])
+
+
+class TimesTurnedWeight:
+    """A product with a stored weight that is turned there and then is a linear."""
+
+    name = "product with a turned weight"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match ``x @ weight.T``."""
+        if not any(calls(node, target) for target in (_aten.matmul.default, _aten.mm.default)):
+            return None
+        turned = node.args[1]
+        return node if isinstance(turned, fx.Node) and turned.target in _TURNS else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for float32 inputs and a stored matrix."""
+        x, turned = match.args
+        weight: Any = turned.args[0]  # type: ignore[union-attr]
+        return why_not(
+            (not is_float(x), "its input is not float32"),
+            (not is_parameter(weight, 2), "its weight is computed, not stored"),
+        )
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Call ``dense_linear``."""
+        x, turned = match.args
+        return replace_by(graph, match, _ours.dense_linear.default, (x, turned.args[0], None))  # type: ignore[union-attr]
+
+
+class AddedBias:
+    """A stored vector that is added to the outputs of a linear is its bias."""
+
+    name = "added bias"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match ``linear(x) + bias``."""
+        return node if calls(node, _aten.add.Tensor) and is_parameter(node.args[1], 1) else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for a linear without a bias that nothing else reads, and as many numbers as it has outputs."""
+        linear, bias = match.args
+        if not calls(linear, _ours.dense_linear.default):
+            return "what it is added to is no linear"
+        return why_not(
+            (linear.args[2] is not None, "the linear has a bias"),
+            (len(linear.users) > 1, "the linear's outputs are read without it too"),
+            (shape_of(bias.meta["val"]) != shape_of(match.meta["val"])[-1:], "it is one number"),  # type: ignore[union-attr]
+        )
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Give the linear the bias."""
+        linear: Any = match.args[0]
+        return replace_by(graph, match, _ours.dense_linear.default, (*linear.args[:2], match.args[1]))
 
 
 def _used_only_transposed(graph: fx.Graph) -> set[fx.Node]:

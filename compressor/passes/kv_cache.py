@@ -2,7 +2,7 @@
 
 Permuting channels at compile time, so that outliers share blocks, is after Trukhanov and Soloveychik 2024, "Accurate
 Block Quantization in LLMs with Outliers" (arXiv 2403.20137); the order is chosen otherwise, see
-:func:`compressor.numerics.channel_order.order_channels`.
+:func:`compressor.numerics.channels.order.order_channels`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.graph.caches import PACKABLE, AttentionLayer, Orders, attention_layers, pack_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
-from compressor.numerics.channel_order import order_channels
+from compressor.numerics.channels.order import order_channels
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan

@@ -140,11 +140,18 @@ class _Pricing:
         if not self._needs.hessian:
             self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
             return 0
-        for size, width in zip(read, widths, strict=True):
+        elements = 0
+        for group, size, width in zip(groups, read, widths, strict=True):
+            site = group[0]
+            if site.is_depthwise:  # a matrix for each channel, whole
+                self._work[self._product] += 2 * self._graphs * self._runs * size * site.in_features
+                elements += site.out_features * site.in_features**2
+                continue
             halves = half_product(width) + 2 * (self._graphs - 1)  # of a symmetric matrix, and all of the other
             self._work[self._product] += self._runs * size * width * halves
+            elements += width**2
         self._work["stream_byte"] += 12 * (self._graphs - 1) * self._runs * sum(read)
-        return 4 * self._graphs * sum(width**2 for width in widths)
+        return 4 * self._graphs * elements
 
     def _quantise(self, sites: Sequence[Site]) -> int:
         """Add the work of quantising linears; returns the most bytes that this takes at once."""

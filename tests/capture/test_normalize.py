@@ -45,6 +45,8 @@ def mean_square(x: Tensor, dims: Any = -1) -> Tensor:
 
 @pytest.mark.parametrize(("rule", "function", "operators"), [
     ("linear", lambda x, w, m: functional.linear(x, m, w), ["compressor.dense_linear.default"]),
+    ("product with a turned weight", lambda x, w, m: x @ m.T, ["compressor.dense_linear.default"]),
+    ("added bias", lambda x, w, m: x @ m.T + w, ["compressor.dense_linear.default"]),
     ("RMS norm", lambda x, w, m: w * mean_square(x), ["compressor.rms_norm.default"]),
     ("RMS norm", lambda x, w, m: mean_square(x) * (1 + w), ["compressor.rms_norm.default"]),
     ("fused RMS norm", lambda x, w, m: functional.rms_norm(x, (8,), w, 1e-5), ["compressor.rms_norm.default"]),
@@ -100,7 +102,7 @@ class Doubled(nn.Conv2d):
 
 
 class Images(nn.Module):
-    """A convolution with a batch norm, one of groups with a computed bias, and a batch norm that others read through."""
+    """A convolution with a batch norm, one of groups with a computed bias, and a batch norm with other readers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,6 +123,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "multi_query": False,
         },
     ),
+    "Falcon, grouped": (
+        "Falcon",
+        {
+            **{k: v for k, v in _SIZES.items() if k not in ("intermediate_size", "max_position_embeddings")},
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+        },
+    ),
     "MPT": (
         "Mpt",
         {

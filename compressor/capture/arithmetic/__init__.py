@@ -1,4 +1,4 @@
-"""Write into the graph what PyTorch does implicitly: types that it promotes, operators that say others in short.
+"""Write into the graph what PyTorch does implicitly: promoted types, short forms, complex numbers.
 
 Invariant: a rewritten graph computes the same values, of the same types.
 """

@@ -63,6 +63,7 @@ def replace(graph: fx.Graph, place: WrittenOut, target: Any, args: tuple[Any, ..
             graph.erase_node(user)
         elif user.target is _aten.view.default:
             user.target = _aten.reshape.default  # the product lay in memory in the order of its dimensions
-    if not heads.users:
-        graph.erase_node(heads)
+    for node in (heads, old):  # PyTorch's own operator may draw random numbers, and would not go as dead code
+        if not node.users:
+            graph.erase_node(node)
     return ""
