@@ -68,7 +68,9 @@ def _filter_banks(meta_model: MetaModel, given: Mapping[str, Any]) -> AudioSourc
         features |= {"normalize_means": False, "normalize_vars": False}
     asked = config.input_feat_per_channel * config.input_channels
     if features["num_mel_bins"] != asked or config.input_channels != 1 or given.get("dither"):
-        raise CaptureError(f"{meta_model.name}: {PREPROCESSOR} does not give the {asked} bins that config.json asks for")
+        raise CaptureError(
+            f"{meta_model.name}: {PREPROCESSOR} does not give the {asked} bins that config.json asks for"
+        )
     return AudioSource((0, asked), config.max_source_positions, features)
 
 
