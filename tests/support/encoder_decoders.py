@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from web_bundles import web_tensors
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
@@ -169,7 +170,8 @@ def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
 
 def take_stored_weights(model: Any, bundle: Path) -> None:
     """Give the model the weights that the bundle's packed ones stand for."""
-    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
+    file = bundle / "weights.safetensors"
+    stored, modules = load_file(file) if file.exists() else web_tensors(bundle), dict(model.named_modules())
     for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
         fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
         parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
