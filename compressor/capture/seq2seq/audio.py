@@ -98,8 +98,8 @@ def whisper_start(start: int | None, given: Mapping[str, Any]) -> tuple[int, ...
         code = named if named in languages else f"<|{TO_LANGUAGE_CODE.get(named, named)}|>"
         if code not in languages:
             raise CaptureError(
-                f"generation_config.json: the language is {named!r:.40}, and lang_to_id has {', '.join(languages)!s:.200}; "
-                "state one of these as `language`"
+                f"generation_config.json: the language is {named!r:.40}, and lang_to_id has "
+                f"{', '.join(languages)!s:.200}; state one of these as `language`"
             )
         found += [languages[code], *([tasks[given.get("task") or "transcribe"]] if tasks else [])]
     else:

@@ -180,7 +180,7 @@ def test_whisper_begins_as_transformers_lets_it() -> None:
     given = {"lang_to_id": {"<|en|>": 5, "<|de|>": 6}, "task_to_id": {"transcribe": 8, "translate": 9}}
     assert whisper_start(3, {**given, "no_timestamps_token_id": 11}) == (3, 5, 8, 11)
     assert whisper_start(3, {**given, "language": "German", "task": "translate"}) == (3, 6, 9)
-    with pytest.raises(CaptureError, match="the language is 'french', and lang_to_id has <|en|>"):
+    with pytest.raises(CaptureError, match=r"the language is 'french', and lang_to_id has <\|en\|>"):
         whisper_start(3, {**given, "language": "French"})
     assert whisper_start(3, {"forced_decoder_ids": [[1, None], [2, 8]], "no_timestamps_token_id": 11}) == (3, 8, 11)
 
@@ -188,7 +188,7 @@ def test_whisper_begins_as_transformers_lets_it() -> None:
 def test_other_features_of_sound_are_refused(tmp_path: Path) -> None:
     save(tmp_path, *SPEECH["Speech2Text"])
     transformers.Speech2TextFeatureExtractor(feature_size=40, num_mel_bins=40).save_pretrained(tmp_path)
-    with pytest.raises(CaptureError, match="preprocessor_config.json does not give the 8 bins"):
+    with pytest.raises(CaptureError, match=r"preprocessor_config.json does not give the 8 bins"):
         capture(tmp_path, weights=False)
     save(tmp_path, *SPEECH["Whisper"])
     (tmp_path / "preprocessor_config.json").write_text('{"feature_extractor_type": "Speech2TextFeatureExtractor"}')

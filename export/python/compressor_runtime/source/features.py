@@ -66,7 +66,7 @@ def log_mel(samples: NDArray[np.float32], settings: Mapping[str, Any]) -> NDArra
 
 
 def filter_banks(samples: NDArray[np.float32], settings: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Return Kaldi's logarithms of mel filter banks, float32 [frames, bins], of zero mean and unit variance if asked for.
+    """Return Kaldi's logarithms of mel filter banks, float32 [frames, bins], with mean 0 and variance 1 if asked.
 
     A frame has 400 samples, all inside of the sound.  Its mean is taken off, then 0.97 times the sample before; the
     window is Povey's, a Hann window to the power 0.85.
