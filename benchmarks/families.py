@@ -4,7 +4,7 @@
 
 Families are those of tests/support/families.py and encoder_decoders.py, built from transformers' own configurations and
 saved as folders.  Each is captured, its linears (but for the head) are quantised to W4A16_G32 by GPTQ on random tokens
-(those of speech by RTN), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
+(of speech, on noise), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
 (float32 where it cannot), with the weights that the packed ones stand for.  A row has the bundle's error in the logits
 of a prompt (in hidden states of padded texts, for encoders), and the difference between a prompt at once and in steps;
 both are relative, root mean square.  Where a family is refused, the row has the message.
