@@ -47,6 +47,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "Chinese CLIP": lambda: transformers.ChineseCLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=16),
     "CLIPSeg": lambda: transformers.CLIPSegConfig(text_config=TEXT, vision_config=VISION, projection_dim=16),
+    "BLIP": lambda: transformers.BlipConfig(text_config=TEXT, vision_config=VISION, projection_dim=16),
     "MetaCLIP 2": lambda: transformers.MetaClip2Config(text_config=TEXT, vision_config=VISION, projection_dim=16),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,19 @@ def use_image_attention(model: PreTrainedModel) -> None:
         AttentionInterface.register(IMAGE_ATTENTION, _attend)
         MASKS.register(IMAGE_ATTENTION, _bias)
         model.set_attn_implementation(IMAGE_ATTENTION)
+
+
+@contextmanager
+def plain_masks() -> Iterator[None]:
+    """Give models that attend by their own code masks of plain operators, inside."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    before = MASKS._global_mapping["eager"]
+    MASKS._global_mapping["eager"] = _bias
+    try:
+        yield
+    finally:
+        MASKS._global_mapping["eager"] = before
 
 
 def _bias(

@@ -22,6 +22,7 @@ from torch.export import Dim
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from compressor.capture.images.classifier import image_size
+from compressor.capture.images.image_attention import plain_masks
 from compressor.capture.pairs.pooling_heads import heads_apart
 from compressor.capture.recognition.evaluator import Evaluator
 from compressor.errors import CaptureError
@@ -47,7 +48,7 @@ class PairProgram(nn.Module):
     def forward(self, pictures: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Call the model."""
         extra = {"attention_mask": mask} if self.takes_mask else {}
-        with heads_apart():
+        with heads_apart(), plain_masks():
             out = self.hf(pixel_values=pictures, input_ids=ids, **extra)
         return out.image_embeds, out.text_embeds, out.logits_per_image
 
