@@ -52,6 +52,7 @@ class WebConverter(LinearCalls):
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
+            **dict.fromkeys(("cat.default", "concat.default"), _concatenate),
             "chunk.default": _chunk,
             "unbind.int": _unbind,
             "split.Tensor": _split,
@@ -155,6 +156,17 @@ def _split(node: fx.Node, importer: Any) -> Any:
     """
     x, sizes, axis = (*importer.retrieve_args(node), 0)[:3]
     return _slices(importer, x, sizes, axis)
+
+
+def _concatenate(node: fx.Node, importer: Any) -> Any:
+    """Convert a concatenation; of parts that are empty, such as channels that are not rotated, TVM divides by the size."""
+    parts, axis = (*importer.retrieve_args(node), 0)[:2]
+    axis %= len(parts[0].ty.shape)
+    sizes = [part.ty.shape[axis] for part in parts]
+    kept = [
+        p for p, size in zip(parts, sizes, strict=True) if not (isinstance(size, tvm.tirx.IntImm) and int(size) == 0)
+    ]
+    return kept[0] if len(kept) == 1 else importer.block_builder.emit(relax.op.concat(kept, axis))
 
 
 def _chunk(node: fx.Node, importer: Any) -> Any:
