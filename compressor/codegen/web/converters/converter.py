@@ -159,7 +159,7 @@ def _split(node: fx.Node, importer: Any) -> Any:
 
 
 def _concatenate(node: fx.Node, importer: Any) -> Any:
-    """Convert a concatenation; of parts that are empty, such as channels that are not rotated, TVM divides by the size."""
+    """Convert a concatenation without its empty parts, by whose size TVM would divide, such as no channels."""
     parts, axis = (*importer.retrieve_args(node), 0)[:2]
     axis %= len(parts[0].ty.shape)
     sizes = [part.ty.shape[axis] for part in parts]
