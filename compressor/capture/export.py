@@ -211,6 +211,10 @@ def quiet_fake_tensors() -> Iterator[None]:
         log.setLevel(level)
 
 
+_FIXED_SIZE = ("specialized", "Constraints violated", "Cannot create Dim")
+"""In what PyTorch says of sizes that the code fixes, or rounds to whole blocks."""
+
+
 def _advice(error: Exception, is_plain: bool) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return (
@@ -219,7 +223,7 @@ def _advice(error: Exception, is_plain: bool) -> str:
         )
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
         return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
-    if "Constraint" in type(error).__name__ or "specialized" in str(error):
+    if "Constraint" in type(error).__name__ or any(word in str(error) for word in _FIXED_SIZE):
         return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
     if is_plain:
         return "check that the module runs on the example; rewrite the line, or capture a part of the module"

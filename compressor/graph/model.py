@@ -51,6 +51,22 @@ class SourceInfo:
 
 
 @dataclass(frozen=True)
+class PairInfo:
+    """Facts about a model that embeds pictures and texts.  Similarities are ``scale * product + bias``.
+
+    Attributes:
+        scale, bias: of similarities, from the model's weights; 1 and 0 where these were not read.
+        pad_id: token that fills texts up.
+        is_filled: texts are filled up to the model's positions and nothing is hidden; else a mask hides what is filled.
+    """
+
+    scale: float = 1.0
+    bias: float = 0.0
+    pad_id: int = 0
+    is_filled: bool = False
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Facts about a captured model; ``graph.meta["model"]``.  Sizes are 0 where they have no meaning."""
 
@@ -74,6 +90,7 @@ class ModelInfo:
     class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
     encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq
+    pair: PairInfo | None = None  # of a model of pictures with texts, whose kind is module
 
     @property
     def hears(self) -> bool:

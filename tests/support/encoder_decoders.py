@@ -44,6 +44,17 @@ _T5_SIZES = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 24,
 }
+_GEMMA_SIZES = {
+    **{key: value for key, value in _IDS.items() if key != "decoder_start_token_id"},
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 4,
+    "max_position_embeddings": POSITIONS,
+}
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "BART": ("Bart", _SIZES),
     "Marian": ("Marian", {**_SIZES, "decoder_start_token_id": 0}),
@@ -56,6 +67,7 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("T5", _T5_SIZES),
     "FLAN-T5": ("T5", {**_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mT5": ("MT5", {**_T5_SIZES, "tie_word_embeddings": False}),
+    "T5Gemma": ("T5Gemma", {**_IDS, "encoder": _GEMMA_SIZES, "decoder": _GEMMA_SIZES}),
     "UMT5": ("UMT5", {**_T5_SIZES, "tie_word_embeddings": False}),
 }
 

@@ -29,6 +29,7 @@ SHOWN = {
     "Marian",  # tables of sines that no checkpoint holds
     "M2M100",  # positions counted from the tokens, in a buffer
     "T5",  # biases of distances, the same in all layers
+    "T5Gemma",  # capped scores in both directions, windows in both halves
     "UMT5",  # biases of its own in each layer, and a head that its class ties and the checkpoint does not
 }
 
@@ -50,7 +51,7 @@ def test_a_prompt_and_steps_are_the_models(name: str, tmp_path: Path) -> None:
     assert relative(prompt, expected) < TOLERANCE
     assert relative(steps_of(graph, ids, source, [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
     masked = graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.masked_attention.default)
-    assert len(masked) == 3  # one layer of the encoder, two of the decoder
+    assert len(masked) == (4 if name == "T5Gemma" else 3)  # the layers of the encoder, two of the decoder
 
 
 def test_padding_of_the_source_changes_nothing() -> None:
@@ -93,6 +94,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
             )
         ),
         "0 attend to the encoder's output through",
+    ),
+    "masks of its own": (lambda: make("Mvp", TEXT["BART"][1]), "applies its masks in code of its own, not through"),
+    "experts of its own": (
+        lambda: make("NllbMoe", {**TEXT["BART"][1], "num_experts": 2, "encoder_sparse_step": 1}),
+        r"model.encoder.layers.0.ffn.experts \(NllbMoeExperts\) calls its experts in code of its own",
     ),
 }
 

@@ -104,12 +104,13 @@ class WebConverter(LinearCalls):
         return self.call(importer, attend[0].name, dispatches, operands, out)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        q, k, v, mask, scale, window, bias, cap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))
         (batch, heads, length, width), own = q.ty.shape, None
         if bias is not None:
             sizes = bias.ty.shape
             own = (_is_own(sizes[0]), _is_own(sizes[1]), _is_own(sizes[2]))
-        kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale), int(window), own)
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        kernels = attention.masked_attention(*shape, int(window), own, float(cap))
         if mask is None:
             mask = importer.block_builder.emit(relax.op.ones([batch, k.ty.shape[2]], "float32"))
         operands = [q, k, v, mask, *([] if bias is None else [bias])]

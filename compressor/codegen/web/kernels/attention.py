@@ -65,10 +65,7 @@ def cached_attention(
     begin = f"u32(max(0, position[first] - {window - 1}))" if window else "0u"
     if chunk:
         begin = f"max({begin}, u32(position[first]) / {chunk}u * {chunk}u)"
-    score = "score"
-    if softcap:
-        capped = f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))"
-        score = f"select({capped}, score, {IS_NAN.format('score')})"
+    score = _capped(softcap)
     back = f"max(0, i32({own}) - i32(j))"
     score += f" - slopes[head] * f32({back})" if has_slopes else ""
     score += f" + biases[u32(min({back}, {biases - 1})) * {heads}u + head]" if biases else ""
@@ -90,7 +87,13 @@ def cached_attention(
 
 
 def masked_attention(
-    heads: int, kv_heads: int, width: int, scale: float, window: int = 0, own: tuple[bool, bool, bool] | None = None
+    heads: int,
+    kv_heads: int,
+    width: int,
+    scale: float,
+    window: int = 0,
+    own: tuple[bool, bool, bool] | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Kernel, ...]:
     """Attention to all tokens that are none of padding, of the same text or of another; see
     :func:`compressor.ops.attention.masked_attention`.
@@ -102,7 +105,14 @@ def masked_attention(
         own: whether each text, each head and each query has a bias of its own; None without a bias.
     """
     name = f"masked_attention_{heads}_{kv_heads}_{width}_{scale:g}".replace("-", "m").replace(".", "p")
-    seen, begin, end, score, inner = "mask[batch * sizes.N + j] != 0.0", "0u", "sizes.N", "score", [Buffer("mask")]
+    seen, begin, end, score, inner = (
+        "mask[batch * sizes.N + j] != 0.0",
+        "0u",
+        "sizes.N",
+        _capped(softcap),
+        [Buffer("mask")],
+    )
+    name += f"_cap{softcap:g}".replace(".", "p") if softcap else ""
     if window:
         name += f"_window{window}"
         seen += f" && abs(i32(first + n) - i32(j)) < {window}"
@@ -120,6 +130,12 @@ def masked_attention(
         may_see_nothing=window > 0,
     )  # fmt: skip
     return _kernels(name, "masked_attention", heads, width, inner, ("B", "S", "N"), text)
+
+
+def _capped(softcap: float) -> str:
+    """Return the expression of a score under a cap; 0 is none."""
+    capped = f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))"
+    return f"select({capped}, score, {IS_NAN.format('score')})" if softcap else "score"
 
 
 def _kernels(
