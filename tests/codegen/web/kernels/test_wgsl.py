@@ -253,13 +253,13 @@ def test_rules_of_cached_attention(window: int, chunk: int, slopes: bool, biases
 def test_biases_and_windows_of_masked_attention(window: int, own: tuple[bool, ...], require_adapter: None) -> None:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 70, 12, generator=rng) for heads in (4, 2, 2))
-    mask = torch.ones(2, 70)
+    mask, cap = torch.ones(2, 70), 2.0 if window else 0.0
     mask[0, 5:], mask[1, :20] = 0, 0  # queries around which all is padding
     bias = torch.randn([n if each else 1 for n, each in zip((2, 4, 70), own, strict=True)] + [70], generator=rng)
     got = run(
-        attention.masked_attention(4, 2, 12, 0.4, window, own), [q, k, v, mask, bias], [2, 70, 70], (2, 70, 4, 12)
+        attention.masked_attention(4, 2, 12, 0.4, window, own, cap), [q, k, v, mask, bias], [2, 70, 70], (2, 70, 4, 12)
     )
-    assert error(got, OPS.masked_attention(q, k, v, mask, 0.4, window, bias)) < 2 * TOLERANCE
+    assert error(got, OPS.masked_attention(q, k, v, mask, 0.4, window, bias, cap)) < 2 * TOLERANCE
 
 
 def test_a_cache_is_written_where_the_tokens_are(require_adapter: None) -> None:
