@@ -77,7 +77,9 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
     if info.kind == "encoder":
         sequence = Dim("sequence", min=1, max=longest)
         return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
-    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
+    # Those of speech may look positions up in a table that they would make longer.
+    most = longest - 1 if limited and longest else longest if info.hears else None
+    sequence = Dim("sequence", min=1, max=most)
     rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     states = [[{0: batch}] * len(info.states)] if info.states else []

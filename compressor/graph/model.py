@@ -43,6 +43,11 @@ class SourceInfo:
     features: Mapping[str, Any] = field(default_factory=dict)
     min_positions: int = 1
 
+    def sized(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of one sound of about so many samples, of which a frame of features has 160."""
+        varying = samples if len(self.shape) == 1 else samples // 160
+        return tuple(size or varying for size in self.shape)
+
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> SourceInfo:
         """Return what a bundle's manifest says."""

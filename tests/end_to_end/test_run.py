@@ -63,7 +63,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 
 
-LOSES = {"ffn_prune_w4a16_x86": (0.3, 0.7)}
+LOSES = {"ffn_prune_w4a16_x86": (0.3, 0.7), "sparsegpt_w8a16_x86": (0.6, 0.6)}
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 
 

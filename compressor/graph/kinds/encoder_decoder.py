@@ -83,7 +83,7 @@ def priced_source(info: ModelInfo, batch: int, tokens: int) -> list[Tensor]:
     """Return the encoder's inputs for estimates: so many tokens, or ten seconds of sound."""
     if info.encoder_source is None or info.encoder_source.reads == "tokens":
         return source_inputs(info, torch.zeros(batch, tokens, dtype=torch.int64))
-    return [torch.zeros(batch, *(size or _SAMPLES for size in info.encoder_source.shape))]
+    return [torch.zeros(batch, *info.encoder_source.sized(_SAMPLES))]
 
 
 def encoder_nodes(graph: GraphModule) -> list[Node]:
