@@ -31,6 +31,7 @@ from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import worst_error
 
+_SERVED = ("decoder", "encoder", "seq2seq")
 _KERNEL_BYTES, _KERNELS, _STEP_BYTES = 6000, 10, 60  # fitted; sources are repeated for one token and for several
 _WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 
@@ -69,8 +70,9 @@ class WebBackend:
     def check(self, graph: GraphModule) -> None:
         """Refuse plain modules, models of speech, and operators and formats without kernels in WGSL."""
         info: ModelInfo = graph.meta["model"]
-        unserved = "a plain module" if info.kind == "module" else "a model of speech" if info.hears else ""
-        if unserved:
+        unserved = "a plain module" if info.kind == "module" else f"a {info.kind}"
+        unserved = "a model of speech" if info.hears else unserved
+        if info.hears or info.kind not in _SERVED:
             raise UsageError(
                 f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
                 f"{unserved}; take the target x86"

@@ -21,6 +21,10 @@ Waite 1980, Software Manual for the Elementary Functions, chapter 8.
 _SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 """Minimax polynomials between -pi / 4 and pi / 4: Moshier, Cephes mathematical library, sinf."""
+_LOGARITHM = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
 
 
 def _number(value: float) -> Any:
@@ -39,6 +43,33 @@ def sine(x: Any, ahead: int) -> Any:
     quadrant = tirx.bitwise_and(tirx.Cast("int32", turns) + tirx.const(ahead, "int32"), tirx.const(3, "int32"))
     size = tirx.Select(tirx.bitwise_and(quadrant, tirx.const(1, "int32")) == 1, cosine, sine)
     return tirx.Select(quadrant >= 2, -size, size)
+
+
+def logarithm(x: Any) -> Any:
+    """Return the natural logarithm, infinite or NaN where PyTorch's is.
+
+    Of the mantissa, between sqrt(1 / 2) and sqrt(2), by a polynomial (Moshier, Cephes mathematical library, logf).
+    """
+    least = 2.0**-126
+    whole = tirx.Select(x < _number(least), x * _number(2.0**23), x)  # subnormals become normal
+    bits = tirx.reinterpret("int32", whole)
+    mantissa = tirx.reinterpret(
+        "float32", tirx.bitwise_or(tirx.bitwise_and(bits, _whole(0x7FFFFF)), _whole(0x3F000000))
+    )
+    power = tirx.Cast("float32", tirx.bitwise_and(tirx.shift_right(bits, _whole(23)), _whole(255)) - _whole(126))
+    power = power - tirx.Select(x < _number(least), _number(23.0), _number(0.0))
+    is_low = mantissa < _number(0.7071067811865476)
+    power = power - tirx.Select(is_low, _number(1.0), _number(0.0))
+    m = tirx.Select(is_low, mantissa + mantissa, mantissa) - _number(1.0)
+    rest = _polynomial(_LOGARITHM, m) * m * m * m - _number(2.12194440e-4) * power - _number(0.5) * m * m
+    value = m + rest + _number(0.693359375) * power
+    value = tirx.Select(x < _number(3.4028234663852886e38), value, x + x)  # infinity and NaN stay
+    edge = tirx.Select(x == _number(0.0), _number(-float("inf")), _number(float("nan")))
+    return tirx.Select(x > _number(0.0), value, tirx.Select(x != x, x, edge))
+
+
+def _whole(value: int) -> Any:
+    return tirx.const(value, "int32")
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Any) -> Any:

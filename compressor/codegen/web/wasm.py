@@ -1,7 +1,7 @@
 """Build one WebAssembly module of TIR functions: plain functions of addresses and sizes, without TVM's runtime.
 
 Functions for which WebAssembly has no instructions, and which would need a C library, are arithmetic here: sine and
-cosine, powers, and the conversion of float16.
+cosine, logarithms, powers, and the conversion of float16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tvm_ffi import structural_map
 from compressor.codegen.isa import Isa
 from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.web.elementwise import Generated
-from compressor.codegen.web.intrinsics import power, sine
+from compressor.codegen.web.intrinsics import logarithm, power, sine
 from compressor.errors import ToolchainError, VerificationError
 
 _LATER = ("tirx.AnnotateEntryFunc", "tirx.MakePackedAPI", "tirx.FP8StorageLegalize", "tirx.BF16StorageLegalize")
@@ -150,8 +150,10 @@ def _plain(func: tirx.PrimFunc, name: str) -> tirx.PrimFunc:
 
 
 def _arithmetic(call: Any) -> Any:
-    """Replace a call of sine, cosine or power by arithmetic."""
+    """Replace a call of sine, cosine, logarithm or power by arithmetic."""
     name = getattr(call.op, "name", "")
+    if name == "tirx.log":
+        return logarithm(call.args[0])
     if name in ("tirx.sin", "tirx.cos"):
         return sine(call.args[0], int(name == "tirx.cos"))
     product = power(call) if name == "tirx.pow" else None

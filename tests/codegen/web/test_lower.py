@@ -127,6 +127,25 @@ def test_plain_modules_are_refused() -> None:
         WebBackend(Webgpu(wasm=False)).check(graph)
 
 
+def test_parts_of_a_tensor() -> None:
+    """Splits of every kind become slices, and what is empty is left out."""
+
+    class Parts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = x.chunk(2, dim=-1)
+            c, d, e = torch.split(b, [1, 2, 1], dim=-1)
+            first, second = a.unbind(1)
+            return torch.cat([c * 2, e, d, x[..., 8:], a + (first - second)[:, None]], dim=-1)
+
+    x = torch.randn(3, 2, 8)
+    graph = capture(Parts(), (x,))
+    program = lowered(graph)
+    loaded = GpuProgram(program.content, arrays(graph, program))
+    (name,) = (entry["name"] for entry in program.content["inputs"])
+    found = loaded.read(loaded.run({name: loaded.upload(x.numpy())}, {}), "float32", (3, 2, 8))
+    assert np.array_equal(found, Parts()(x).numpy())
+
+
 def test_models_of_speech_are_refused() -> None:
     graph = capture(encoder_decoders.make(*encoder_decoders.SPEECH["Moonshine"]))
     with pytest.raises(UsageError, match="this is a model of speech; take the target x86"):

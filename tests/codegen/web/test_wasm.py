@@ -178,17 +178,20 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
         check_special(torch.from_numpy(got), expected, TOLERANCE, (window, softcap))
 
 
-@pytest.mark.parametrize("name", ["sin", "cos", "exp", "tanh", "sigmoid", "erf", "rsqrt"])
+@pytest.mark.parametrize("name", ["sin", "cos", "exp", "log", "tanh", "sigmoid", "erf", "rsqrt"])
 def test_functions_need_no_library(name: str) -> None:
     most = 20000 if name in ("sin", "cos") else 50  # angles of the last of many positions
     x = torch.linspace(-most, most, 4096)
     x = x.abs() + 0.1 if name == "rsqrt" else x
+    if name == "log":
+        x[:8] = torch.tensor([0.0, -1.0, torch.inf, torch.nan, 1e-40, 1.0, 3.4e38, -torch.inf])
+        x[8:2048] = torch.logspace(-37, 38, 2040)
     given = te.placeholder((4096,), name="x")
     computed = te.compute((4096,), lambda i: getattr(tvm.tirx, name)(given[i]), "y")
     mod = ScheduleElementwise()(tvm.IRModule({"main": te.create_prim_func([given, computed])}))
     got = run(mod["main"], [x], [], (4096,))
     expected = (torch.special.erf if name == "erf" else getattr(torch, name))(x.double())
-    assert np.allclose(got, expected.numpy(), rtol=2e-6, atol=4e-7)
+    assert np.allclose(got, expected.numpy(), rtol=2e-6, atol=4e-7, equal_nan=True)
 
 
 def test_a_memory_without_a_limit_is_seen() -> None:

@@ -92,8 +92,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let s = first + item / 4u;
     var total = parts[item * PARTS];
     for (var part = 1u; part < PARTS; part++) { total += parts[item * PARTS + part]; }
+    let weight = sums[item / 4u];
     if (s < sizes.S) {
-      y[((batch * sizes.S + s) * 4u + head) * 4u + item % 4u] = total / sums[item / 4u];
+      y[((batch * sizes.S + s) * 4u + head) * 4u + item % 4u] = total / weight;
     }
   }
 }

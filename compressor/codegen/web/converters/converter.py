@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import tvm
 from torch import fx
 from tvm import relax
@@ -27,11 +28,6 @@ _ABSENT = {
     "packed_attention.default": "packed caches (the pass kv_cache)",
 }
 """Our operators without kernels in WGSL, with their names in messages."""
-_ABSENT_ARGUMENTS = {
-    "cached_attention.default": {10: "attention within chunks", 11: "ALiBi", 12: "biases of distances"},
-    "masked_attention.default": {5: "windows in encoders", 6: "biases of attention (relative positions)", 7: "caps"},
-}
-"""Arguments of our operators that the kernels in WGSL know only as absent, by their places."""
 _FORMAT_ARGUMENTS = {"packed_linear.default": 3, "packed_routed_linear.default": 4}
 """Places of the names of formats."""
 
@@ -56,6 +52,9 @@ class WebConverter(LinearCalls):
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
+            **dict.fromkeys(("cat.default", "concat.default"), _concatenate),
+            "chunk.default": _chunk,
+            "unbind.int": _unbind,
             "split.Tensor": _split,
             "split_with_sizes.default": _split,
             **{name: _refused for name in _ABSENT},
@@ -68,9 +67,10 @@ class WebConverter(LinearCalls):
 
     def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
         x, shape, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
-        if len(shape) != 1 or weight is None:
+        if len(shape) != 1:
             return importer._layer_norm(node)
         width = int(shape[0])
+        weight = relax.const(np.ones(width, "float32")) if weight is None else weight
         return self.rowwise(importer, (norm.norm(width, eps, True, bias is not None),), x, [weight, bias], width)
 
     def _softmax(self, node: fx.Node, importer: Any) -> Any:
@@ -81,14 +81,15 @@ class WebConverter(LinearCalls):
         return self.rowwise(importer, (softmax.softmax(int(width)),), x, [], int(width))
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        # What comes after these is refused by why_unsupported.
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks = importer.retrieve_args(node)[:10]
+        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes, biases = _filled(
+            importer.retrieve_args(node), 10, (0, None, None)
+        )
         (batch, heads, new, width), kv_heads = q.ty.shape, int(k.ty.shape[1])
         shape = (int(heads), kv_heads, int(width), float(scale), int(window), float(softcap))
-        write, attend = (
-            attention.write_cache(kv_heads, int(width)),
-            attention.cached_attention(*shape, sinks is not None),
-        )
+        distances = 0 if biases is None else int(biases.ty.shape[0])
+        attend = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
+        write = attention.write_cache(kv_heads, int(width))
+        more = [part for part in (sinks, slopes, biases) if part is not None]
 
         def sizes(shapes: list[list[Any]]) -> list[Any]:
             return [shapes[0][0], shapes[0][2], shapes[3][2]]
@@ -96,21 +97,27 @@ class WebConverter(LinearCalls):
         dispatches = [
             Dispatch((write,), (1, 5, 3), sizes),
             Dispatch((write,), (2, 5, 4), sizes),
-            Dispatch(attend, (0, 3, 4, 5, *([6] if sinks is not None else []), -1), sizes),
+            Dispatch(attend, (0, 3, 4, 5, *range(6, 6 + len(more)), -1), sizes),
         ]
-        operands = [q, k, v, k_cache, v_cache, position, *([] if sinks is None else [sinks])]
+        operands = [q, k, v, k_cache, v_cache, position, *more]
         out = relax.TensorType([batch, new, heads, width], "float32")
         return self.call(importer, attend[0].name, dispatches, operands, out)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale = importer.retrieve_args(node)[:5]  # what comes after is refused by why_unsupported
-        batch, heads, length, width = q.ty.shape
-        kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        q, k, v, mask, scale, window, bias, cap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))
+        (batch, heads, length, width), own = q.ty.shape, None
+        if bias is not None:
+            sizes = bias.ty.shape
+            own = (_is_own(sizes[0]), _is_own(sizes[1]), _is_own(sizes[2]))
+        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        kernels = attention.masked_attention(*shape, int(window), own, float(cap))
         if mask is None:
             mask = importer.block_builder.emit(relax.op.ones([batch, k.ty.shape[2]], "float32"))
-        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2], shapes[1][2]])
+        operands = [q, k, v, mask, *([] if bias is None else [bias])]
+        buffers = (*range(len(operands)), -1)
+        dispatch = Dispatch(kernels, buffers, lambda shapes: [shapes[0][0], shapes[0][2], shapes[1][2]])
         out = relax.TensorType([batch, length, heads, width], "float32")
-        return self.call(importer, kernels[0].name, [dispatch], [q, k, v, mask], out)
+        return self.call(importer, kernels[0].name, [dispatch], operands, out)
 
     def _embedding(self, node: fx.Node, importer: Any) -> Any:
         table, ids = importer.retrieve_args(node)[:2]
@@ -134,11 +141,51 @@ class WebConverter(LinearCalls):
         )
 
 
+def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:
+    """Return an operator's arguments, the defaults in place of those that the graph leaves out."""
+    return [*given, *defaults[len(given) - required :]]
+
+
+def _is_own(size: Any) -> bool:
+    """Return whether there is one of each, not one for all."""
+    return not (isinstance(size, tvm.tirx.IntImm) and int(size) == 1)
+
+
 def _split(node: fx.Node, importer: Any) -> Any:
     """Convert a split to slices, which fuse into the kernels that read them, instead of one kernel with several
     outputs.
     """
     x, sizes, axis = (*importer.retrieve_args(node), 0)[:3]
+    return _slices(importer, x, sizes, axis)
+
+
+def _concatenate(node: fx.Node, importer: Any) -> Any:
+    """Convert a concatenation without its empty parts, by whose size TVM would divide, such as no channels."""
+    parts, axis = (*importer.retrieve_args(node), 0)[:2]
+    axis %= len(parts[0].ty.shape)
+    sizes = [part.ty.shape[axis] for part in parts]
+    kept = [
+        p for p, size in zip(parts, sizes, strict=True) if not (isinstance(size, tvm.tirx.IntImm) and int(size) == 0)
+    ]
+    return kept[0] if len(kept) == 1 else importer.block_builder.emit(relax.op.concat(kept, axis))
+
+
+def _chunk(node: fx.Node, importer: Any) -> Any:
+    """Convert a split into so many equal parts."""
+    x, count, axis = (*importer.retrieve_args(node), 0)[:3]
+    return _slices(importer, x, -(-int(x.ty.shape[axis % len(x.ty.shape)]) // count), axis)
+
+
+def _unbind(node: fx.Node, importer: Any) -> Any:
+    """Convert a split into all places of a dimension, which goes."""
+    x, axis = (*importer.retrieve_args(node), 0)[:2]
+    axis %= len(x.ty.shape)
+    parts = _slices(importer, x, 1, axis).fields
+    return relax.Tuple([importer.block_builder.emit(relax.op.squeeze(part, [axis])) for part in parts])
+
+
+def _slices(importer: Any, x: Any, sizes: Any, axis: int) -> Any:
+    """Emit parts of a dimension, each of ``sizes``, or of as many as each of these says."""
     axis %= len(x.ty.shape)
     total = int(x.ty.shape[axis])
     if isinstance(sizes, int):
@@ -169,9 +216,6 @@ def why_unsupported(graph: fx.GraphModule) -> str:
         operator = _operator(node)
         if operator in _ABSENT:
             return _refusal(node)
-        for place, what in _ABSENT_ARGUMENTS.get(operator, {}).items():
-            if len(node.args) > place and node.args[place]:
-                return f"node {node.name}: the target webgpu has no kernels for {what}; take the target x86 for them"
         if operator in _FORMAT_ARGUMENTS:
             name = cast(str, node.args[_FORMAT_ARGUMENTS[operator]])
             if reason := packed_linear.supports(Format.parse(name)):

@@ -38,49 +38,104 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 
 
 def cached_attention(
-    heads: int, kv_heads: int, width: int, scale: float, window: int, softcap: float, has_sinks: bool
+    heads: int,
+    kv_heads: int,
+    width: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    has_sinks: bool,
+    chunk: int = 0,
+    has_slopes: bool = False,
+    biases: int = 0,
 ) -> tuple[Kernel, ...]:
     """Causal attention over a cache that holds the new keys and values already, for one query and for several; see
     :func:`compressor.ops.attention.cached_attention`.
 
-    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, T, width], position i32 [S], sinks f32 [heads]
-    (where there are any), y f32 [B, S, heads, width].  Sizes: B, S, T.
+    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, T, width], position i32 [S], sinks and slopes
+    f32 [heads], biases f32 [``biases``, heads] (where there are any), y f32 [B, S, heads, width].  Sizes: B, S, T.
     """
     shape = "_".join(f"{n:g}" for n in (heads, kv_heads, width, scale, window, softcap))
     name = f"cached_attention_{shape}".replace("-", "m").replace(".", "p") + ("_sinks" if has_sinks else "")
-    sinks = [Buffer("sinks")] * has_sinks
+    name += (f"_chunk{chunk}" if chunk else "") + ("_slopes" if has_slopes else "")
+    name += f"_biases{biases}" if biases else ""
     own = "u32(position[min(first + n, sizes.S - 1u)])"
     seen = f"j <= {own}" + (f" && j + {window}u > {own}" if window else "")
-    capped = f"select({softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0)), score, {IS_NAN.format('score')})"
+    seen += f" && j / {chunk}u == {own} / {chunk}u" if chunk else ""
+    begin = f"u32(max(0, position[first] - {window - 1}))" if window else "0u"
+    if chunk:
+        begin = f"max({begin}, u32(position[first]) / {chunk}u * {chunk}u)"
+    score = _capped(softcap)
+    back = f"max(0, i32({own}) - i32(j))"
+    score += f" - slopes[head] * f32({back})" if has_slopes else ""
+    score += f" + biases[u32(min({back}, {biases - 1})) * {heads}u + head]" if biases else ""
     text = _attention(
         heads,
         kv_heads,
         width,
         scale,
         places="sizes.T",
-        begin=f"u32(max(0, position[first] - {window - 1}))" if window else "0u",
+        begin=begin,
         end="u32(position[min(first + QUERIES, sizes.S) - 1u]) + 1u",
-        score=capped if softcap else "score",
+        score=score,
         seen=seen,
         sink="sinks[head]" if has_sinks else None,
     )
-    inner = [Buffer("position", "i32"), *sinks]
+    parts = [*["sinks"] * has_sinks, *["slopes"] * has_slopes, *["biases"] * bool(biases)]
+    inner = [Buffer("position", "i32"), *map(Buffer, parts)]
     return _kernels(name, "cached_attention", heads, width, inner, ("B", "S", "T"), text)
 
 
-def masked_attention(heads: int, kv_heads: int, width: int, scale: float) -> tuple[Kernel, ...]:
+def masked_attention(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    scale: float,
+    window: int = 0,
+    own: tuple[bool, bool, bool] | None = None,
+    softcap: float = 0.0,
+) -> tuple[Kernel, ...]:
     """Attention to all tokens that are none of padding, of the same text or of another; see
     :func:`compressor.ops.attention.masked_attention`.
 
-    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, N, width], mask f32 [B, N], y f32 [B, S, heads,
-    width].  Sizes: B, S, N.
+    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, N, width], mask f32 [B, N], bias f32 [B or 1,
+    heads or 1, S or 1, N] (where there is one), y f32 [B, S, heads, width].  Sizes: B, S, N.
+
+    Args:
+        own: whether each text, each head and each query has a bias of its own; None without a bias.
     """
     name = f"masked_attention_{heads}_{kv_heads}_{width}_{scale:g}".replace("-", "m").replace(".", "p")
-    seen = "mask[batch * sizes.N + j] != 0.0"
-    text = _attention(
-        heads, kv_heads, width, scale, places="sizes.N", begin="0u", end="sizes.N", score="score", seen=seen, sink=None
+    seen, begin, end, score, inner = (
+        "mask[batch * sizes.N + j] != 0.0",
+        "0u",
+        "sizes.N",
+        _capped(softcap),
+        [Buffer("mask")],
     )
-    return _kernels(name, "masked_attention", heads, width, [Buffer("mask")], ("B", "S", "N"), text)
+    name += f"_cap{softcap:g}".replace(".", "p") if softcap else ""
+    if window:
+        name += f"_window{window}"
+        seen += f" && abs(i32(first + n) - i32(j)) < {window}"
+        begin = f"u32(max(0, i32(first) - {window - 1}))"
+        end = f"min(sizes.N, first + QUERIES + {window - 1}u)"
+    if own is not None:
+        name += f"_bias{''.join(str(int(each)) for each in own)}"
+        batch, head, query = ("batch" if own[0] else "0u", "head" if own[1] else "0u", "0u")
+        rows, query = ("sizes.S", "min(first + n, sizes.S - 1u)") if own[2] else ("1u", query)
+        place = f"(({batch} * {heads if own[1] else 1}u + {head}) * {rows} + {query}) * sizes.N"
+        score += f" + bias[{place} + min(j, sizes.N - 1u)]"
+        inner.append(Buffer("bias"))
+    text = _attention(
+        heads, kv_heads, width, scale, places="sizes.N", begin=begin, end=end, score=score, seen=seen, sink=None,
+        may_see_nothing=window > 0,
+    )  # fmt: skip
+    return _kernels(name, "masked_attention", heads, width, inner, ("B", "S", "N"), text)
+
+
+def _capped(softcap: float) -> str:
+    """Return the expression of a score under a cap; 0 is none."""
+    capped = f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))"
+    return f"select({capped}, score, {IS_NAN.format('score')})" if softcap else "score"
 
 
 def _kernels(
@@ -130,6 +185,7 @@ def _attention(
     score: str,
     seen: str,
     sink: str | None,
+    may_see_nothing: bool = False,
 ) -> str:
     element, words = _element(width), width if width % 4 else width // 4
     base = f"(batch * {kv_heads}u + head / {heads // kv_heads}u) * {places}"
@@ -141,7 +197,7 @@ def _attention(
         + _scores(words, score, seen)
         + _SOFTMAX
         + _values(words)
-        + _outputs(words, heads)
+        + _outputs(element, words, heads, may_see_nothing)
     )
 
 
@@ -251,8 +307,10 @@ def _values(words: int) -> str:
 """
 
 
-def _outputs(words: int, heads: int) -> str:
-    """Add the parts of each output, and divide by the sum of weights."""
+def _outputs(element: str, words: int, heads: int, may_see_nothing: bool) -> str:
+    """Add the parts of each output, and divide by the sum of weights, which is 0 for a query that sees nothing."""
+    result = "total / weight"
+    result = f"select({result}, {element}(), weight == 0.0)" if may_see_nothing else result
     return f"""  for (var e = 0u; e < EACH; e++) {{
     let place = e * LANES + thread;
     if (place < ITEMS * PARTS) {{ parts[place] = totals[e]; }}
@@ -262,8 +320,9 @@ def _outputs(words: int, heads: int) -> str:
     let s = first + item / {words}u;
     var total = parts[item * PARTS];
     for (var part = 1u; part < PARTS; part++) {{ total += parts[item * PARTS + part]; }}
+    let weight = sums[item / {words}u];
     if (s < sizes.S) {{
-      y[((batch * sizes.S + s) * {heads}u + head) * {words}u + item % {words}u] = total / sums[item / {words}u];
+      y[((batch * sizes.S + s) * {heads}u + head) * {words}u + item % {words}u] = {result};
     }}
   }}
 }}

@@ -227,6 +227,41 @@ def test_cached_attention(
         check_special(torch.from_numpy(got), expected, 2 * TOLERANCE, (window, softcap))
 
 
+@pytest.mark.parametrize(
+    ("window", "chunk", "slopes", "biases"), [(0, 0, True, 0), (0, 8, False, 0), (5, 8, False, 3), (0, 0, True, 40)]
+)
+def test_rules_of_cached_attention(window: int, chunk: int, slopes: bool, biases: int, require_adapter: None) -> None:
+    """ALiBi, chunks, and biases of distances, from fewer of them than the cache is long to more."""
+    rng = torch.Generator().manual_seed(0)
+    slope = torch.rand(4, generator=rng) if slopes else None
+    bias = torch.randn(biases, 4, generator=rng) if biases else None
+    kernels = attention.cached_attention(4, 2, 12, 0.3, window, 0.0, False, chunk, slopes, biases)
+    for past, new in [(0, 11), (30, 1), (19, 9)]:
+        q = torch.randn(2, 4, new, 12, generator=rng)
+        k, v = (torch.randn(2, 2, new, 12, generator=rng) for _ in range(2))
+        caches = [torch.randn(2, 2, 40, 12, generator=rng) for _ in range(2)]
+        position = torch.arange(past, past + new)
+        expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, window, 0.0, None, chunk, slope, bias)
+        for cache, added in zip(caches, (k, v), strict=True):
+            cache[:, :, past : past + new] = added
+        got = run(kernels, [q, *caches, position, slope, bias], [2, new, 40], (2, new, 4, 12))
+        assert error(got, expected) < 2 * TOLERANCE, (past, new)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("own", [(True, False, True), (False, True, True), (False, True, False)])
+def test_biases_and_windows_of_masked_attention(window: int, own: tuple[bool, ...], require_adapter: None) -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 70, 12, generator=rng) for heads in (4, 2, 2))
+    mask, cap = torch.ones(2, 70), 2.0 if window else 0.0
+    mask[0, 5:], mask[1, :20] = 0, 0  # queries around which all is padding
+    bias = torch.randn([n if each else 1 for n, each in zip((2, 4, 70), own, strict=True)] + [70], generator=rng)
+    got = run(
+        attention.masked_attention(4, 2, 12, 0.4, window, own, cap), [q, k, v, mask, bias], [2, 70, 70], (2, 70, 4, 12)
+    )
+    assert error(got, OPS.masked_attention(q, k, v, mask, 0.4, window, bias, cap)) < 2 * TOLERANCE
+
+
 def test_a_cache_is_written_where_the_tokens_are(require_adapter: None) -> None:
     added, position = torch.randn(2, 3, 4, 5), torch.arange(6, 10)
     got = run([attention.write_cache(3, 5)], [added, position], [2, 4, 12], (2, 3, 12, 5))
