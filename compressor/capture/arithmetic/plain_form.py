@@ -84,6 +84,31 @@ def _chosen(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.where.self, node.args[0], *both)
 
 
+def _repeated(node: fx.Node, call: _Call) -> fx.Node:
+    x: Any = node.args[0]
+    count, sizes = node.args[1][0], list(x.meta["val"].shape)  # type: ignore[index]
+    each = call(_aten.expand.default, call(_aten.unsqueeze.default, x, 0), [count, *[-1] * len(sizes)])
+    return call(_aten.reshape.default, each, [-1, *sizes[1:]])
+
+
+def _varies_in_front(node: fx.Node) -> bool:
+    """Return whether a repetition is of the first dimension, by a number that varies, and of no other."""
+    x, counts = node.args[0], node.args[1]
+    sizes = x.meta["val"].shape[1:]  # type: ignore[union-attr]
+    whole = len(counts) == len(sizes) + 1 and all(isinstance(size, int) for size in sizes)  # type: ignore[arg-type]
+    return whole and isinstance(counts[0], fx.Node) and all(n == 1 for n in counts[1:])  # type: ignore[index]
+
+
+def _windows(node: fx.Node, call: _Call) -> fx.Node:
+    x, kernel, dilation, padding, stride = node.args
+    assert isinstance(x, fx.Node)
+    rows = call(_aten.permute.default, x, [0, 2, 3, 1])
+    found = call(torch.ops.compressor.patches.default, rows, kernel, stride, padding, dilation)
+    channels, places = int(x.meta["val"].shape[1]), call(_aten.flatten.using_ints, found, 1, 2)
+    apart = call(_aten.unflatten.int, places, 2, [int(places.meta["val"].shape[2]) // channels, channels])
+    return call(_aten.flatten.using_ints, call(_aten.permute.default, apart, [0, 3, 2, 1]), 1, 2)
+
+
 def _taken(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.index.Tensor, call(_aten.reshape.default, node.args[0], [-1]), [node.args[1]])
 
@@ -119,6 +144,8 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.where.Scalar: _chosen,
     _aten.where.ScalarSelf: _chosen,
     _aten.where.ScalarOther: _chosen,
+    _aten.repeat.default: _repeated,
+    _aten.im2col.default: _windows,
     _aten.take.default: _taken,
     _aten.clamp.default: _clamped,
     _aten.clamp_min.default: _clamped,
@@ -135,6 +162,8 @@ class OperatorForm:
         """Match one of the operators."""
         if _FORMS.get(node.target) is _plain_terms:
             return node if _needs_plain_terms(node) else None
+        if node.target is _aten.repeat.default:
+            return node if _varies_in_front(node) else None
         if _FORMS.get(node.target) is _clamped:
             whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
             return node if whole and None in _bounds(node) else None
