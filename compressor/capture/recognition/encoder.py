@@ -159,7 +159,10 @@ def _sum(graph: fx.Graph, place: WrittenOut, biases: list[tuple[fx.Node, float]]
 
     for node, factor in biases:
         term = node if factor == 1.0 else call(_aten.mul.Tensor, node, factor)
-        if term.meta["val"].dim() == 3 and shape_of(term.meta["val"])[0] not in ("1", str(heads)):  # batch and heads as one
+        if term.meta["val"].dim() == 3 and shape_of(term.meta["val"])[0] not in (
+            "1",
+            str(heads),
+        ):  # batch and heads as one
             sizes = [call(_aten.sym_size.int, term, axis) for axis in (1, 2)]
             term = call(_aten.reshape.default, term, [-1, heads, *sizes])
         while term.meta["val"].dim() < 4:
