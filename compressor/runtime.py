@@ -14,6 +14,10 @@ from compressor_runtime import (
     read_manifest,
 )
 from compressor_runtime.cpu import thread_count
+from compressor_runtime.generation import next_tokens
+from compressor_runtime.source.encoding import tokens_left, without
+from compressor_runtime.source.features import source_of
+from compressor_runtime.source.wave_file import wave_samples
 
 __all__ = [
     "Bundle",
@@ -24,6 +28,11 @@ __all__ = [
     "TextStream",
     "check_files",
     "load",
+    "next_tokens",
     "read_manifest",
+    "source_of",
     "thread_count",
+    "tokens_left",
+    "wave_samples",
+    "without",
 ]

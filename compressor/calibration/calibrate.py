@@ -19,6 +19,7 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.statistics import Statistic, pool_experts
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.errors import CompressorError
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import clone_graph
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import EXPERT, Site
@@ -83,9 +84,10 @@ class CalibrationRun(Generic[S]):
 
     Args:
         graph: a captured model.
-        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...].
+        ids: int64 [samples, sequence]; of a plain module, its inputs, float32 [samples, ...]; sounds with their tokens.
         sites: the linears of interest, dense or packed.
         make_statistic: called with the width of a group's input.
+        make_by_channel: called with channels and taps of a depthwise convolution; left out, it is one group as others.
     Raises:
         UsageError: the samples are not what the model reads, or longer than its positions.
     """
@@ -93,12 +95,14 @@ class CalibrationRun(Generic[S]):
     def __init__(
         self,
         graph: GraphModule,
-        ids: Tensor,
+        ids: SampleInputs,
         sites: Sequence[Site],
         make_statistic: Callable[[int], S],
         options: CalibrationOptions = CalibrationOptions(),
+        make_by_channel: Callable[[int, int], S] | None = None,
     ) -> None:
         self._graph, self._make_statistic, self._options = graph, make_statistic, options
+        self._make_by_channel = make_by_channel
         self._names = [site.name for site in sites]
         batches = split_samples(graph, ids, options.micro_batch_tokens)
         self._run = SegmentRunner(graph, batches, options.spill, options.rounded)
@@ -128,6 +132,11 @@ class CalibrationRun(Generic[S]):
             if store is not None:
                 store.keep(self._graph, block)
 
+    def _statistic(self, site: Site) -> S:
+        if site.is_depthwise and self._make_by_channel is not None:
+            return self._make_by_channel(site.out_features, site.in_features)
+        return self._make_statistic(site.input_width)
+
     def _sites(self, index: int, names: Sequence[str]) -> list[Site]:
         """Look sites up: replacing a linear does not move the cuts, but the nodes are new."""
         sites = {site.name: site for site in linears(segments(self._graph)[index])}
@@ -150,7 +159,7 @@ class CalibrationRun(Generic[S]):
         ahead = None
         if self._options.true_sequential:
             ahead = [self._sites(index, group) for round_ in later for group in round_]
-        statistics = [self._make_statistic(group[0].input_width) for group in groups]
+        statistics = [self._statistic(group[0]) for group in groups]
         rows = _read(self._run, segment, groups, ahead)
         # The dense graph may send a token to other experts: their rows are not beside each other.
         plain = [group for group in groups if group[0].module_class != EXPERT]

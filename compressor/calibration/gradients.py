@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.calibration.segment_runner import SegmentRunner
 from compressor.errors import UsageError
+from compressor.graph.kinds.encoder_decoder import Batch, SampleInputs
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
@@ -19,7 +20,7 @@ from compressor.host.tensor_files import Spill
 
 
 def squared_gradients(
-    graph: GraphModule, ids: Tensor, sites: Sequence[Site], spill: Spill | None = None
+    graph: GraphModule, ids: SampleInputs, sites: Sequence[Site], spill: Spill | None = None
 ) -> Iterator[tuple[Site, Tensor]]:
     """(site, sum over samples of the squared gradient of the next-token loss, float32 [out, in]), the last sites first.
 
@@ -36,7 +37,7 @@ def squared_gradients(
         UsageError: the model has no next-token loss, or a sample has no next token.
     """
     info = graph.meta["model"]
-    if info.kind != "decoder" or ids.shape[1] < 2:
+    if info.kind != "decoder" or not isinstance(ids, Tensor) or ids.shape[1] < 2:
         raise UsageError(f"{info.name}: gradients need a decoder and samples of at least two tokens")
     batches, squares = list(torch.split(ids, 1)), dict[str, Tensor]()
 
@@ -68,7 +69,7 @@ def check_backwards(info: ModelInfo) -> None:
 
 def backwards(
     graph: GraphModule,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     sites: Sequence[Site],
     of: Literal["weight", "output"],
     loss: Callable[[int, Tensor], Tensor],

@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 from compressor.calibration.gradients import backwards
 from compressor.calibration.segment_runner import split_samples
 from compressor.errors import UsageError
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import ModelInfo
 from compressor.graph.sites import Site, group_by_input
 from compressor.host.tensor_files import Spill
@@ -38,7 +39,7 @@ _PIXELS = 1 << 14  # of the images that run at once; of text, it is one sample
 
 
 def guided_rows(
-    graph: GraphModule, ids: Tensor, sites: Sequence[Site], seed: int, spill: Spill | None = None
+    graph: GraphModule, ids: SampleInputs, sites: Sequence[Site], seed: int, spill: Spill | None = None
 ) -> dict[str, Tensor]:
     """Return a weight for each row of each site's input, float32 [rows] of mean 1; sites that share an input share it.
 

@@ -16,7 +16,15 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches, empty_states
-from compressor.graph.kinds.encoder_decoder import memory_node, source_inputs, source_node
+from compressor.graph.kinds.encoder_decoder import (
+    Batch,
+    Pair,
+    SampleInputs,
+    memory_node,
+    source_inputs,
+    source_node,
+    tokens_of,
+)
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments, shared_nodes
 from compressor.graph.sites import is_parameter
@@ -30,7 +38,8 @@ class SegmentRunner:
 
     Args:
         graph: a captured model; its linears may be replaced meanwhile.
-        batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...].
+        batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...]; of a model of
+            speech, a sound with its tokens.
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
             (:mod:`compressor.numerics.products.bfloat16`).
@@ -39,11 +48,11 @@ class SegmentRunner:
     """
 
     def __init__(
-        self, graph: GraphModule, batches: Sequence[Tensor], spill: Spill | None = None, rounded: bool = False
+        self, graph: GraphModule, batches: Sequence[Batch], spill: Spill | None = None, rounded: bool = False
     ) -> None:
         info: ModelInfo = graph.meta["model"]
-        longest = max(ids.shape[1] for ids in batches)
-        of_source = 0 if info.encoder_source is None else info.encoder_source.max_positions
+        longest = max(tokens_of(batch).shape[1] for batch in batches)
+        of_source = 0 if info.encoder_source is None or info.hears else info.encoder_source.max_positions
         positions = min((count for count in (info.max_positions, of_source) if count), default=0)
         if positions and longest > positions:
             raise UsageError(
@@ -58,7 +67,7 @@ class SegmentRunner:
         self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
-        self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # shape of ids -> inputs, token-independent values
+        self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # input shapes -> inputs, token-independent values
 
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
@@ -120,9 +129,10 @@ class SegmentRunner:
 
     def environment(self, segment: Segment, i: int) -> dict[Node, Any]:
         """Return the values that a segment's nodes read for one batch, without parameters."""
-        env = {**self._shared(self.batches[i]), self.ids_node: self.batches[i]}
+        batch = self.batches[i]
+        env = {**self._shared(batch), self.ids_node: tokens_of(batch)}
         if self.source_node is not None:
-            env[self.source_node] = self.batches[i]
+            env[self.source_node] = batch.source if isinstance(batch, Pair) else batch
         memory, carried = memory_node(self.graph), self.memory[i]
         if memory is not None and carried is not None and memory not in segment.nodes:
             env[memory] = carried
@@ -164,11 +174,11 @@ class SegmentRunner:
                     del env[used]
         return [found[node] for node in wanted]
 
-    def _shared(self, ids: Tensor) -> dict[Node, Any]:
-        shape = tuple(ids.shape)
+    def _shared(self, batch: Batch) -> dict[Node, Any]:
+        shape = (*tokens_of(batch).shape, *(batch.source.shape if isinstance(batch, Pair) else ()))
         if shape not in self.shared:
             graph = self.graph
-            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, ids), strict=True))
+            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, batch), strict=True))
             self.interpreter.env = env
             with torch.no_grad():
                 for node in shared_nodes(graph):
@@ -178,10 +188,11 @@ class SegmentRunner:
         return self.shared[shape]
 
 
-def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[Tensor]:
+def split_samples(graph: GraphModule, samples: SampleInputs, tokens: int) -> Sequence[Batch]:
     """Split samples into batches of about ``tokens`` tokens or pixels, each of at least one sample.
 
-    A plain module that was captured with a fixed batch gets batches of that size.
+    A plain module that was captured with a fixed batch gets batches of that size.  Sounds, whose lengths differ, run
+    one by one.
 
     Args:
         samples: as for :class:`SegmentRunner`, all in one.
@@ -189,6 +200,8 @@ def split_samples(graph: GraphModule, samples: Tensor, tokens: int) -> Sequence[
         UsageError: the samples are not what the model reads, or no whole number of fixed batches.
     """
     info: ModelInfo = graph.meta["model"]
+    if not isinstance(samples, Tensor):
+        return samples
     if (info.kind == "module") != samples.is_floating_point():
         reads = "a plain module, which reads no tokens: calibrate on `images:`"
         raise UsageError(f"{info.name}: is {reads if info.kind == 'module' else 'a model of text, not of images'}")
@@ -235,8 +248,9 @@ def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> It
     stream.release(last)
 
 
-def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
+def _inputs(info: ModelInfo, given: Batch) -> list[Tensor]:
     """Return the flat inputs of the captured forward for a first run: all tokens kept, empty caches."""
+    ids = tokens_of(given)
     if info.kind == "module":
         return [ids]
     batch, length = ids.shape
@@ -244,7 +258,7 @@ def _inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
         return [ids, torch.ones(batch, length, dtype=torch.float32)]
     position = torch.arange(length)
     past = [*empty_caches(info, batch), *empty_states(info, batch)]
-    return [ids, position, position, *past, *source_inputs(info, ids)]
+    return [ids, position, position, *past, *source_inputs(info, given)]
 
 
 def ancestors(targets: Iterable[Node], inside: set[Node]) -> set[Node]:

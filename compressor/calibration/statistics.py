@@ -138,6 +138,37 @@ class Hessian:
             self._scale = scale
 
 
+class ChannelHessian:
+    """H = 2 / n * X^T X of the taps of each channel of a depthwise convolution, float32 [channels, taps, taps]."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        self.tokens = 0
+        self._taps, self._sum = taps, torch.zeros(channels, taps, taps)
+        self._cross: Tensor | None = None
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in rows of patches, float32 [pixels, taps * channels]."""
+        rows = self._by_channel(x)
+        self._sum.baddbmm_(rows, rows.mT)
+        self.tokens += len(x)
+        if dense is not x:
+            cross = torch.zeros_like(self._sum) if self._cross is None else self._cross
+            self._cross = cross.baddbmm_(self._by_channel(dense - x), rows.mT)
+
+    def _by_channel(self, x: Tensor) -> Tensor:
+        return x.view(len(x), self._taps, -1).permute(2, 1, 0).contiguous()  # [channels, taps, pixels]
+
+    @property
+    def value(self) -> Tensor:
+        """The Hessians; all zeros if no row ever arrived."""
+        return self._sum * (2 / max(1, self.tokens))
+
+    @property
+    def cross(self) -> Tensor | None:
+        """2 / n * (X_dense - X)^T X of each channel; None where the dense inputs were not asked for."""
+        return None if self._cross is None else self._cross * (2 / max(1, self.tokens))
+
+
 class Inputs:
     """Range, mean size and mean square of each channel, float64 [in], and some of the rows.
 

@@ -161,7 +161,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     "--data",
     default="python_docs_heldout",
     show_default=True,
-    help="A set's name, a .yaml spec, a text file, images.",
+    help="A set's name, a .yaml spec, a text file, images, a folder of sounds.",
 )
 @click.option("--tokens", type=click.IntRange(2), help="Tokens to evaluate on [default: the set's].")
 @click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement, embeddings.")
@@ -172,7 +172,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
     """Measure the quality of PATH: a bundle (its own kernels) or a Hugging Face folder.
 
     Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense; of
-    an image classifier the accuracy.
+    an image classifier the accuracy; of a model of speech the word errors.
     """
     from compressor.cli.progress import progress
     from compressor.cli.show_run import show_metrics

@@ -20,6 +20,8 @@ _NAMED = 2
 _ROWS = (
     ("perplexity", "perplexity", "{:.3f}"),
     ("accuracy", "accuracy", "{:.2%}"),
+    ("word error rate", "word_error_rate", "{:.2%}"),
+    ("character error rate", "character_error_rate", "{:.2%}"),
     ("weights", "weight_bytes", "bytes"),
     ("keys and values a token", "cache_bytes_per_token", "bytes"),
     ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
@@ -46,6 +48,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     for name, key, form in (
         ("perplexity increase", "perplexity_increase", "{:+.2%}"),
         ("accuracy lost, points", "accuracy_drop", "{:.2%}"),
+        ("word errors more, points", "word_error_increase", "{:+.2%}"),
+        ("character errors more, points", "character_error_increase", "{:+.2%}"),
         ("top-1 agreement", "top1_agreement", "{:.2%}"),
         ("KL divergence", "kl_divergence", "{:.4f} nats"),
         ("cosine of embeddings, mean", "embedding_cosine", "{:.5f}"),

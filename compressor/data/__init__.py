@@ -1,4 +1,4 @@
-"""Load text and images: samples to calibrate on, data to evaluate on.
+"""Load text, images and sound: samples to calibrate on, data to evaluate on.
 
 Invariant: does not know what is done with them.
 """

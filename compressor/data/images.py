@@ -113,7 +113,7 @@ def load_image_samples(spec: TextSpec, info: ModelInfo = _ANY) -> Samples:
             f"calibration: {label} has {len(images)} images, and {spec.samples} samples are wanted; set samples "
             "to fewer, or give more images"
         )
-    chosen = images.picked(_drawn(spec, len(images))[0])
+    chosen = images.picked(drawn(spec, len(images))[0])
     return Samples(chosen.inputs(), torch.empty(0, dtype=torch.int64), chosen.sha256, label)
 
 
@@ -133,7 +133,7 @@ def load_evaluation_images(spec: EvaluationSpec, calibration: TextSpec | None, i
     if calibration is None:
         return None
     images = _calibration_images(calibration, info)
-    left = _drawn(calibration, len(images))[1][: spec.limit]
+    left = drawn(calibration, len(images))[1][: spec.limit]
     return images.picked(left) if images.labels is not None and len(left) else None
 
 
@@ -142,8 +142,8 @@ def _calibration_images(spec: TextSpec, info: ModelInfo) -> Images:
     return load_images(spec, info, None if spec.kind == "images" else 8 * spec.samples)
 
 
-def _drawn(spec: TextSpec, count: int) -> tuple[Tensor, Tensor]:
-    """Places of the images that are calibrated on, and of the others, int64, in order."""
+def drawn(spec: TextSpec, count: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the images or sounds that are calibrated on, and of the others, int64, in order."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(spec.seed))
     return order[: spec.samples].sort().values, order[spec.samples :].sort().values
 

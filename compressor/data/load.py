@@ -1,24 +1,37 @@
-"""Load the data that a recipe calibrates and evaluates on: text for models of text, images for modules."""
+"""Load the data that a recipe calibrates and evaluates on: text, images for modules, sound for models of speech."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
+from compressor.data.sounds import Sounds, load_evaluation_sounds, load_sound_samples
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
-from compressor.recipe.data_spec import DataSource
+from compressor.recipe.data_spec import DataSource, Kind
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
 
+_T = TypeVar("_T")
+EvaluationData: TypeAlias = Tensor | Texts | Images | Sounds
+"""Tokens, texts to embed, labelled images, or sounds with their texts."""
 _FOR_TEXT = ("sequence_length", "tokens", "window", "stride")
-_FOR_IMAGES = ("mean", "std", "resize", "crop", "label", "limit")
+_FOR_IMAGES = ("mean", "std", "resize", "crop", "label")
+_READS: Mapping[str, tuple[str, tuple[Kind, ...], tuple[str, ...]]] = {
+    "images": ("images, as a plain module", ("images", "parquet", "hub"), _FOR_TEXT),
+    "sound": ("sound with its text", ("audio", "parquet", "hub"), (*_FOR_TEXT, *_FOR_IMAGES)),
+    "text": ("text", ("text", "json", "parquet", "hub"), (*_FOR_IMAGES, "limit")),
+}
+"""What a model reads -> in words, sources of it, and keys that have no meaning for it."""
 
 
-def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor | Texts | Images | None]:
-    """Load the samples to calibrate on and the data to evaluate on: tokens, texts to embed or labelled images.
+def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, EvaluationData | None]:
+    """Load the samples to calibrate on and the data to evaluate on.
 
     Returns:
         Samples and evaluation data; None for each that the recipe does not have.
@@ -32,10 +45,10 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
             check_kind(key, spec, info)
     if info.kind == "module":
         samples = None if given is None else load_image_samples(given, info)
-        images = load_evaluation_images(wanted, given, info)
-        if images is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
-            raise UsageError(f"gates.{gates[0]}: there are no labelled images to measure it on; add `evaluation:`")
-        return samples, images
+        return samples, _for_gates(recipe, load_evaluation_images(wanted, given, info), "labelled images")
+    if info.hears:
+        samples = None if given is None else load_sound_samples(given, info)
+        return samples, _for_gates(recipe, load_evaluation_sounds(wanted, given, info), "sounds left")
     samples = None if given is None else load_samples(given, info.source, info.vocab_size, _spare(recipe))
     if wanted.kind is None and samples is None:
         return None, None
@@ -44,6 +57,13 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Tensor |
         return samples, texts
     text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
     return samples, text
+
+
+def _for_gates(recipe: Recipe, data: _T | None, what: str) -> _T | None:
+    """Return the data, or refuse gates on quality where there is none."""
+    if data is None and (gates := [gate.metric for gate in recipe.gates if gate.metric in QUALITY]):
+        raise UsageError(f"gates.{gates[0]}: there are no {what} to measure it on; add `evaluation:`")
+    return data
 
 
 def _spare(recipe: Recipe) -> int:
@@ -68,27 +88,20 @@ def longest_samples(recipe: Recipe, info: ModelInfo) -> int:
 def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     """Check that a source, and the keys given with it, fit what a model reads.
 
-    Parquet files and data sets of the hub hold text or images; the others say by their key which.
+    Parquet files and data sets of the hub hold text, images or sound; the others say by their key which.
 
     Args:
         key: ``calibration`` or ``evaluation``, for messages.
     Raises:
         UsageError: they do not.
     """
-    if info.hears and (spec.kind is not None or key == "calibration"):
-        raise UsageError(
-            f"{key}: {info.name} reads sound, on which nothing is calibrated or evaluated here; leave `{key}` out, and "
-            "take passes that need no calibration, such as rtn"
-        )
-    reads_images = info.kind == "module"
-    kinds = ("images", "parquet", "hub") if reads_images else ("text", "json", "parquet", "hub")
-    reads = "images, as a plain module" if reads_images else "text"
+    reads, kinds, unfitting = _READS["images" if info.kind == "module" else "sound" if info.hears else "text"]
     if spec.kind is not None and spec.kind not in kinds:
         raise UsageError(
             f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "
             f"{', '.join(kinds[:-1])} or {kinds[-1]}"
         )
-    unfit = [name for name in (_FOR_TEXT if reads_images else _FOR_IMAGES) if spec.changes(name)]
+    unfit = [name for name in unfitting if spec.changes(name)]
     if unfit:
         raise UsageError(
             f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"

@@ -72,30 +72,38 @@ class StoredArrays:
             digest.update(np.ascontiguousarray(self.arrays[place]).tobytes())
 
 
-class _Encoded(ABC):
-    """Pictures that are kept as the bytes of PNG or JPEG."""
+class Encoded(ABC):
+    """Pictures or sounds that are kept as the bytes of files."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return their number."""
 
     @abstractmethod
     def name(self, place: int) -> str:
         """Return what a message calls one."""
 
     @abstractmethod
-    def _bytes(self, place: int) -> bytes:
-        """Read one, encoded."""
+    def encoded(self, place: int) -> bytes:
+        """Read one, encoded.
+
+        Raises:
+            UsageError: its file cannot be read.
+        """
 
     def array(self, place: int) -> NDArray[Any]:
-        """Read and decode one."""
-        return decode(self._bytes(place), self.name(place))
+        """Read a picture and decode it."""
+        return decode(self.encoded(place), self.name(place))
 
     def hash_into(self, digest: Any, places: Sequence[int]) -> None:
         """Feed the bytes of some to a ``hashlib`` object."""
         for place in places:
-            digest.update(self._bytes(place))
+            digest.update(self.encoded(place))
 
 
 @dataclass(frozen=True)
-class PictureFiles(_Encoded):
-    """Pictures that are files."""
+class EncodedFiles(Encoded):
+    """Pictures or sounds that are files."""
 
     files: tuple[Path, ...]
 
@@ -107,7 +115,8 @@ class PictureFiles(_Encoded):
         """Return the file."""
         return str(self.files[place])
 
-    def _bytes(self, place: int) -> bytes:
+    def encoded(self, place: int) -> bytes:
+        """Read a file."""
         try:
             return self.files[place].read_bytes()
         except OSError as error:
@@ -115,8 +124,8 @@ class PictureFiles(_Encoded):
 
 
 @dataclass
-class EncodedRows(_Encoded):
-    """Pictures of a data set's rows, kept encoded in one temporary file without a name."""
+class EncodedRows(Encoded):
+    """Pictures or sounds of a data set's rows, kept encoded in one temporary file without a name."""
 
     source: str
     ends: list[int] = field(default_factory=lambda: [0])
@@ -136,7 +145,8 @@ class EncodedRows(_Encoded):
         """Return the source and the row, from 0."""
         return f"{self.source}, row {place}"
 
-    def _bytes(self, place: int) -> bytes:
+    def encoded(self, place: int) -> bytes:
+        """Read one back."""
         self.file.seek(self.ends[place])
         return self.file.read(self.ends[place + 1] - self.ends[place])
 
@@ -207,7 +217,7 @@ def read_arrays(path: Path) -> tuple[NDArray[Any], Tensor | None]:
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-def list_folder(folder: Path) -> tuple[PictureFiles, list[str] | None]:
+def list_folder(folder: Path) -> tuple[EncodedFiles, list[str] | None]:
     """List the pictures of a folder, and for each the folder that it is in, its class; None where there are no classes.
 
     Hidden files and folders are left out.
@@ -225,10 +235,10 @@ def list_folder(folder: Path) -> tuple[PictureFiles, list[str] | None]:
         raise UsageError(f"{folder}: there is no image in this folder; give one with PNG or JPEG files")
     depths = {len(path.relative_to(folder).parts) for path in found}
     if depths == {1}:
-        return PictureFiles(tuple(found)), None
+        return EncodedFiles(tuple(found)), None
     if depths != {2}:
         raise UsageError(f"{folder}: pictures lie at different depths; give each class one folder with its pictures")
-    return PictureFiles(tuple(found)), [path.parent.name for path in found]
+    return EncodedFiles(tuple(found)), [path.parent.name for path in found]
 
 
 def _visible(folder: Path) -> Iterator[Path]:

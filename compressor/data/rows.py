@@ -1,4 +1,4 @@
-"""Read pictures from rows: parquet files, or a data set of the Hugging Face hub."""
+"""Read pictures and sounds from rows: parquet files, or a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def read_rows(spec: DataSource, info: ModelInfo, most: int | None) -> tuple[Enco
     source = source_label(spec)
     field = spec.field if spec.changes("field") else "image"
     pictures, labels = EncodedRows(source), list[Any]()
-    for row in _rows(spec, field, info):
+    for row in _named(spec, field, info):
         if most is not None and len(pictures) == most:
             break
         if field not in row:
             raise UsageError(f"{source}: no pictures in field {field!r}; the fields are {', '.join(row)}: set `field`")
         name = pictures.name(len(pictures))
-        pictures.append(_encoded(row[field], name))
+        pictures.append(encoded_bytes(row[field], name))
         if row.get(spec.label) is None:
             if labels or spec.changes("label"):
                 raise UsageError(f"{name}: no label in {spec.label!r}; the fields are {', '.join(row)}: set `label`")
@@ -57,20 +57,39 @@ def read_rows(spec: DataSource, info: ModelInfo, most: int | None) -> tuple[Enco
     return pictures, torch.tensor(labels, dtype=torch.int64)
 
 
-def _encoded(value: Any, name: str) -> bytes:
-    """Return the bytes of a picture, as Hugging Face data sets keep them: a struct with ``bytes``, or bytes alone."""
+def encoded_bytes(value: Any, name: str) -> bytes:
+    """Return the bytes of a picture or a sound as Hugging Face data sets keep them: a struct with ``bytes``, or alone.
+
+    Raises:
+        UsageError: it is neither.
+    """
     found = value.get("bytes") if isinstance(value, Mapping) else value
     if not isinstance(found, bytes):
-        raise UsageError(f"{name}: holds no picture's bytes, but {found!r:.40}; name their column with `field`")
+        raise UsageError(f"{name}: holds no bytes of a file, but {found!r:.40}; name the right column with `field`")
     return found
 
 
-def _rows(spec: DataSource, field: str, info: ModelInfo) -> Iterator[Mapping[str, Any]]:
-    """Yield rows with their pictures encoded, streamed so that no cache is written.
+def _named(spec: DataSource, field: str, info: ModelInfo) -> Iterator[Mapping[str, Any]]:
+    """Yield rows; labels are names where both the data set and the model have some in common, else as they are."""
+    from datasets import ClassLabel
 
-    Labels are names where both the data set and the model have some in common, else as they are.
+    for row, features in stream_rows(spec, field):
+        classes, label = features.get(spec.label), row.get(spec.label)
+        if isinstance(classes, ClassLabel) and isinstance(label, int) and knows_some(classes.names, info):
+            yield {**row, spec.label: classes.int2str(label)}
+        else:
+            yield row
+
+
+def stream_rows(spec: DataSource, field: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield rows of parquet files or of a data set of the hub, with the set's features; no cache is written.
+
+    Args:
+        field: the column of pictures or sounds, which stay encoded.
+    Raises:
+        UsageError: the source cannot be read.
     """
-    from datasets import ClassLabel, Image, load_dataset
+    from datasets import Audio, Image, load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     try:
@@ -82,13 +101,11 @@ def _rows(spec: DataSource, field: str, info: ModelInfo) -> Iterator[Mapping[str
                 files = [str(path) for path in spec.find_files()]
                 rows = load_dataset(str(spec.kind), data_files=files, split="train", **options)
             features = rows.features or {}
-            if isinstance(features.get(field), Image):
-                rows = rows.cast_column(field, Image(decode=False))
-            classes: Any = features.get(spec.label)
-            named = isinstance(classes, ClassLabel) and knows_some(classes.names, info)
+            for kind in (Image, Audio):
+                if isinstance(features.get(field), kind):
+                    rows = rows.cast_column(field, kind(decode=False))
             for row in rows:
-                label = row.get(spec.label)
-                yield {**row, spec.label: classes.int2str(label)} if named and isinstance(label, int) else row
+                yield row, features
     except CompressorError:
         raise
     except (DatasetNotFoundError, OSError, ValueError, UnicodeError) as error:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from compressor.data.tokenizer import check_vocabulary, load_tokenizer
 from compressor.errors import CompressorError, UsageError, first_line
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 
 if TYPE_CHECKING:
     from compressor.recipe.data_spec import DataSource, EvaluationSpec, TextSpec
@@ -34,21 +36,23 @@ class Samples:
     """Token windows to calibrate on, and the rest of the text; or a plain module's inputs.
 
     Attributes:
-        ids: int64 [samples, sequence_length]; inputs are float32 [samples, ...].
+        ids: int64 [samples, sequence_length]; inputs are float32 [samples, ...]; sounds come with their tokens.
         rest: int64 [tokens], everything that was read and not sampled, in order.
-        sha256: of ``ids``, as little-endian int64; of images as :class:`compressor.data.images.Images` says.
-        source: where the text or the images came from.
+        sha256: of ``ids``, as little-endian int64; of images and sounds as :class:`compressor.data.images.Images` and
+            :class:`compressor.data.sounds.Sounds` say.
+        source: where the text, the images or the sounds came from.
     """
 
-    ids: Tensor
+    ids: SampleInputs
     rest: Tensor
     sha256: str
     source: str
 
     def facts(self) -> dict[str, str | int]:
         """Return source, number and SHA-256 of the samples, for the bundle's manifest."""
-        length = {} if self.ids.is_floating_point() else {"sequence_length": self.ids.shape[1]}
-        return {"source": self.source, "samples": len(self.ids), **length, "sha256": self.sha256}
+        ids = self.ids
+        length = {"sequence_length": ids.shape[1]} if isinstance(ids, Tensor) and not ids.is_floating_point() else {}
+        return {"source": self.source, "samples": len(ids), **length, "sha256": self.sha256}
 
 
 def load_samples(spec: TextSpec, tokenizer_folder: Path | None, vocab_size: int = 0, spare: int = 0) -> Samples:
@@ -149,17 +153,17 @@ def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: 
     Raises:
         UsageError: there is no text, or the tokenizer is not the model's.
     """
-    encode, _ = _tokenizer(tokenizer_folder, longest)
+    tokenizer = load_tokenizer(tokenizer_folder, longest)
     texts: list[Tensor] = []
     found = 0
     for text in _paragraphs(_texts(spec)):
-        texts.append(torch.tensor(encode(text, True), dtype=torch.int64))
+        texts.append(torch.tensor(tokenizer.encode(text, True), dtype=torch.int64))
         found += len(texts[-1])
         if found >= spec.tokens:
             break
     if not texts:
         raise _no_text(spec)
-    _check_vocabulary(torch.cat(texts), vocab_size, tokenizer_folder)
+    check_vocabulary(torch.cat(texts), vocab_size, tokenizer_folder)
     return texts
 
 
@@ -175,69 +179,24 @@ def tokens_sha256(ids: Tensor) -> str:
 
 def _read_tokens(spec: DataSource, folder: Path | None, vocab_size: int, enough: int) -> Tensor:
     """At least ``enough`` tokens, or all that there are; int64 [tokens]."""
-    encode, knows_separator = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     parts: list[list[int]] = []
     found = 0
-    for block, opens in _blocks(_texts(spec), "" if knows_separator else _SEPARATOR):
+    for block, opens in _blocks(_texts(spec), "" if tokenizer.knows(_SEPARATOR) else _SEPARATOR):
         if block:
-            parts.append(encode(block, opens))
+            parts.append(tokenizer.encode(block, opens))
             found += len(parts[-1])
         if found >= enough:
             break
     if found < 2:
         raise _no_text(spec)
     tokens = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int64)
-    _check_vocabulary(tokens, vocab_size, folder)
+    check_vocabulary(tokens, vocab_size, folder)
     return tokens
 
 
 def _no_text(spec: DataSource) -> UsageError:
     return UsageError(f"{source_label(spec)}: the text is empty; give one with more to read")
-
-
-def _check_vocabulary(tokens: Tensor, vocab_size: int, folder: Path | None) -> None:
-    largest = int(tokens.max())
-    if vocab_size and largest >= vocab_size:
-        raise UsageError(
-            f"{folder}: the tokenizer does not match the model: it gives token {largest} (so has at least "
-            f"{largest + 1} tokens) and the model's vocabulary has {vocab_size}; use the model's own tokenizer"
-        )
-
-
-def _tokenizer(folder: Path | None, longest: int | None = None) -> tuple[Callable[[str, bool], list[int]], bool]:
-    """(text, with special tokens) -> ids, and whether the separator of documents is a token of its own.
-
-    Args:
-        longest: tokens that a text is cut to; None never cuts.
-    """
-    if folder is None:
-        raise UsageError("calibration: the model has no folder to find a tokenizer in; capture it from a folder or id")
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        from transformers import AutoTokenizer
-
-        try:
-            slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise UsageError(
-                f"{folder}: no tokenizer: there is no tokenizer.json, nor anything that transformers can read "
-                f"({first_line(error)}); put the model's tokenizer files beside its weights"
-            ) from error
-        known = _SEPARATOR in slow.get_vocab()
-        cut = {"truncation": longest is not None, "max_length": longest}
-        return lambda text, special: list(slow.encode(text, add_special_tokens=special, **cut)), known
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
-        raise UsageError(f"{file}: not a tokenizer: {first_line(error)}; get the file again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    if longest is not None:
-        tokenizer.enable_truncation(longest)
-    known = tokenizer.token_to_id(_SEPARATOR) is not None
-    return lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids), known
 
 
 def _texts(spec: DataSource) -> Iterator[str]:

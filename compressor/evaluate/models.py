@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images
-from compressor.data.load import check_kind
+from compressor.data.load import EvaluationData, check_kind
+from compressor.data.sounds import Sounds, load_evaluation_sounds
 from compressor.data.text import load_evaluation, source_label
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
@@ -30,7 +33,10 @@ from compressor.evaluate.quality import (
     measure_accuracy,
     measure_quality,
 )
-from compressor.graph.model import PREPROCESSOR, ModelInfo, weight_bytes
+from compressor.evaluate.speech.listeners import GraphListener, Listener, most_tokens
+from compressor.evaluate.speech.transcripts import measure_speech
+from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.model import PREPROCESSOR, ModelInfo, SourceInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
@@ -63,6 +69,17 @@ class BundleProcess(Child):
         """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return self._outputs(ids, mask)
 
+    def told(self, pair: Pair) -> Tensor:
+        """Return a model of speech's logits float32 [S, V] of the next token after each of a pair's."""
+        source, ids = pair.source.numpy(), pair.ids.numpy()
+        header = json.dumps({"source": source.shape, "ids": ids.shape})
+        return torch.from_numpy(self._received(self.ask(header, source.tobytes() + ids.tobytes()))[0])
+
+    def said(self, samples: NDArray[np.float32], most: int) -> list[int]:
+        """Return the likeliest tokens that a model of speech says to samples float32 [N], at most ``most``."""
+        tokens: list[int] = self.ask(json.dumps({"samples": len(samples), "most": most}), samples.tobytes())
+        return tokens
+
     def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return a plain module's output for its one input."""
         return self._received(self.ask(json.dumps(x.shape), x.astype(np.float32).tobytes()))
@@ -78,15 +95,15 @@ class BundleProcess(Child):
 def bundle_quality(
     start: Callable[[], Any],
     dense: GraphLogits,
-    data: Tensor | Texts | Images | None,
+    data: EvaluationData | None,
     recipe: Recipe,
     reporter: Reporter,
 ) -> EvalResult:
-    """Measure a finished bundle against the dense model: decoders on text, encoders on texts, modules on images.
+    """Measure a finished bundle against the dense model: on text, texts to embed, images, or sound.
 
     Args:
         start: returns a context manager that gives the bundle as :class:`BundleProcess` does.
-        data: int64 [tokens], texts to embed, or images; None if there is no data, and then nothing is measured.
+        data: int64 [tokens], or what its kind reads; None if there is no data, and then nothing is measured.
     """
     info: ModelInfo = dense.graph.meta["model"]
     if data is None:
@@ -96,6 +113,9 @@ def bundle_quality(
             batch = image_batch(dense.graph, _IMAGES)
             classify = graph_classes(dense.graph)
             return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)
+        if isinstance(data, Sounds):
+            listener, most = GraphListener(dense.graph), most_tokens(dataclasses.asdict(info))
+            return measure_speech(process, data, most=most, dense=listener, reporter=reporter)
         if isinstance(data, Texts):
             return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)
         window, stride = evaluation_window(recipe.evaluation, info.max_positions, reporter)
@@ -112,7 +132,8 @@ def evaluate_path(
 ) -> dict[str, Any]:
     """Measure the quality of a bundle, by its own kernels, or of a Hugging Face folder's captured graph.
 
-    Decoders are measured by perplexity, encoders by how close their embeddings are to another encoder's.
+    Decoders are measured by perplexity, encoders by how close their embeddings are to another encoder's, models of
+    speech by the words that they get wrong.
 
     Args:
         dense: folder or id of a reference model, for ``dense_perplexity``, ``kl_divergence`` and ``top1_agreement``;
@@ -129,16 +150,20 @@ def evaluate_path(
             found = _evaluate_images(graph_classes(graph), batch, info, spec, dense, reporter)
             return found | {"weight_bytes": weight_bytes(graph)}
         check_kind("evaluation", spec, info)
+        if info.hears:
+            return _evaluate_sounds(GraphListener(graph), info, spec, dense, reporter) | {
+                "weight_bytes": weight_bytes(graph)
+            }
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
         measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), text, spec, dense, reporter)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
-    if (manifest["model"].get("encoder_source") or {}).get("reads") == "audio":
-        raise UsageError(f"{path}: reads sound, on which nothing is evaluated here")
     with BundleProcess(path, threads) as process:
         facts: dict[str, Any] = {**manifest["model"], "kind": manifest["kind"]}
-        if facts["kind"] == "module":
+        if (facts.get("encoder_source") or {}).get("reads") == "audio":
+            measured = _evaluate_sounds(process, _speech_facts(path, facts), spec, dense, reporter)
+        elif facts["kind"] == "module":
             known = _image_facts(path, facts)
             fixed = facts["inputs"][0]["shape"][0]
             batch = fixed if isinstance(fixed, int) else _IMAGES
@@ -183,6 +208,40 @@ def _evaluate(
     reference = None if graph is None else GraphLogits(graph)
     found = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
     return {"text": source, **found}
+
+
+def _speech_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:
+    """Return what a bundle's manifest says of the sound that it reads and the text that it writes."""
+    return ModelInfo(
+        kind="seq2seq",
+        name=facts["name"],
+        architecture=facts["architecture"],
+        vocab_size=facts["vocab_size"],
+        max_positions=facts["max_positions"],
+        eos_ids=tuple(facts["eos_ids"]),
+        source=path,
+        encoder_source=SourceInfo.of_facts(facts["encoder_source"]),
+    )
+
+
+def _evaluate_sounds(
+    listener: Listener, info: ModelInfo, spec: EvaluationSpec, dense: str | None, reporter: Reporter
+) -> dict[str, Any]:
+    """Measure a model of speech on sounds and their texts, and against another that writes the same tokens."""
+    check_kind("evaluation", spec, info)
+    sounds = load_evaluation_sounds(spec, None, info)
+    if sounds is None:
+        raise UsageError(f"{info.name}: name a folder of sounds with their texts to evaluate on, with --data")
+    reference = None
+    if dense is not None:
+        graph = capture(dense)
+        known: ModelInfo = graph.meta["model"]
+        if known.encoder_source != info.encoder_source or known.vocab_size != info.vocab_size:
+            raise UsageError(f"{dense}: reads other sound or writes other tokens than {info.name}; not its model")
+        reference = GraphListener(graph)
+    most = most_tokens(dataclasses.asdict(info))
+    found = measure_speech(listener, sounds, most=most, dense=reference, reporter=reporter).metrics()
+    return {"data": sounds.source, **found}
 
 
 def _image_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:

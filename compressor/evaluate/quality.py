@@ -27,6 +27,7 @@ from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.progress import Reporter, Silent
 
+_COMPARED = ("perplexity_increase", "accuracy_drop", "word_error_increase", "character_error_increase")
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
 """ids [B, S] -> float32 [B, S, V]; row i predicts token i + 1."""
@@ -47,7 +48,9 @@ class EvalResult:
         accuracy, dense_accuracy: fraction of labelled images whose likeliest class is the label.
         embedding_cosine, embedding_cosine_min: encoders' mean and smallest cosine similarity, over texts, to the dense
             model's embedding.
-        tokens, texts, images: number of scored tokens, texts or images.
+        word_error_rate, character_error_rate: edits that turn what a model of speech heard into what was said, over the
+            words or characters of that; likewise of the dense model.
+        tokens, texts, images, sounds: number of scored tokens, texts, images or sounds.
         window, stride: size and stride of the sliding window, in tokens.
         intervals: of figures that are means over tokens or images, 95% confidence, as if these were independent.
     """
@@ -60,7 +63,12 @@ class EvalResult:
     dense_accuracy: float | None = None
     embedding_cosine: float | None = None
     embedding_cosine_min: float | None = None
+    word_error_rate: float | None = None
+    dense_word_error_rate: float | None = None
+    character_error_rate: float | None = None
+    dense_character_error_rate: float | None = None
     texts: int | None = None
+    sounds: int | None = None
     images: int | None = None
     tokens: int | None = None
     window: int | None = None
@@ -77,16 +85,74 @@ class EvalResult:
     @property
     def accuracy_drop(self) -> float | None:
         """Accuracy lost relative to the dense model, as a difference of fractions: 0.003 is 0.3 points."""
-        if self.accuracy is None or self.dense_accuracy is None:
-            return None
-        return self.dense_accuracy - self.accuracy
+        return _difference(self.dense_accuracy, self.accuracy)
+
+    @property
+    def word_error_increase(self) -> float | None:
+        """Word error rate above the dense model's, as a difference of fractions: 0.01 is one more in 100 words."""
+        return _difference(self.word_error_rate, self.dense_word_error_rate)
+
+    @property
+    def character_error_increase(self) -> float | None:
+        """Character error rate above the dense model's, as a difference of fractions."""
+        return _difference(self.character_error_rate, self.dense_character_error_rate)
 
     def metrics(self) -> dict[str, Any]:
         """Return everything that was measured, by JSON name; intervals as ``<name>_interval``, [low, high]."""
         values = {key: value for key, value in vars(self).items() if key != "intervals"}
         values |= {f"{name}_interval": list(ends) for name, ends in self.intervals.items()}
-        values |= {"perplexity_increase": self.perplexity_increase, "accuracy_drop": self.accuracy_drop}
+        values |= {name: getattr(self, name) for name in _COMPARED}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _difference(more: float | None, less: float | None) -> float | None:
+    return None if more is None or less is None else more - less
+
+
+class TokenScores:
+    """Add up how likely a model, and the dense one beside it, found the right next tokens.
+
+    Log-likelihoods are computed in float64 from float32 logits.
+    """
+
+    def __init__(self) -> None:
+        self._loss, self._dense_loss, self._increase, self._divergence, self._agreed = (Mean() for _ in range(5))
+
+    def add(self, targets: Tensor, logits: Tensor, dense: Tensor | None) -> None:
+        """Count the predictions of some tokens.
+
+        Args:
+            targets: int64 [n], the right tokens.
+            logits, dense: float32 [n, V], of both models; None without a dense one.
+        """
+        x = torch.log_softmax(logits.detach().double(), dim=-1)
+        losses = -x.gather(1, targets[:, None])
+        self._loss.add(losses)
+        if dense is None:
+            return
+        p = torch.log_softmax(dense.detach().double(), dim=-1)
+        dense_losses = -p.gather(1, targets[:, None])
+        self._dense_loss.add(dense_losses)
+        self._increase.add(losses - dense_losses)
+        self._divergence.add((p.exp() * (p - x)).sum(1))
+        self._agreed.add((p.argmax(1) == x.argmax(1)).double())
+
+    def result(self) -> EvalResult:
+        """Return perplexities, divergence and agreement."""
+        low, high = self._loss.interval
+        intervals = {"perplexity": (_exp(low), _exp(high))}
+        result = EvalResult(perplexity=_exp(self._loss.mean), tokens=self._loss.count, intervals=intervals)
+        if not self._dense_loss.count:
+            return result
+        low, high = self._increase.interval
+        intervals["perplexity_increase"] = (_exp(low) - 1, _exp(high) - 1)
+        intervals |= {"kl_divergence": self._divergence.interval, "top1_agreement": self._agreed.fraction_interval}
+        return dataclasses.replace(
+            result,
+            dense_perplexity=_exp(self._dense_loss.mean),
+            kl_divergence=self._divergence.mean,
+            top1_agreement=self._agreed.mean,
+        )
 
 
 def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -115,8 +181,6 @@ def measure_quality(
 ) -> EvalResult:
     """Measure perplexity, and fidelity to the dense model if that is given, window by window.
 
-    Log-likelihoods are computed in float64 from float32 logits.
-
     Args:
         logits: the model.
         tokens: int64 [n], n >= 2.
@@ -128,8 +192,7 @@ def measure_quality(
     count = len(tokens) - 1
     if count < 1:
         raise UsageError(f"evaluation: {len(tokens)} tokens are too few to predict one from another")
-    ids = tokens.numpy()
-    loss, dense_loss, increase, divergence, agreed = (Mean() for _ in range(5))
+    ids, scores = tokens.numpy(), TokenScores()
     spans = list(sliding_windows(len(ids), window, stride))
     fed = [ids[None, first:last] for first, last, _ in spans]
     reporter = reporter or Silent()
@@ -137,32 +200,10 @@ def measure_quality(
     reference = None if dense is None else _each(dense, fed, reporter)
     with reporter.task("evaluate", len(spans)) as task:
         for _, last, scored in spans:
-            targets = tokens[last - scored + 1 : last + 1, None]
-            x = _log_probabilities(next(ours), scored)
-            losses = -x.gather(1, targets)
-            loss.add(losses)
-            if reference is not None:
-                p = _log_probabilities(next(reference), scored)
-                dense_losses = -p.gather(1, targets)
-                dense_loss.add(dense_losses)
-                increase.add(losses - dense_losses)
-                divergence.add((p.exp() * (p - x)).sum(1))
-                agreed.add((p.argmax(1) == x.argmax(1)).double())
+            theirs = None if reference is None else next(reference)[0, -scored:]
+            scores.add(tokens[last - scored + 1 : last + 1], next(ours)[0, -scored:], theirs)
             task.advance()
-    low, high = loss.interval
-    intervals = {"perplexity": (_exp(low), _exp(high))}
-    result = EvalResult(perplexity=_exp(loss.mean), tokens=count, window=window, stride=stride, intervals=intervals)
-    if dense is None:
-        return result
-    low, high = increase.interval
-    intervals["perplexity_increase"] = (_exp(low) - 1, _exp(high) - 1)
-    return dataclasses.replace(
-        result,
-        dense_perplexity=_exp(dense_loss.mean),
-        kl_divergence=divergence.mean,
-        top1_agreement=agreed.mean,
-        intervals={**intervals, "kl_divergence": divergence.interval, "top1_agreement": agreed.fraction_interval},
-    )
+    return dataclasses.replace(scores.result(), window=window, stride=stride)
 
 
 def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
@@ -170,11 +211,6 @@ def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Ten
     if isinstance(model, GraphLogits):
         return model.windows(fed, reporter)
     return (torch.as_tensor(model(ids)) for ids in fed)
-
-
-def _log_probabilities(logits: Tensor, scored: int) -> Tensor:
-    """Return log-probabilities, float64 [scored, V], of the last rows of logits float32 [1, S, V]."""
-    return torch.log_softmax(logits[0, -scored:].detach().double(), dim=-1)
 
 
 def _exp(x: float) -> float:

@@ -3,7 +3,9 @@
 This process imports neither torch nor the compiler, and its memory is not counted as the run's.  A request is a line of
 JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S].
 For a plain module it is the shape of its input, then the input, float32.  The answer is a line of JSON with the shape
-of the outputs, then the outputs, float32.
+of the outputs, then the outputs, float32.  A model of speech is asked by ``{"source": shape, "ids": shape}`` for
+logits, with the source, float32, and ids, int64; or by ``{"samples": N, "most": M}`` for what it says, with the
+samples, float32: then the answer is a line with the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,6 +33,9 @@ def main() -> int:
         send({"threads": bundle.threads})
         for line in requests:
             shape = json.loads(line)
+            if isinstance(shape, dict):
+                _listen(bundle, shape, requests, send)
+                continue
             if bundle.kind == "module":
                 x = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
                 outputs = bundle.run(x)
@@ -49,6 +54,19 @@ def main() -> int:
             send(outputs.shape, np.ascontiguousarray(outputs, np.float32).data)
 
     return serve(path, work)
+
+
+def _listen(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:
+    """Answer a request to a model of speech."""
+    if "samples" in asked:
+        samples = np.frombuffer(requests.read(4 * asked["samples"]), np.float32)
+        send([int(token) for token in bundle.generate_ids(samples, max_tokens=asked["most"])])
+        return
+    source = np.frombuffer(requests.read(4 * math.prod(asked["source"])), np.float32).reshape(asked["source"])
+    ids = np.frombuffer(requests.read(8 * math.prod(asked["ids"])), np.int64).reshape(asked["ids"])
+    count = ids.shape[1]
+    logits = bundle.session(1, count, source).step(ids, keep=np.arange(count))
+    send(logits.shape, np.ascontiguousarray(logits, np.float32).data)
 
 
 if __name__ == "__main__":

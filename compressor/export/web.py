@@ -24,8 +24,8 @@ SHARD_BYTES = 16 << 20
 """A shard is checked, and kept by the browser, as a whole."""
 _ALIGNMENT_BYTES = 16
 SHIPPED: tuple[str, ...] = (
-    "runner.js", "program.js", "webgpu.js", "wasm.js", "threads.js", "worker.js", "tune.js", "sampling.js", "text.js",
-    "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
+    "runner.js", "files.js", "program.js", "webgpu.js", "wasm.js", "threads.js", "worker.js", "tune.js", "sampling.js",
+    "source.js", "text.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
 )  # fmt: skip
 
 

@@ -43,6 +43,12 @@ class SourceInfo:
     features: Mapping[str, Any] = field(default_factory=dict)
     min_positions: int = 1
 
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> SourceInfo:
+        """Return what a bundle's manifest says."""
+        known: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items()}
+        return cls(**known)
+
 
 @dataclass(frozen=True)
 class ModelInfo:

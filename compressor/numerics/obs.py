@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
+from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers
 from compressor.formats.packing import PackedWeight, pack, unpack
 from compressor.numerics.grids import grid_values, round_to_grid
 from compressor.numerics.products.bfloat16 import bfloat16_products
-from compressor.numerics.products.deterministic import inverse_cholesky, product, total
-from compressor.numerics.range_search import ChooseGrid
+from compressor.numerics.products.deterministic import half_product, inverse_cholesky, product, total
+from compressor.numerics.range_search import ChooseGrid, Observer, Work, grid_work, observer_work
 
 _NEAR = 16  # columns whose errors go to one another one by one
-_MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
+MATCH_DAMPENING = 0.1  # 0.01 fits noise of 16,000 tokens, 1 gives half of the gain away
 
 
 def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool = False) -> Tensor:
@@ -40,7 +41,7 @@ def match_dense(weight: Tensor, hessian: Tensor, cross: Tensor, *, rounded: bool
         float32 [out, in].
     """
     H = hessian.to(torch.float64, copy=True)
-    H.diagonal().add_(_MATCH_DAMPENING * float(torch.diagonal(H).mean()))
+    H.diagonal().add_(MATCH_DAMPENING * float(torch.diagonal(H).mean()))
     R = inverse_cholesky(H)
     if R is None or not bool(torch.isfinite(cross).all()):
         return weight  # dead or non-finite inputs; gptq_quantize reports them
@@ -151,3 +152,34 @@ def _set_grid(scales: Tensor, zeros: Tensor | None, group: int, scale: Tensor, z
     scales[group] = scale
     if zeros is not None and zero is not None:
         zeros[group] = zero
+
+
+def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match_dense: bool) -> Work:
+    """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
+
+    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
+    upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
+    """
+    size, cubed = rows * columns, columns**3
+    work = observer_work(rows, columns, fmt, observer)
+    work.update(grid_work(rows, columns, fmt, 1, searched=False))
+    work.update({
+        "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
+        "matmul_flop": (6 if match_dense else 0) * size * columns,
+        "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
+        "stream_byte": 8 * (8 * columns**2 + 8 * size),
+        "rtn_element": 2 * size,
+        "dequantize_element": 3 * size,
+        "sweep_element": size,
+        "sweep_column": columns,
+    })  # fmt: skip
+    return work
+
+
+def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
+    """Return the bytes that GPTQ works in: the weight, its transpose and a product in float64; the Cholesky factor of
+    H^-1, two copies while it is flipped.
+
+    The statistics themselves (float32, one or two of [columns, columns]) are not in it.
+    """
+    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2

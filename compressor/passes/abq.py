@@ -29,9 +29,10 @@ from compressor.formats.packing import PackedWeight
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.folding import ScaleTarget
 from compressor.numerics.nearest import awq_quantize
+from compressor.numerics.obs import gptq_work, gptq_working_bytes
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import output_error, scaled_work
-from compressor.passes.gptq import Gptq, gptq_work, gptq_working_bytes
+from compressor.passes.gptq import Gptq
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.statistics import Hessian
+from compressor.calibration.statistics import ChannelHessian, Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.sites import weight_sites
+from compressor.numerics.channels.obs import match_dense_channels, quantize_channels
 from compressor.numerics.nearest import rtn_quantize
-from compressor.numerics.obs import column_blocks, inverse_factor, match_dense, sweep
+from compressor.numerics.obs import column_blocks, gptq_work, gptq_working_bytes, inverse_factor, match_dense, sweep
 from compressor.numerics.products.bfloat16 import is_coarse
-from compressor.numerics.products.deterministic import half_product, quadratic, total
-from compressor.numerics.range_search import ChooseGrid, Observer, Work, chooser, grid_work, observer_work
+from compressor.numerics.products.deterministic import quadratic, total
+from compressor.numerics.range_search import ChooseGrid, Observer, chooser
 from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -188,7 +190,7 @@ class _Problem:
 
 @dataclass(frozen=True)
 class Gptq(Pass):
-    """Quantise the matched linears one group of shared inputs after another, on calibration samples.
+    """Quantise the matched linears, depthwise convolutions too, one group of shared inputs after another, on samples.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
@@ -226,7 +228,7 @@ class Gptq(Pass):
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
         fmt = choose_format(self.scheme, self.group_size)
-        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
+        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore, weight_sites)
         samples = ctx.calibration("gptq")
         with ctx.reporter.task("gptq", len(sites)) as task:
             blocks = Blocks(ctx, "gptq", self, task, decides=samples.sha256, chained=True)
@@ -265,7 +267,7 @@ class Gptq(Pass):
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
         fmt = choose_format(self.scheme, self.group_size)
-        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore)
+        sites = choose_sites(graph, "gptq", fmt, self.targets, self.ignore, weight_sites)
         return self.plan_formats(graph, {site.name: fmt for site in sites}, self.ignore)
 
     def plan_formats(
@@ -282,7 +284,9 @@ class Gptq(Pass):
             CalibrationNeeds(self.true_sequential, matched),
         )
 
-    def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
+    def _quantize(self, weight: Tensor, statistic: Hessian | ChannelHessian, fmt: Format) -> Quantized:
+        if isinstance(statistic, ChannelHessian):
+            return self._quantize_channels(weight, statistic, fmt)
         hessian, cross, tokens = statistic.value, statistic.cross, statistic.tokens
         dampening_frac, notes = self.dampening_frac, []
         if tokens < len(hessian):
@@ -310,33 +314,13 @@ class Gptq(Pass):
             notes.append(f"{info.dead_columns} inputs are zero in all samples; their weights are rounded to nearest")
         return Quantized(packed, info.error, info.rtn_error, notes)
 
-
-def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match_dense: bool) -> Work:
-    """Work of :func:`compressor.passes.gptq.gptq_quantize`, when its first dampening suffices.
-
-    Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
-    upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
-    """
-    size, cubed = rows * columns, columns**3
-    work = observer_work(rows, columns, fmt, observer)
-    work.update(grid_work(rows, columns, fmt, 1, searched=False))
-    work.update({
-        "matmul64_flop": (3 * half_product(columns) + 1) * size * columns,
-        "matmul_flop": (6 if match_dense else 0) * size * columns,
-        "factor64_flop": (4 / 3 + (1 / 3 if match_dense else 0)) * cubed,
-        "stream_byte": 8 * (8 * columns**2 + 8 * size),
-        "rtn_element": 2 * size,
-        "dequantize_element": 3 * size,
-        "sweep_element": size,
-        "sweep_column": columns,
-    })  # fmt: skip
-    return work
-
-
-def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Return the bytes that GPTQ works in: the weight, its transpose and a product in float64; the Cholesky factor of
-    H^-1, two copies while it is flipped.
-
-    The statistics themselves (float32, one or two of [columns, columns]) are not in it.
-    """
-    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2
+    def _quantize_channels(self, weight: Tensor, statistic: ChannelHessian, fmt: Format) -> Quantized:
+        """Quantise a depthwise weight, float32 [channels, taps], each channel with its own Hessian."""
+        hessian, cross = statistic.value, statistic.cross
+        if cross is not None:
+            weight = match_dense_channels(weight, hessian, cross)
+        damp = self.dampening_frac if statistic.tokens >= weight.shape[1] else max(self.dampening_frac, _FEW_DAMPENING)
+        packed, info = quantize_channels(
+            weight, hessian, fmt, actorder=self.actorder, dampening_frac=damp, observer=self.observer
+        )
+        return Quantized(packed, info.error, info.rtn_error, info.notes)

@@ -2,7 +2,7 @@
 
 Permuting channels at compile time, so that outliers share blocks, is after Trukhanov and Soloveychik 2024, "Accurate
 Block Quantization in LLMs with Outliers" (arXiv 2403.20137); the order is chosen otherwise, see
-:func:`compressor.numerics.channel_order.order_channels`.
+:func:`compressor.numerics.channels.order.order_channels`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.segment_runner import SegmentRunner
+from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
 from compressor.graph.caches import PACKABLE, AttentionLayer, Orders, attention_layers, pack_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
-from compressor.numerics.channel_order import order_channels
+from compressor.numerics.channels.order import order_channels
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
@@ -115,7 +115,7 @@ def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[i
     An error in a key's channel costs the queries' mean square there, in a value's channel 1.
     """
     ids = ctx.calibration("kv_cache").ids
-    stream = SegmentRunner(graph, torch.split(ids, max(1, MICRO_BATCH_TOKENS // ids.shape[1])), ctx.spill)
+    stream = SegmentRunner(graph, split_samples(graph, ids, MICRO_BATCH_TOKENS), ctx.spill)
     layers, found = attention_layers(graph), dict[int, Orders]()
     with ctx.reporter.task("kv_cache", len(layers)) as task:
         for segment in segments(graph):

@@ -16,6 +16,7 @@ from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.segments import segments
@@ -149,7 +150,7 @@ class MixedPrecision(Pass):
             raise UsageError(f"mixed_precision: {error}") from error
 
 
-def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: float, budget: Budget) -> str:
+def _compare(before: GraphModule, after: GraphModule, ids: SampleInputs, expected: float, budget: Budget) -> str:
     """Format the sum of the linears' divergences and the measured divergence of the whole model."""
     few = split_samples(before, ids, _TOKENS)[0]
     dense, rounded = (next(run_outputs(SegmentRunner(graph, [few]), Silent())) for graph in (before, after))
@@ -159,7 +160,7 @@ def _compare(before: GraphModule, after: GraphModule, ids: Tensor, expected: flo
 
 
 def sensitivities(
-    graph: GraphModule, ctx: Context, ids: Tensor, sites: Sequence[Site], formats: Sequence[Format]
+    graph: GraphModule, ctx: Context, ids: SampleInputs, sites: Sequence[Site], formats: Sequence[Format]
 ) -> Iterator[tuple[str, list[float]]]:
     """Yield (site, cost of rounding it alone to each format), in dataflow order.
 
@@ -169,8 +170,8 @@ def sensitivities(
     mean squares.
 
     Args:
-        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels, are
-            used.
+        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels,
+            or the first sound, are used.
         formats: the smallest first.
     """
     few = split_samples(graph, ids, _TOKENS)[0]
@@ -180,7 +181,7 @@ def sensitivities(
     squares = {
         site.name: inputs.mean_square
         for group, inputs in CalibrationRun(
-            graph, few, sites, Inputs, CalibrationOptions(true_sequential=False)
+            graph, few if isinstance(few, Tensor) else [few], sites, Inputs, CalibrationOptions(true_sequential=False)
         ).groups()
         for site in group
     }

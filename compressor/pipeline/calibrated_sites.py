@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.guided_rows import guided_rows
-from compressor.calibration.statistics import Hessian, expert_notes, expert_tokens
+from compressor.calibration.statistics import ChannelHessian, Hessian, expert_notes, expert_tokens
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import linear_sites
+from compressor.graph.sites import weight_sites
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import Observer
@@ -50,9 +51,9 @@ def quantize_calibrated(
     pass_name: str,
     formats: Mapping[str, Format],
     blocks: Blocks,
-    quantize: Callable[[Tensor, Hessian, Format], Quantized],
+    quantize: Callable[[Tensor, Any, Format], Quantized],
     *,
-    make_statistic: Callable[[int], Hessian] = Hessian,
+    make_statistic: Callable[[int], Hessian | ChannelHessian] = Hessian,
     true_sequential: bool = True,
     match_dense: bool = True,
     observer: Observer = "mse",
@@ -64,14 +65,14 @@ def quantize_calibrated(
 
     Args:
         blocks: of the pass.
-        quantize: (weight float32 [out, in], statistic of its inputs, format) -> what it is stored as.
+        quantize: (weight float32 [out, in], or [channels, taps], statistic, format) -> what it is stored as.
         make_statistic: called with the width of a group's input.
         true_sequential, match_dense: ``true_sequential`` and ``with_dense`` of
             :class:`compressor.calibration.calibrate.CalibrationRun`.
         observer: ``output`` chooses stored scales of activations by the error of the outputs, too.
         task_guided: weight rows as :func:`compressor.calibration.guided_rows.guided_rows` does.
     """
-    sites = [site for site in linear_sites(graph) if site.name in formats]
+    sites = [site for site in weight_sites(graph) if site.name in formats]
     samples = ctx.calibration(pass_name)
     scales, weights = calibrate_inputs(graph, ctx, pass_name, formats, observer), None
     if task_guided:
@@ -79,14 +80,14 @@ def quantize_calibrated(
         make = partial(guided_rows, graph, samples.ids, sites, ctx.seed, ctx.spill)
         weights = cached_tensors(graph, ctx, "weights of rows", decides, make)
     options = CalibrationOptions(
-        true_sequential=true_sequential,
-        with_dense=match_dense,
+        true_sequential,
+        match_dense,
         store=blocks,
         spill=ctx.spill,
         row_weights=weights,
         rounded=is_coarse(formats.values()),
     )
-    for group, statistic in CalibrationRun(graph, samples.ids, sites, make_statistic, options).groups():
+    for group, statistic in CalibrationRun(graph, samples.ids, sites, make_statistic, options, ChannelHessian).groups():
         for site in group:
             weight = graph.get_parameter(site.weight_name).detach().float()
             with error_context(site):

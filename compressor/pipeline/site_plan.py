@@ -108,7 +108,7 @@ def why_unmatched(site: Site) -> str:
     """Say why no target matches a linear: patterns of classes leave routers alone."""
     if site.module_class == ROUTER:
         return f"a router, whose errors would choose other experts; only a target such as {site.name} matches it"
-    return "depthwise, which rtn packs where its targets match" if site.is_depthwise else "no target matches it"
+    return "depthwise, which rtn and gptq pack where targets match" if site.is_depthwise else "no target matches it"
 
 
 def plan_dense_sites(

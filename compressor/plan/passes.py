@@ -21,7 +21,7 @@ from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
 from compressor.plan.model import PassPlan
 from compressor.plan.prices import machine_prices
-from compressor.recipe.gates import METRICS
+from compressor.recipe.gates import METRICS, is_measured
 from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
 
@@ -76,7 +76,8 @@ def check_recipe(recipe: Recipe, info: ModelInfo) -> None:
     Raises:
         RecipeError: names the recipe's line.
     """
-    longest = 0 if recipe.calibration is None or info.kind == "module" else recipe.calibration.sequence_length
+    reads_text = info.kind != "module" and not info.hears
+    longest = recipe.calibration.sequence_length if recipe.calibration is not None and reads_text else 0
     if 0 < info.max_positions < longest:
         from compressor.data.load import longest_samples
 
@@ -86,9 +87,10 @@ def check_recipe(recipe: Recipe, info: ModelInfo) -> None:
             f"{longest_samples(recipe, info)}",
         )
     for gate in recipe.gates:
-        if info.kind not in METRICS[gate.metric].kinds:
-            measured = ", ".join(name for name, metric in METRICS.items() if info.kind in metric.kinds)
-            raise recipe.problem(("gates", gate.metric), f"is not measured on {_KINDS[info.kind]}; what is: {measured}")
+        if not is_measured(gate.metric, info.kind, info.hears):
+            measured = ", ".join(name for name in METRICS if is_measured(name, info.kind, info.hears))
+            what = f"{_KINDS[info.kind]}{' of speech' if info.hears else ''}"
+            raise recipe.problem(("gates", gate.metric), f"is not measured on {what}; what is: {measured}")
         needs_dense = METRICS[gate.metric].timing or gate.metric == "peak_rss_bytes"
         if gate.relative and needs_dense and info.unpacked_bytes:
             why = "the dense model's is not measured: PyTorch does not load its checkpoint, which is quantised, alone"

@@ -264,7 +264,8 @@ def _sweeps(seconds: Mapping[str, float]) -> dict[str, float]:
     import torch
 
     from compressor.formats.format import Format
-    from compressor.passes.gptq import gptq_quantize, gptq_work
+    from compressor.numerics.obs import gptq_work
+    from compressor.passes.gptq import gptq_quantize
 
     # Few columns and many rows: most of the time goes into the inner loop.
     fmt, columns, sizes = Format.parse("W4A16_G128"), 128, (16, 2048)

@@ -44,6 +44,7 @@ _CHECKED_RUNS, _CHECKED_TOKENS = 10, 18  # sequences that are computed for it, i
 _FLOAT64 = 2.0  # times as slow as float32
 _SPARE_TOKENS = 1 << 20  # read beyond the samples, see samples.load_samples
 _TOKEN_CHARACTERS = 3  # of text, a token
+_SPOKEN_TOKENS, _SOUNDS = 48, 128  # of a sound that is not looked at for a plan; of an evaluation that states no number
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
     runs_here = isa is not None and backend.runs_here
     evaluation = _evaluation(recipe, info) if runs_here else None
     forward = plan_forward(graph, evaluation.windows, evaluation.window) if evaluation is not None else None
-    tokens = _text_tokens(recipe, evaluation)
+    tokens = _text_tokens(recipe, info, evaluation)
     learning = [_streaming(step, given, recipe) for step, given in zip(planned.passes, planned.before, strict=True)]
     bundle_bytes = backend.estimate_bytes(final)
     work = _other_work(graph, final, tokens, bundle_bytes)
@@ -223,10 +224,10 @@ def _session_bytes(info: ModelInfo) -> int:
 
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
-    spec = recipe.calibration
+    spec, info = recipe.calibration, graph.meta["model"]
     if spec is None or not (step.runs_samples or any(site.needs for site in step.sites)):
         return None
-    length = 0 if spec.kind == "images" else spec.sequence_length
+    length = 0 if spec.kind == "images" else _SPOKEN_TOKENS if info.hears else spec.sequence_length
     if any(site.needs for site in step.sites):
         return plan_calibration(graph, step.sites, spec.samples, length)
     return plan_forward(graph, spec.samples, length)
@@ -236,6 +237,9 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
     spec = recipe.evaluation
     if info.kind == "module" or (spec.kind is None and recipe.calibration is None):
         return None
+    if info.hears:  # each sound twice: what it says, and how it predicts what was said
+        calibrated = recipe.calibration.samples if recipe.calibration is not None else 0
+        return Evaluation(2 * (spec.limit or calibrated or _SOUNDS), _SPOKEN_TOKENS, _SPOKEN_TOKENS // 2)
     window, stride = spec.window, spec.stride
     if info.max_positions and window > info.max_positions:  # as in run.py
         window, stride = info.max_positions, max(1, info.max_positions // 2)
@@ -247,9 +251,11 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
     return Evaluation(windows, min(window, tokens), stride)
 
 
-def _text_tokens(recipe: Recipe, evaluation: Evaluation | None) -> int:
+def _text_tokens(recipe: Recipe, info: ModelInfo, evaluation: Evaluation | None) -> int:
     """Tokens that are read, at most."""
     total = 0
+    if info.hears:
+        return 0
     if (spec := recipe.calibration) is not None and spec.kind != "images":
         total += min(_tokens(spec), 4 * spec.samples * spec.sequence_length + _SPARE_TOKENS)
     if evaluation is not None and recipe.evaluation.kind is not None:

@@ -63,6 +63,8 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     if needs.gradients and not needs.hessian:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     batch = min(samples, max(1, MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
+    if graph.meta["model"].hears:
+        batch = 1  # lengths differ
     pricing = _Pricing(chosen, needs, node_costs(graph, batch, length), samples / batch)
     cut, done = segments(graph), 0
     for step in calibration_steps(graph, chosen, needs.true_sequential):
@@ -138,11 +140,18 @@ class _Pricing:
         if not self._needs.hessian:
             self._work["stream_byte"] += _VECTOR_BYTES * self._runs * sum(read)
             return 0
-        for size, width in zip(read, widths, strict=True):
+        elements = 0
+        for group, size, width in zip(groups, read, widths, strict=True):
+            site = group[0]
+            if site.is_depthwise:  # a matrix for each channel, whole
+                self._work[self._product] += 2 * self._graphs * self._runs * size * site.in_features
+                elements += site.out_features * site.in_features**2
+                continue
             halves = half_product(width) + 2 * (self._graphs - 1)  # of a symmetric matrix, and all of the other
             self._work[self._product] += self._runs * size * width * halves
+            elements += width**2
         self._work["stream_byte"] += 12 * (self._graphs - 1) * self._runs * sum(read)
-        return 4 * self._graphs * sum(width**2 for width in widths)
+        return 4 * self._graphs * elements
 
     def _quantise(self, sites: Sequence[Site]) -> int:
         """Add the work of quantising linears; returns the most bytes that this takes at once."""

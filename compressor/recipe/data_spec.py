@@ -23,7 +23,7 @@ from compressor.errors import RecipeError
 from compressor.host.resources import resource
 from compressor.recipe.sources import SOURCE_KEYS, is_file
 
-Kind = Literal["text", "json", "parquet", "hub", "images"]
+Kind = Literal["text", "json", "parquet", "hub", "images", "audio"]
 
 
 def _listed(value: object) -> object:
@@ -34,11 +34,11 @@ _TEXTS: tuple[Kind, ...] = ("text", "json", "parquet", "hub")
 _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "config": ("hub",),
     "split": ("hub",),
-    "field": ("json", "parquet", "hub"),
+    "field": ("json", "parquet", "hub", "audio"),
     "sha256": ("text", "json", "parquet", "images"),
     **dict.fromkeys(("mean", "std", "resize", "crop"), ("images", "parquet", "hub")),
     "label": ("parquet", "hub"),
-    "limit": ("images", "parquet", "hub", None),
+    "limit": ("images", "audio", "parquet", "hub", None),
     **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
 }
 """Keys that apply to some sources only; None stands for an evaluation without its own source."""
@@ -67,7 +67,7 @@ class Section(BaseModel):
 
 
 class DataSource(Section):
-    """Data from exactly one of: files of text, JSON (lines), parquet or images, a data set on the Hugging Face hub.
+    """Data from exactly one of: files of text, JSON (lines), parquet, images or sound, a data set on the hub.
 
     Attributes:
         name: name in reports; a shipped set's own name.
@@ -79,8 +79,10 @@ class DataSource(Section):
             (pixels / 255 - mean) / std.
         resize, crop: pictures are resized to this shortest edge, then cropped to this square around their middle.
             These four replace the preprocessor of a model folder.
+        audio: a folder of WAV files with a table of their texts (:mod:`compressor.data.sound_files`).
         config, split: of the hub's data set; the split is ``train`` unless given.
-        field: the field or column that holds the text (JSON, parquet, hub) or the pictures (then ``image`` by default).
+        field: the field or column that holds the text (JSON, parquet, hub; of sounds too) or the pictures (then
+            ``image`` by default).
         label: the column that holds the pictures' classes (parquet, hub).
         held_out: reserved for evaluation; calibration refuses it.
         sha256: of the files' bytes, one file after another; checked by :meth:`find_files`.
@@ -94,6 +96,7 @@ class DataSource(Section):
     # Only an id, never a path: `datasets` would read a folder of that name.
     hub: Annotated[StrictStr, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$", max_length=200)] | None = None
     images: Names | None = None
+    audio: Names | None = None
     mean: Numbers | None = None
     std: Positive | None = None
     resize: Annotated[StrictInt, Field(ge=1, le=8192)] | None = None
@@ -135,17 +138,17 @@ class DataSource(Section):
     @property
     def kind(self) -> Kind | None:
         """The kind of its source; None for an evaluation on the rest of the calibration data."""
-        kinds: tuple[Kind, ...] = (*_TEXTS, "images")
+        kinds: tuple[Kind, ...] = (*_TEXTS, "images", "audio")
         return next((key for key in kinds if getattr(self, self.yaml_keys()[key]) is not None), None)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files as written; empty for the hub."""
-        return self.text or self.json_files or self.parquet or self.images or ()
+        return self.text or self.json_files or self.parquet or self.images or self.audio or ()
 
     def find_files(self) -> tuple[Path, ...]:
         """Return the files' absolute paths, searched beside the recipe, in the current folder and among the shipped
-        files.  ``images`` may be a folder.
+        files.  ``images`` may be a folder, and ``audio`` is one.
 
         Raises:
             RecipeError: a file is missing (all searched places are named), or the content does not match ``sha256``.
@@ -158,7 +161,7 @@ class DataSource(Section):
             path = next((place for place in places if is_file(place)), None)
             if path is None:
                 folder = next((place for place in places if place.is_dir()), None)
-                if folder is not None and self.kind == "images" and self.sha256 is None:
+                if folder is not None and self.kind in ("images", "audio") and self.sha256 is None:
                     found.append(folder)
                     continue
                 if folder is not None:
@@ -193,7 +196,7 @@ class DataSource(Section):
 
 
 class TextSpec(DataSource):
-    """Calibration data: ``samples`` windows of ``sequence_length`` tokens, or images, drawn with ``seed``."""
+    """Calibration data: ``samples`` windows of ``sequence_length`` tokens, images or sounds, drawn with ``seed``."""
 
     samples: StrictInt = Field(default=128, ge=1, le=1_000_000)
     sequence_length: StrictInt = Field(default=512, ge=2, le=1_048_576)
@@ -201,7 +204,7 @@ class TextSpec(DataSource):
 
 
 class EvaluationSpec(DataSource):
-    """Evaluation data: ``limit`` images, or ``tokens`` tokens, scored in windows of ``window``, ``stride`` apart.
+    """Evaluation data: ``limit`` images or sounds, or ``tokens`` tokens in windows of ``window``, ``stride`` apart.
 
     Without a source, the part of the calibration data that was not sampled is used.  The first ``window - stride``
     tokens of every window but the first are context only.  The default stride is half a window.

@@ -21,10 +21,11 @@ class Metric:
         units: units in which a gate may be written, each with its factor to the metric's own unit, which is that of the
             JSON output.  None: the metric is a yes or no.
         dense: whether a gate may also be written relative to the dense model's figure, ``x dense``.
-        text: whether measuring it needs text, or images, to evaluate on.
+        text: whether measuring it needs text, images or sound to evaluate on.
         timing: whether it varies between repeats, so that a gate on it is decided with a confidence.
         kinds: of the models that it is measured on.
         most: what it is at best.
+        sound: whether it is measured on models that read sound only.
     """
 
     units: Mapping[str, float] | None
@@ -33,6 +34,7 @@ class Metric:
     timing: bool = False
     kinds: tuple[str, ...] = ("decoder", "seq2seq", "encoder", "module")
     most: float = math.inf
+    sound: bool = False
 
 
 _PLAIN = {"": 1.0}
@@ -45,7 +47,7 @@ _MILLISECONDS = {"": 1.0, "ms": 1.0, "s": 1e3}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
 _DECODERS, _ENCODERS, _MODULES = ("decoder", "seq2seq"), ("encoder",), ("module",)
-_TEXT = _DECODERS + _ENCODERS
+_TEXT, _SPEECH = _DECODERS + _ENCODERS, ("seq2seq",)
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -57,6 +59,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "accuracy_drop": Metric(_PERCENT, text=True, kinds=_MODULES, most=1),
         "embedding_cosine": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),
         "embedding_cosine_min": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),
+        "word_error_rate": Metric(_FRACTION, dense=True, text=True, kinds=_SPEECH, sound=True),
+        "word_error_increase": Metric(_PERCENT, text=True, kinds=_SPEECH, sound=True),
+        "character_error_rate": Metric(_FRACTION, dense=True, text=True, kinds=_SPEECH, sound=True),
+        "character_error_increase": Metric(_PERCENT, text=True, kinds=_SPEECH, sound=True),
         "kernel_error": Metric(_FRACTION),
         "batch_independent": Metric(None),
         "weight_bytes": Metric(_BYTES, dense=True),
@@ -73,8 +79,16 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 """All metrics, by their names in the JSON output."""
 
+
+def is_measured(metric: str, kind: str, hears: bool) -> bool:
+    """Return whether a metric is measured on a kind of model; those that read sound are not timed."""
+    known = METRICS[metric]
+    timed = known.timing or metric == "peak_rss_bytes"
+    return kind in known.kinds and (hears or not known.sound) and not (hears and timed)
+
+
 QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)
-"""Metrics that need text or images to evaluate on."""
+"""Metrics that need text, images or sound to evaluate on."""
 
 _DENSE = "x dense"
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(

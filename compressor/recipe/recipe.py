@@ -17,6 +17,7 @@ from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nea
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
 from compressor.recipe.sources import (
+    SOUND_TABLES,
     expand_data,
     find_shipped,
     is_dir,
@@ -198,7 +199,9 @@ def load_text_spec(text: str, *, evaluation: Literal[False] = False) -> TextSpec
 
 
 def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | EvaluationSpec:
-    """Read a data specification from the command line: a set's name, a .yaml file, YAML, a text file, or images.
+    """Read a data specification from the command line: a set's name, a .yaml file, YAML, a text file, images, sound.
+
+    A folder with a table of sounds is one of sound, another is one of pictures.
 
     Raises:
         RecipeError: the text is none of these.
@@ -206,16 +209,18 @@ def load_text_spec(text: str, *, evaluation: bool = False) -> TextSpec | Evaluat
     key = "evaluation" if evaluation else "calibration"
     origin = Origin("--data")
     source = Source({}, {(): origin})
-    images = text.endswith(".npz") or is_dir(Path(text))
-    if images or (is_file(Path(text)) and not text.endswith((".yaml", ".yml"))):
-        source.graft((key,), {"images" if images else "text": text}, Source({}, {(): origin}))
+    kind = "images" if text.endswith(".npz") or is_dir(Path(text)) else "text"
+    if any(is_file(Path(text) / table) for table in SOUND_TABLES):
+        kind = "audio"
+    if kind != "text" or (is_file(Path(text)) and not text.endswith((".yaml", ".yml"))):
+        source.graft((key,), {kind: text}, Source({}, {(): origin}))
     else:
         set_value(source, [key], text, origin)
     expand_data(source)
     spec = _build(Source({**source.data, "passes": []}, source.origins))
     found = spec.evaluation if evaluation else spec.calibration
     if found is None or found.kind is None:
-        raise RecipeError(f"{origin}: {text!r} names no text and no images")
+        raise RecipeError(f"{origin}: {text!r} names no text, images or sound")
     return found
 
 

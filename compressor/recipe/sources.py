@@ -13,7 +13,9 @@ from compressor.host.resources import Kind, resource
 from compressor.recipe.located_yaml import LARGEST_BYTES, KeyPath, Origin, Source, nearest, parse
 
 DATA_KEYS = ("calibration", "evaluation")
-SOURCE_KEYS = ("text", "json", "parquet", "hub", "images")
+SOURCE_KEYS = ("text", "json", "parquet", "hub", "images", "audio")
+SOUND_TABLES = ("metadata.csv", "metadata.jsonl")
+"""Names of the table in a folder of sounds, as the library datasets has them."""
 ARCHIVE_SUFFIX, ONNX_SUFFIX = ".pt2", ".onnx"
 """File names of programs that torch.export.save wrote, and of ONNX models."""
 _PACKAGE = "package:"

@@ -21,11 +21,10 @@ from compressor.host.digests import code_digest, file_sha256, model_fingerprint,
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from compressor.codegen.target import Target
-    from compressor.data.embedding_texts import Texts
-    from compressor.data.images import Images
+    from compressor.data.load import EvaluationData
     from compressor.data.text import Samples
     from compressor.recipe.recipe import Recipe
 
@@ -94,15 +93,18 @@ class Lock:
         else:
             self.facts["model"] = {"tensors": tensors_sha256([*model.named_parameters(), *model.named_buffers()])}
 
-    def add_data(self, samples: Samples | None, data: Tensor | Texts | Images | None) -> None:
-        """Add the calibration samples as they were drawn, and the tokens, texts or images to evaluate on."""
+    def add_data(self, samples: Samples | None, data: EvaluationData | None) -> None:
+        """Add the calibration samples as they were drawn, and the data to evaluate on."""
         from compressor.data.embedding_texts import Texts
         from compressor.data.images import Images
+        from compressor.data.sounds import Sounds
         from compressor.data.text import tokens_sha256
 
         self.facts["calibration"] = None if samples is None else samples.facts()
         if isinstance(data, Images):
             self.facts["evaluation"] = {"images": len(data), "sha256": data.sha256}
+        elif isinstance(data, Sounds):
+            self.facts["evaluation"] = {"sounds": len(data), "sha256": data.sha256}
         elif isinstance(data, Texts):
             self.facts["evaluation"] = data.facts()
         else:

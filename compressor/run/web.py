@@ -67,13 +67,13 @@ class WebBackend:
         return bool(self._engines)
 
     def check(self, graph: GraphModule) -> None:
-        """Refuse plain modules, and operators and formats without kernels in WGSL."""
+        """Refuse plain modules, models of speech, and operators and formats without kernels in WGSL."""
         info: ModelInfo = graph.meta["model"]
-        unserved = {"module": "a plain module", "seq2seq": "an encoder-decoder"}
-        if info.kind in unserved:
+        unserved = "a plain module" if info.kind == "module" else "a model of speech" if info.hears else ""
+        if unserved:
             raise UsageError(
-                f"{info.name}: the target webgpu serves decoders and encoders, this is {unserved[info.kind]}; take the "
-                "target x86"
+                f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
+                f"{unserved}; take the target x86"
             )
         if reason := why_unsupported(graph):
             raise UsageError(reason)
@@ -146,7 +146,8 @@ class WebBackend:
         if "mask" in stored:
             found = bundle.encode(ids, stored["mask"])
         else:
-            prompt, session = int(stored["prompt"][0]), bundle.session(*ids.shape)
+            source = [stored[name] for name in ("source", "source_mask") if name in stored]
+            prompt, session = int(stored["prompt"][0]), bundle.session(*ids.shape, *source)
             parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
             found = np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)
         errors = output_errors(found.reshape(-1, found.shape[-1]).astype(np.float64), stored, 0)
@@ -184,8 +185,9 @@ class WebProcess:
         pass
 
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Logits [B, S, V] for ids [B, S], from an empty cache."""
-        with closing(self._bundle.session(*ids.shape)) as session:
+        """Logits [B, S, V] for ids [B, S], from an empty cache; an encoder reads the ids as well."""
+        source = [ids] if self._bundle.reads_source else []
+        with closing(self._bundle.session(*ids.shape, *source)) as session:
             return session.step(ids, np.arange(ids.shape[1]))
 
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:

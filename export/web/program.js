@@ -41,6 +41,16 @@ export function checkedNumber(name, value, least, most = Infinity, fraction = fa
 /** The inputs that a session keeps: keys and values. */
 export const cachesOf = (program) => program.inputs.filter(({ name }) => /_cache_\d+$/.test(name));
 
+/** The inputs that a source's encoder computes, in the order of its outputs; none where there is no encoder. */
+export const memoryOf = ({ inputs, encode }) => (encode?.outputs ?? []).map(({ name }) => inputs.find((input) => input.name === name));
+
+/** What runs another entry of an engine's program: the same engine, with scratch buffers of its own. */
+export function entryOf(engine, name) {
+  engine.entries ??= {};
+  const program = { ...engine.program, ...engine.program[name] };
+  return engine.entries[name] ??= Object.assign(Object.create(engine), { program, scratch: [], generation: 0 });
+}
+
 /** In hexadecimal digits. */
 export async function sha256(content) {
   if (!globalThis.crypto?.subtle) {

@@ -39,7 +39,7 @@ export interface GenerateOptions {
   seed?: number;
   /** Ends the text after the current token. */
   signal?: AbortSignal;
-  /** Go on with this sequence; otherwise one is made for this call, and given back after it. */
+  /** Go on with this sequence (not of an encoder-decoder); otherwise one is made for this call, and given back after it. */
   session?: Session;
 }
 
@@ -67,11 +67,14 @@ export class Model {
   encode(input: string | number[]): Promise<{ data: Float32Array; shape: [number, number] }>;
   /** A text's embedding: the mean of its last hidden states, scaled to length 1. */
   embed(input: string | number[]): Promise<Float32Array>;
-  /** Continue text or token ids; yields pieces of text. Several at once take turns. */
+  /** Continue text or token ids; yields pieces of text. Several at once take turns. An encoder-decoder reads the prompt
+      as its source, and yields what its decoder says to it. */
   generate(prompt: string | number[], options?: GenerateOptions): AsyncGenerator<string>;
   /** The same in token ids. */
   generateIds(prompt: number[], options?: GenerateOptions): AsyncGenerator<number>;
-  session(capacity?: number): Promise<Session>;
+  /** A new sequence of tokens. An encoder-decoder's comes after a source, text or token ids, which is encoded here, once;
+      its first tokens are `info.encoder_source.start_ids`. */
+  session(capacity?: number, source?: string | number[]): Promise<Session>;
   /**
    * Try other constants for the heavy kernels, and keep those that are faster here, in this model and in local storage.
    * What is kept is found again by later pages. In WebAssembly there is nothing to tune.

@@ -1,13 +1,12 @@
 // Runs a bundle that `compress run` made for the target webgpu: loads it, checks it, continues prompts.
 // A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
-import { BundleError, cachesOf, checkedNumber, evaluate, sha256 } from "./program.js";
+import { readFile, readManifest, readShard } from "./files.js";
+import { BundleError, cachesOf, checkedNumber, evaluate } from "./program.js";
 
 export { BundleError };
 
-const SCHEMA_VERSION = 1;
 const PROMPT_PART = 128; // tokens of a prompt that are computed at once: scratch buffers are as large as that needs
-const CACHE = "compressor-bundles";
 
 /** Load the bundle at `url`. See runner.d.ts for the options. */
 export async function load(url = ".", { onProgress = () => {}, context = 2048, device = "auto", precision = "f32", threads, signal, gpu } = {}) {
@@ -57,84 +56,6 @@ async function fill(engine, base, manifest, onProgress, signal) {
   }
 }
 
-async function readManifest(base, signal) {
-  const manifest = await fetchFile(base, "manifest.json", signal).then((response) => response.json()).catch((error) => {
-    if (error instanceof BundleError || error.name === "AbortError") throw error;
-    throw new BundleError("damaged", `${base}manifest.json is not readable as JSON; copy the bundle again`);
-  });
-  if (manifest.format !== "compressor web bundle") {
-    throw new BundleError("damaged", `${base} holds no bundle for browsers; make one with \`target: webgpu\``);
-  }
-  if (manifest.schema_version > SCHEMA_VERSION) {
-    throw new BundleError("damaged", `${base} has schema ${manifest.schema_version}, this runner reads up to ` +
-      `${SCHEMA_VERSION}; use the runner.js inside the bundle`);
-  }
-  return manifest;
-}
-
-async function fetchFile(base, name, signal) {
-  const isLocal = base.protocol === "file:"; // outside of browsers
-  const get = isLocal ? async (url) => new Response(await (await import("node:fs/promises")).readFile(url)) : fetch;
-  let response;
-  try {
-    response = await get(new URL(name, base), { signal });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    const why = isLocal ? error.message : `no connection to ${base.host}`;
-    throw new BundleError("missing", `${name} cannot be fetched: ${why}`, { cause: error });
-  }
-  if (!response.ok) throw new BundleError("missing", `${name} cannot be fetched: the server says ${response.status}`);
-  return response;
-}
-
-async function readFile(base, manifest, name, signal) {
-  const content = new Uint8Array(await fetchFile(base, name, signal).then((response) => response.arrayBuffer()));
-  await check(name, content, manifest.files[name]);
-  return content;
-}
-
-/** A shard's bytes, from the browser's cache where it has them, with its SHA-256 compared either way. */
-async function readShard(base, shard, seen, signal) {
-  const store = await globalThis.caches?.open(CACHE).catch(() => undefined); // there is none in private windows
-  const key = new URL(`${shard.file}?sha256=${shard.sha256}`, base).href;
-  const kept = await store?.match(key);
-  if (kept) {
-    const content = new Uint8Array(await kept.arrayBuffer());
-    if (await sha256(content) === shard.sha256) {
-      seen(content.length);
-      return content;
-    }
-    await store.delete(key);
-  }
-  const response = await fetchFile(base, shard.file, signal);
-  const content = new Uint8Array(shard.bytes);
-  let filled = 0;
-  try {
-    for (const reader = response.body.getReader(); ;) {
-      const { done, value } = await reader.read();
-      if (done) break;
-      if (filled + value.length <= shard.bytes) content.set(value, filled);
-      filled += value.length;
-      seen(value.length);
-    }
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new BundleError("missing", `${shard.file}: the connection broke after ${filled} bytes`, { cause: error });
-  }
-  if (filled !== shard.bytes) {
-    throw new BundleError("damaged", `${shard.file} has ${filled} bytes, the manifest says ${shard.bytes}; copy it again`);
-  }
-  await check(shard.file, content, shard);
-  await store?.put(key, new Response(content)).catch(() => {}); // no room: it is fetched again next time
-  return content;
-}
-
-async function check(name, content, entry) {
-  if (!entry || await sha256(content) !== entry.sha256) {
-    throw new BundleError("damaged", `${name} is not what the manifest says (SHA-256 differs); copy it again`);
-  }
-}
-
 /** A loaded bundle; made by `load`. */
 export class Model {
   constructor(base, manifest, engine, context) {
@@ -163,18 +84,35 @@ export class Model {
     return new TextStream(tokenizer, prompt);
   }
 
-  /** A new sequence of tokens, with room for `capacity` of them. */
-  async session(capacity = this.context) {
-    if (this.manifest.kind !== "decoder") throw new BundleError("request", "only a decoder generates");
+  /** A new sequence of tokens, with room for `capacity` of them; of an encoder-decoder, after a source. */
+  async session(capacity = this.context, source) {
+    const { kind } = this.manifest;
+    if (!["decoder", "seq2seq"].includes(kind)) throw new BundleError("request", "only a decoder generates");
+    if ((kind === "seq2seq") !== (source !== undefined)) {
+      throw new BundleError("request", kind === "seq2seq"
+        ? "an encoder-decoder's session begins with a source: give a text or token ids"
+        : "a decoder reads no source; give it to the session as tokens");
+    }
     checkedNumber("capacity", capacity, 1, this.info.max_positions || undefined);
+    if (kind === "seq2seq") {
+      const ids = this.checked(await this.idsOf(source));
+      const { encoded } = await import("./source.js");
+      const { state, inputs, sizes } = await encoded(this, capacity, ids);
+      return new Session(this, capacity, state, inputs, sizes);
+    }
     const caches = cachesOf(this.engine.program);
     return new Session(this, capacity, await this.engine.state(caches, { B: 1, T: capacity }));
+  }
+
+  /** Token ids of a text, or those given. */
+  async idsOf(input) {
+    return typeof input === "string" ? (await this.tokenizer()).encode(input).ids : [...input];
   }
 
   /** An encoder's last hidden states of a text or its token ids: `data` [tokens, width], and the shape. */
   async encode(input) {
     if (this.manifest.kind !== "encoder") throw new BundleError("request", "only an encoder encodes");
-    const ids = this.checked(typeof input === "string" ? (await this.tokenizer()).encode(input).ids : [...input]);
+    const ids = this.checked(await this.idsOf(input));
     const { max_positions: most } = this.info;
     if (!ids.length || (most && ids.length > most)) {
       throw new BundleError("request", `${ids.length} tokens; the model takes between 1 and ${most || "any number"}`);
@@ -206,10 +144,10 @@ export class Model {
     return ids;
   }
 
-  /** Continue a prompt, text or token ids; yields pieces of text. */
+  /** Continue a prompt, text or token ids, or answer it where there is an encoder; yields pieces of text. */
   async *generate(prompt, options = {}) {
-    const ids = typeof prompt === "string" ? (await this.tokenizer()).encode(prompt).ids : [...prompt];
-    const text = await this.textStream(ids);
+    const ids = await this.idsOf(prompt);
+    const text = await this.textStream(this.info.encoder_source?.start_ids ?? ids);
     for await (const id of this.generateIds(ids, options)) {
       const piece = text.push(id);
       if (piece) yield piece;
@@ -220,15 +158,18 @@ export class Model {
 
   /** Continue token ids; yields token ids. */
   async *generateIds(prompt, { maxTokens = 64, temperature = 0, topK = 0, topP = 1, seed, signal, session } = {}) {
-    const ids = prompt.length || this.info.bos_id == null ? [...prompt] : [this.info.bos_id];
-    if (!ids.length) throw new BundleError("request", "the prompt is empty, and this model has no token to begin with");
-    this.checked(ids);
+    const facts = this.info.encoder_source; // how an encoder-decoder's decoder begins and ends: it reads the prompt
+    const given = prompt.length || this.info.bos_id == null ? [...prompt] : [this.info.bos_id];
+    const ids = facts?.start_ids ?? given;
+    if (facts && session) throw new BundleError("request", "a session has its source already, the prompt would be another");
+    if (!given.length) throw new BundleError("request", "the prompt is empty, and this model has no token to begin with");
+    this.checked(given);
     checkedNumber("maxTokens", maxTokens, 0);
     checkedNumber("temperature", temperature, 0, undefined, true);
     checkedNumber("topK", topK, 0);
     checkedNumber("topP", topP, Number.MIN_VALUE, 1, true);
     if (seed !== undefined) checkedNumber("seed", seed, 0);
-    const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens));
+    const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens), facts && given);
     try {
       const { generator, sample } = temperature > 0 ? await import("./sampling.js") : {};
       const random = generator?.(seed);
@@ -237,9 +178,12 @@ export class Model {
       const most = Math.min(maxTokens, room - ids.length + 1);
       let next = ids;
       for (let count = 0; count < most && !signal?.aborted; count++) {
-        const id = temperature > 0
-          ? sample(await own.candidates(next, topK), temperature, topK, topP, random)
-          : await own.likeliest(next);
+        if (facts?.forced_eos_id != null && count === maxTokens - 1) return; // the end has the last token's place
+        const banned = facts ? [...facts.suppressed_ids, ...count ? [] : facts.first_suppressed_ids] : [];
+        const some = temperature > 0 || banned.length ? await own.candidates(next, banned.length ? 0 : topK) : undefined;
+        for (const id of banned) some[id] = -Infinity;
+        const id = temperature > 0 ? sample(some, temperature, topK, topP, random)
+          : some ? some.indexOf(some.reduce((a, b) => Math.max(a, b))) : await own.likeliest(next);
         if (this.info.eos_ids.includes(id)) return;
         yield id;
         next = [id];
@@ -274,8 +218,8 @@ export class Session {
   #position = 0;
   #stored = 0; // tokens whose keys and values are there
 
-  constructor(model, capacity, state) {
-    Object.assign(this, { model, capacity, state });
+  constructor(model, capacity, state, inputs = {}, sizes = {}) { // of a source
+    Object.assign(this, { model, capacity, state, inputs, sizes });
   }
 
   /** Tokens that the next come after; set it back to forget what came after. */
@@ -317,8 +261,9 @@ export class Session {
       }
       for (let i = 0; i < ids.length; i += PROMPT_PART) {
         const part = Array.from(ids.slice(i, i + PROMPT_PART));
-        const inputs = { ids: part, position: part.map((_, j) => this.position + j), keep: [part.length - 1] };
-        const sizes = { B: 1, S: part.length, R: 1, T: this.capacity, K: count };
+        const position = part.map((_, j) => this.position + j);
+        const inputs = { ids: part, position, keep: [part.length - 1], ...this.inputs };
+        const sizes = { B: 1, S: part.length, R: 1, T: this.capacity, K: count, ...this.sizes };
         await this.model.engine.run(this.state, inputs, sizes, i + PROMPT_PART < ids.length ? "" : pick);
         this.#stored = this.#position += part.length;
       }

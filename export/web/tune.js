@@ -6,7 +6,7 @@
 // what the shipped constants compute, and be faster in a last comparison, turn about.  Winners are kept in local storage,
 // by adapter and kernel.
 
-import { BundleError, cachesOf, sha256 } from "./program.js";
+import { BundleError, cachesOf, entryOf, memoryOf, sha256 } from "./program.js";
 
 const PROMPT = 64; // tokens that kernels for several are timed with
 const CAPACITY = 256;
@@ -22,15 +22,25 @@ export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}
   const begin = performance.now();
   const passed = () => performance.now() - begin;
   const caches = cachesOf(engine.program);
-  const state = await engine.state(caches, { B: 1, T: CAPACITY });
+  const state = await engine.state([...caches, ...memoryOf(engine.program)], { B: 1, T: CAPACITY, N: PROMPT });
   const clock = new Clock(engine);
   const tasks = [];
+  let own; // of the encoder in front of a decoder
   try {
+    const text = Array.from({ length: PROMPT }, (_, i) => i % 7);
+    const mask = text.map(() => 1);
+    if (engine.program.encode) {
+      const encoder = entryOf(engine, "encode");
+      own = await encoder.state([], {});
+      await encoder.run(own, { source: text, source_mask: mask }, { B: 1, N: PROMPT });
+      tasks.push(...await collect(encoder, own, { B: 1, N: PROMPT }, clock, new Set()));
+    }
     for (const count of caches.length ? [PROMPT, 1] : [PROMPT]) { // encoders never see a single token
-      const ids = Array.from({ length: count }, (_, i) => i % 7);
-      const sizes = { B: 1, S: count, R: 1, T: CAPACITY };
+      const ids = text.slice(0, count);
+      const sizes = { B: 1, S: count, R: 1, T: CAPACITY, ...engine.program.encode ? { N: PROMPT } : {} };
       const ofDecoder = { ids, position: ids.map((_, i) => CAPACITY - PROMPT - 1 + i), keep: [count - 1] };
-      await engine.run(state, caches.length ? ofDecoder : { ids, mask: ids.map(() => 1) }, sizes);
+      if (engine.program.encode) ofDecoder.source_mask = mask;
+      await engine.run(state, caches.length ? ofDecoder : { ids, mask }, sizes);
       tasks.push(...await collect(engine, state, sizes, clock, new Set(tasks.map((task) => task.name))));
     }
     for (;;) {
@@ -54,6 +64,7 @@ export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}
     return { adapter: engine.adapter, seconds: passed() / 1000, kernels };
   } finally {
     engine.release(state);
+    if (own) engine.release(own);
     clock.destroy();
     tasks.forEach(({ out }) => out.destroy());
   }
@@ -98,7 +109,7 @@ async function collect(engine, state, sizes, clock, known) {
     const buffers = step.buffers.map((reference) => engine.buffer(state, reference));
     const out = engine.storage(buffers[place].size);
     buffers[place] = out;
-    const task = { name, record, numbers, buffers, out, tokens: sizes.S, calls: 1, tried: 0 };
+    const task = { name, record, numbers, buffers, out, tokens: sizes.S ?? sizes.N, calls: 1, tried: 0 };
     const start = performance.now();
     const isShipped = kindOf(kernel) === kindOf(record);
     task.pipeline = isShipped ? kernel : await engine.pipeline(name, record);

@@ -52,7 +52,7 @@ export class Engine {
     this.isShared = isShared;
     this.memory = new WebAssembly.Memory({ initial: 64, maximum: PAGE_BYTES, shared: isShared });
     this.taken = new Map(); // address -> bytes
-    this.scratch = program.scratch.map(() => ({ address: 0, bytes: -1 }));
+    this.scratch = [];
   }
 
   /** Link the kernels to the memory; returns the module. */
@@ -191,10 +191,16 @@ export class Engine {
   grow(sizes) {
     this.program.scratch.forEach((size, i) => {
       const bytes = evaluate(size, sizes);
-      if (this.scratch[i].bytes >= bytes) return;
-      if (this.scratch[i].bytes >= 0) this.free(this.scratch[i].address);
+      if (this.scratch[i]?.bytes >= bytes) return;
+      if (this.scratch[i]) this.free(this.scratch[i].address);
       this.scratch[i] = { address: this.allot(bytes), bytes };
     });
+  }
+
+  /** Copy what a reference stands for to another address. */
+  copy(state, reference, target, bytes) {
+    const address = this.address(state, {}, reference);
+    new Uint8Array(this.memory.buffer).copyWithin(target, address, address + bytes);
   }
 
   /** The output, as float32. */

@@ -72,7 +72,7 @@ export class Engine {
     this.scratch = program.scratch.map(() => undefined);
     this.generation = 0; // counts reallocations: bind groups of an older one are void
     this.uniforms = device.createBuffer({
-      size: UNIFORM_BYTES * (program.steps.length + 1),
+      size: UNIFORM_BYTES * (Math.max(program.steps.length, program.encode?.steps.length ?? 0) + 1),
       usage: GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_DST,
     });
     device.lost.then((info) => { this.lost = info; });
@@ -99,10 +99,10 @@ export class Engine {
 
   /** Begin to compile, first what prompts take: runs wait for what they need. */
   compile() {
-    const { steps, argmax, kernels } = this.program;
+    const { steps, argmax, kernels, encode } = this.program;
     const hasStorage = (() => { try { return globalThis.localStorage?.length > 0; } catch { return false; } })();
     this.tuned = hasStorage ? import("./tune.js") : {};
-    const first = [...steps.map((step) => step.kernels.at(-1)), ...argmax ? [argmax.kernel] : []];
+    const first = [...[...encode?.steps ?? [], ...steps].map((step) => step.kernels.at(-1)), ...argmax ? [argmax.kernel] : []];
     for (const name of [...first, ...Object.keys(kernels)]) this.compiled(name).catch(() => {});
   }
 
@@ -258,6 +258,13 @@ export class Engine {
       state.plans.clear();
       state.generation = this.generation;
     }
+  }
+
+  /** Copy what a reference stands for to another buffer. */
+  copy(state, reference, target, bytes) {
+    const encoder = this.device.createCommandEncoder();
+    encoder.copyBufferToBuffer(this.buffer(state, reference), 0, target, 0, bytes);
+    this.device.queue.submit([encoder.finish()]);
   }
 
   /** The output, as float32. */

@@ -102,7 +102,7 @@ class Doubled(nn.Conv2d):
 
 
 class Images(nn.Module):
-    """A convolution with a batch norm, one of groups with a computed bias, and a batch norm that others read through."""
+    """A convolution with a batch norm, one of groups with a computed bias, and a batch norm with other readers."""
 
     def __init__(self) -> None:
         super().__init__()

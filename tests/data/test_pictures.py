@@ -150,7 +150,7 @@ def test_classes_are_numbered_as_the_model_does() -> None:
     (lambda name: None if name == "dog" else 0, {}, "row 8: no label in 'label'"),
     (str, {"label": "kind"}, "no label in 'kind'; the fields are image, label"),
     (str, {"field": "picture"}, "no pictures in field 'picture'; the fields are image, label"),
-    (str, {"field": "label"}, "holds no picture's bytes, but 'bird'"),
+    (str, {"field": "label"}, "holds no bytes of a file, but 'bird'"),
     (str, {"tokens": 50}, "evaluation: `tokens` has no meaning: Net is calibrated and evaluated on images"),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused(
@@ -184,6 +184,6 @@ def test_text_models_refuse_keys_of_images(tmp_path: Path) -> None:
     text = ModelInfo("decoder", "Llama", "Llama")
     with pytest.raises(UsageError, match="evaluation: `mean` has no meaning: Llama is calibrated"):
         load_data(recipe(evaluation={"parquet": "rows.parquet", "mean": 0.5}), text)
-    with pytest.raises(RecipeError, match="`limit` has no meaning without images or parquet or hub"):
+    with pytest.raises(RecipeError, match="`limit` has no meaning without images or audio or parquet or hub"):
         recipe(evaluation={"text": "a.txt", "limit": 5})
     assert PREPROCESSOR["size"]["height"] == SIDE

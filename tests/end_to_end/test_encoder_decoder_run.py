@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,14 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from encoder_decoders import SPEECH, TEXT, VOCAB, relative, save
-from safetensors.torch import load_file
+from encoder_decoders import TEXT, VOCAB, expected_tokens, relative, save, take_stored_weights
+from web_bundles import in_node
 
 import compressor
 import compressor.run.job
-from compressor.capture.capture import capture
 from compressor.cli.commands import main
-from compressor.data.load import check_kind
-from compressor.errors import UsageError
+from compressor.codegen.web.session import WebBundle
 from compressor.evaluate.comparison import Speed
-from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize
-from compressor.recipe.recipe import Recipe
 from compressor.runtime import RequestError
 
 LENGTH = 9
@@ -64,30 +58,20 @@ def recipe_of(folder: Path, passes: list[Any], **more: Any) -> Path:
     return file
 
 
-def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
-    """Return what transformers generates greedily, behind the tokens that the decoder begins with."""
-    found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
-    return [int(token) for token in found[0, 1:]]
-
-
-def take_stored_weights(model: Any, bundle: Path) -> None:
-    """Give the model the weights that the bundle's packed ones stand for."""
-    stored, modules = load_file(bundle / "weights.safetensors"), dict(model.named_modules())
-    for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
-        fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
-        parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
-        with torch.no_grad():
-            weight.copy_(dequantize(PackedWeight.of(parts, fmt, tuple(weight.shape))))
+def saved_bart(folder: Path) -> Any:
+    """Save a model that generates several tokens, and return it."""
+    cls, options = TEXT["BART"]
+    # Else a random model repeats the token that it is given.
+    model = save(folder / "model", cls, {**options, "tie_word_embeddings": False, "scale_embedding": True})
+    model.generation_config.update(suppress_tokens=[2], forced_eos_token_id=None)  # else it ends at once
+    model.generation_config.save_pretrained(folder / "model")
+    return model
 
 
 def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
     require_tool("g++")
     passes = [{"gptq": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
-    cls, options = TEXT["BART"]
-    # Else a random model repeats the token that it is given.
-    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False, "scale_embedding": True})
-    model.generation_config.update(suppress_tokens=[2], forced_eos_token_id=None)  # else it ends at once
-    model.generation_config.save_pretrained(tmp_path / "model")
+    model = saved_bart(tmp_path)
     done = command("run", recipe_of(tmp_path, passes), "-o", tmp_path / "bundle", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
@@ -129,9 +113,6 @@ def test_a_recipe_makes_a_bundle_that_generates(tmp_path: Path, require_tool: Ca
 
 def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
     save(tmp_path / "model", *TEXT["BART"])
-    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*"}}]
-    done = command("run", recipe_of(tmp_path, passes, target="webgpu"), "-o", tmp_path / "bundle")
-    assert done.exit_code == 2 and "this is an encoder-decoder; take the target x86" in done.output.replace("\n", " ")
     for step, reason in (
         ({"kv_cache": {"scheme": "INT8_G16"}}, "is not a decoder, whose caches alone are packed"),
         (
@@ -144,34 +125,54 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
     assert not (tmp_path / "bundle").exists()
 
 
-def test_speech_becomes_text(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
-    require_tool("g++")
-    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["proj_out"]}}]
-    cls, options = SPEECH["Moonshine"]
-    model = save(tmp_path / "model", cls, {**options, "tie_word_embeddings": False})
-    recipe = {"model": str(tmp_path / "model"), "passes": passes, "tune": "off"}
-    recipe["target"] = {"x86": {"isa": "avx2"}}  # the quickest to generate
-    bundle = compressor.compress(None, recipe, tmp_path / "bundle")
-    take_stored_weights(model, tmp_path / "bundle")
-    samples = (0.3 * np.sin(np.arange(6000) ** 1.2 / 50)).astype(np.float32)
-    file = tmp_path / "speech.wav"
-    with wave.open(str(file), "wb") as stream:
-        stream.setparams((1, 2, 16_000, 0, "NONE", ""))
-        stream.writeframes((samples * 32767).astype("<i2").tobytes())
-    heard = torch.from_numpy((samples * 32767).astype("<i2") / np.float32(32768))[None]
-    tokens = expected_tokens(model, heard, 10)
-    assert list(bundle.generate_ids(file, max_tokens=10)) == tokens and len(set(tokens)) > 1
-    generated = json.loads(command("generate", tmp_path / "bundle", "--prompt", file, "--json").stdout)
-    assert generated["text"].split()[:3] == bundle.tokenizer.decode(tokens).split()[:3]
-    with wave.open(str(file), "wb") as stream:
-        stream.setparams((2, 2, 8_000, 0, "NONE", ""))
-        stream.writeframes(b"\0" * 400)
-    for path, reason in ((file, "2 channels at 8000"), (tmp_path / "none.wav", "not a WAV file")):
-        done = command("generate", tmp_path / "bundle", "--prompt", path)
-        assert done.exit_code == 2 and reason in done.output
-    spec = Recipe.from_dict({**recipe, "calibration": {"text": "python_docs"}}).calibration
-    with pytest.raises(UsageError, match="reads sound, on which nothing is calibrated"):
-        check_kind("calibration", spec, capture(tmp_path / "model", weights=False).meta["model"])
+def test_browsers_answer_a_source(
+    tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path], open_page: Callable[..., Any]
+) -> None:
+    """Logits of both engines against transformers in float64; tokens in Node, and in a page with either engine."""
+    require_tool("wasm-ld")
+    model = saved_bart(tmp_path)
+    passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
+    nothing = {"calibration": None, "evaluation": None, "gates": {}}
+    done = command("run", recipe_of(tmp_path, passes, target="webgpu", **nothing), "-o", tmp_path / "bundle")
+    assert done.exit_code == 0, done.output
+    bundle = tmp_path / "bundle"
+    take_stored_weights(model, bundle)
+    rng = np.random.default_rng(2)
+    source, ids, mask = rng.integers(3, VOCAB, (2, 7)), rng.integers(3, VOCAB, (2, LENGTH)), np.ones((2, 7), np.float32)
+    mask[1, 4:] = 0
+    exact = model.double()(*(torch.from_numpy(x) for x in (source, mask)), decoder_input_ids=torch.from_numpy(ids))
+    for engine in ("webgpu", "wasm"):
+        session = WebBundle(bundle, engine).session(2, LENGTH, source, mask)  # type: ignore[arg-type]
+        steps = [session.step(ids[:, :3], np.arange(3)), *(session.step(ids[:, [i]]) for i in range(3, LENGTH))]
+        assert relative(np.concatenate(steps, 1), exact.logits) < 1e-5, engine
+
+    main = json.loads((bundle / "webgpu.json").read_text())
+    linears = [
+        sum(step["kernels"][0].startswith("packed_linear") for step in entry["steps"])
+        for entry in (main, main["encode"])
+    ]
+    assert linears == [2 * 8, 6 + 2 * 2]  # keys and values of what the two layers attend to are the encoder's
+
+    tokens, given = expected_tokens(model, torch.from_numpy(source[:1]), 12), source[0].tolist()
+    assert len(set(tokens)) > 1
+    in_turns = """
+        const ids = [];
+        for await (const id of model.generateIds(given, { maxTokens: 12 })) ids.push(id);
+        const again = [], drawn = { maxTokens: 3, temperature: 1, seed: 1 };
+        for await (const id of model.generateIds(given.slice(0, 3), drawn)) again.push(id);
+        const refused = await model.session(9).catch((error) => [error.code, error.message]);
+        return [ids, again.length, refused];"""
+    found = in_node(bundle, in_turns, given)
+    assert found[:2] == [tokens, 3]
+    assert found[2] == ["request", "an encoder-decoder's session begins with a source: give a text or token ids"]
+    for query in ("?device=webgpu", "?device=wasm"):
+        page = open_page(bundle, query=query)
+        assert page.evaluate(f"async (given) => {{ {in_turns} }}", given) == found
+        page.fill("#prompt", " ".join(f"w{i}" for i in given))
+        page.fill("#tokens", "12")
+        page.click("#go")
+        page.wait_for_function("document.getElementById('speed').textContent")
+        assert page.inner_text("#text").split() == [f"w{i}" for i in tokens]
 
 
 def test_biases_of_distances_are_served(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:

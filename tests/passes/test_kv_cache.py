@@ -24,7 +24,7 @@ from compressor.graph.costs import node_costs
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.segments import segments
-from compressor.numerics.channel_order import order_channels
+from compressor.numerics.channels.order import order_channels
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages

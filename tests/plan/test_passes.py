@@ -61,7 +61,7 @@ def test_a_refusal_names_the_line(name: str, tmp_path: Path) -> None:
 def test_a_target_that_does_not_serve_the_model_is_named_with_its_line(tmp_path: Path) -> None:
     graph_of: dict[str, Any] = {"model": torch.nn.Linear(40, 8).eval(), "example": (torch.zeros(2, 40),)}
     recipe = {"target": "webgpu", "passes": [{"rtn": {"scheme": "W8A16", "targets": "Linear"}}]}
-    with pytest.raises(RecipeError, match=r"recipe: target: Linear: the target webgpu serves decoders and encoders"):
+    with pytest.raises(RecipeError, match=r"recipe: target: Linear: the target webgpu serves decoders, encoders"):
         compressor.compress(graph_of["model"], recipe, tmp_path / "bundle", example=graph_of["example"])
     assert not list(tmp_path.iterdir())
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from web_bundles import web_tensors
 
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.caches import empty_caches
 
 transformers = pytest.importorskip("transformers")
@@ -134,3 +139,23 @@ def save(folder: Path, cls: str, options: dict[str, Any]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     return model
+
+
+def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
+    """Return what transformers generates greedily, behind the token that the decoder begins with.
+
+    Of Whisper, transformers leaves what the decoder begins with out itself.
+    """
+    found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
+    return [int(token) for token in found[0, 0 if model.config.model_type == "whisper" else 1 :]]
+
+
+def take_stored_weights(model: Any, bundle: Path) -> None:
+    """Give the model the weights that the bundle's packed ones stand for."""
+    file = bundle / "weights.safetensors"
+    stored, modules = load_file(file) if file.exists() else web_tensors(bundle), dict(model.named_modules())
+    for site in json.loads((bundle / "manifest.json").read_text())["sites"]:
+        fmt, weight = Format.parse(site["format"]), modules[site["site"]].weight
+        parts = [stored[f"{site['site']}.{part}"] for part in fmt.parts(*weight.shape)]
+        with torch.no_grad():
+            weight.copy_(dequantize(PackedWeight.of(parts, fmt, tuple(weight.shape))))

@@ -69,6 +69,9 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
         beside: functions that are there already; kernels of theirs are used again.
     """
 
+    integers = "int64"
+    """Type of the whole numbers that the program computes."""
+
     def __init__(self, decoder: bool, beside: tvm.IRModule | None = None) -> None:
         self._beside = beside
         super().__init__()

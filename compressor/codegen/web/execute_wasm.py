@@ -69,7 +69,7 @@ class WasmProgram:
         self._taken: dict[int, int] = {}  # address -> bytes
         self._tasks = self.upload(np.array([0, _TASKS], np.int32))
         self._tensors = {name: self.upload(array) for name, array in tensors.items()}
-        self._scratch: dict[int, tuple[int, int]] = {}  # number -> address and bytes
+        self._scratch: dict[str, dict[int, tuple[int, int]]] = {"main": {}, "encode": {}}  # number -> address and bytes
 
     def empty(self, size_bytes: int) -> int:
         """Allocate a buffer of zeros and return its address."""
@@ -114,17 +114,37 @@ class WasmProgram:
 
     def run(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> int:
         """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
-        for number, size in enumerate(self.content["scratch"]):
+        return self._run("main", self.content, [self.content["output"]], inputs, sizes)[0]
+
+    def encode(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+        """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
+        outputs = self.content["encode"]["outputs"]
+        found = self._run("encode", self.content["encode"], [out["buffer"] for out in outputs], inputs, sizes)
+        shapes = [[evaluate(n, sizes) for n in out["shape"]] for out in outputs]
+        arrays = [self.read(address, "float32", shape) for address, shape in zip(found, shapes, strict=True)]
+        return {out["name"]: self.upload(array) for out, array in zip(outputs, arrays, strict=True)}
+
+    def _run(
+        self,
+        name: str,
+        entry: Mapping[str, Any],
+        outputs: Sequence[str],
+        inputs: Mapping[str, int],
+        sizes: Mapping[str, int],
+    ) -> list[int]:
+        """Run the steps of an entry, and return the addresses of its outputs."""
+        scratch = self._scratch[name]
+        for number, size in enumerate(entry["scratch"]):
             wanted = evaluate(size, sizes)
-            if self._scratch.get(number, (0, -1))[1] < wanted:
-                if number in self._scratch:
-                    self.free(self._scratch[number][0])
-                self._scratch[number] = self._take(wanted), wanted
-        for step in self.content["steps"]:
+            if scratch.get(number, (0, -1))[1] < wanted:
+                if number in scratch:
+                    self.free(scratch[number][0])
+                scratch[number] = self._take(wanted), wanted
+        for step in entry["steps"]:
             numbers = [evaluate(size, sizes) for size in step["sizes"]]
-            addresses = [self._buffer(reference, inputs) for reference in step["buffers"]]
+            addresses = [self._buffer(reference, inputs, scratch) for reference in step["buffers"]]
             self.call(step["kernels"][0], addresses, numbers)
-        return self._buffer(self.content["output"], inputs)
+        return [self._buffer(output, inputs, scratch) for output in outputs]
 
     def call(self, name: str, addresses: Sequence[int], numbers: Sequence[int]) -> None:
         """Run one kernel."""
@@ -148,10 +168,10 @@ class WasmProgram:
         task = self._functions["__indirect_function_table"].get(self._store, function)
         return int(any([task(self._store, i, self._tasks, data) for i in reversed(range(_TASKS))]))
 
-    def _buffer(self, reference: str, inputs: Mapping[str, int]) -> int:
+    def _buffer(self, reference: str, inputs: Mapping[str, int], scratch: Mapping[int, tuple[int, int]]) -> int:
         kind, _, name = reference.partition(":")
         if kind == "scratch":
-            return self._scratch[int(name)][0]
+            return scratch[int(name)][0]
         return inputs[name] if kind == "input" else self._tensors[name]
 
 

@@ -195,7 +195,7 @@ class GpuProgram:
     def __init__(self, content: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], *, half: bool = False) -> None:
         self.content, self._pipelines = content, Pipelines(content["kernels"], half=half)
         self._tensors = {name: buffer_of(array) for name, array in tensors.items()}
-        self._scratch: dict[int, Any] = {}
+        self._scratch: dict[str, dict[int, Any]] = {"main": {}, "encode": {}}
 
     empty, upload, read = staticmethod(empty_buffer), staticmethod(buffer_of), staticmethod(read_buffer)
 
@@ -205,20 +205,40 @@ class GpuProgram:
 
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
         """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
-        wanted = [evaluate(size, sizes) for size in self.content["scratch"]]
-        for number, size_bytes in enumerate(wanted):
-            if number not in self._scratch or self._scratch[number].size < size_bytes:
-                self._scratch[number] = empty_buffer(size_bytes)
+        return self._run("main", self.content, [self.content["output"]], inputs, sizes)[0]
+
+    def encode(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
+        outputs = self.content["encode"]["outputs"]
+        found = self._run("encode", self.content["encode"], [out["buffer"] for out in outputs], inputs, sizes)
+        shapes = [[evaluate(n, sizes) for n in out["shape"]] for out in outputs]
+        arrays = [read_buffer(buffer, "float32", shape) for buffer, shape in zip(found, shapes, strict=True)]
+        return {out["name"]: buffer_of(array) for out, array in zip(outputs, arrays, strict=True)}
+
+    def _run(
+        self,
+        name: str,
+        entry: Mapping[str, Any],
+        outputs: Sequence[str],
+        inputs: Mapping[str, Any],
+        sizes: Mapping[str, int],
+    ) -> list[Any]:
+        """Run the steps of an entry, and return the buffers of its outputs."""
+        scratch = self._scratch[name]
+        for number, size in enumerate(entry["scratch"]):
+            size_bytes = evaluate(size, sizes)
+            if number not in scratch or scratch[number].size < size_bytes:
+                scratch[number] = empty_buffer(size_bytes)
         encoder = device().create_command_encoder()
-        for step in self.content["steps"]:
+        for step in entry["steps"]:
             numbers = [evaluate(size, sizes) for size in step["sizes"]]
-            buffers = [self._buffer(reference, inputs) for reference in step["buffers"]]
+            buffers = [self._buffer(reference, inputs, scratch) for reference in step["buffers"]]
             self._pipelines.dispatch(encoder, step["kernels"], buffers, numbers)
         device().queue.submit([encoder.finish()])
-        return self._buffer(self.content["output"], inputs)
+        return [self._buffer(output, inputs, scratch) for output in outputs]
 
-    def _buffer(self, reference: str, inputs: Mapping[str, Any]) -> Any:
+    def _buffer(self, reference: str, inputs: Mapping[str, Any], scratch: Mapping[int, Any]) -> Any:
         kind, _, name = reference.partition(":")
         if kind == "scratch":
-            return self._scratch[int(name)]
+            return scratch[int(name)]
         return inputs[name] if kind == "input" else self._tensors[name]

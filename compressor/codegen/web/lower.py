@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule
 from tvm import relax
 
-from compressor.capture.export import reexport
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
+from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, error_context, import_program
+from compressor.codegen.lowering.importer import Importer, error_context, import_program, renamed_main
 from compressor.codegen.lowering.phases import run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
@@ -30,11 +30,14 @@ from compressor.codegen.web.kernels.top_k import MOST, top_k
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
-from compressor.graph.rules import listing
+from compressor.graph.rules import Outcome, listing
 
-_SIZES: dict[str, dict[str, tuple[str, ...]]] = {
-    "decoder": {"ids": ("B", "S"), "keep": ("R",), "k_cache_0": ("B", "", "T", "")},
-    "encoder": {"ids": ("B", "S")},
+_SIZES: dict[str, tuple[str, ...]] = {
+    "ids": ("B", "S"),
+    "keep": ("R",),
+    "k_cache_0": ("B", "", "T", ""),
+    "source": ("B", "N"),
+    "source_mask": ("B", "N"),
 }
 """Names of symbolic sizes, by input and dimension."""
 
@@ -44,7 +47,8 @@ class WebProgram:
     """A program for browsers with its data.
 
     Attributes:
-        content: inputs, output, scratch buffers, kernels and steps, as plain data; see docs/web.md.
+        content: inputs, output, scratch buffers, kernels and steps, as plain data; see docs/web.md.  Of an
+            encoder-decoder, ``encode`` has those of the encoder.
         parameters: names of the parameters, in order of first use.
         constants: arrays that the program itself holds, by name.
         kernels: one record per kernel for the manifest: name, family, format.
@@ -82,19 +86,20 @@ def compile_program(
         VerificationError: a phase turned packed weights into dense ones, or something cannot be expressed in WGSL.
     """
     converter = WebConverter()
-    program = reexport(graph)
     info = graph.meta["model"]
-    activations = fixed_sizes(program)
-    _make_narrow(program.graph)
-    mod, parameters = import_program(program, converter.table(), _NarrowImporter(info.kind == "decoder"))
+    mod, named, activations, _ = _import(graph, converter, _NarrowImporter, _make_narrow)
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
-    for x in _inputs(mod, parameters):
-        if str(x.ty.dtype) not in ("float32", "int32"):
-            raise VerificationError(f"input {x.name} has type {x.ty.dtype}; the target webgpu takes float32 and int64")
+    for entry, names in named.items():
+        for x in _inputs(mod, entry, names):
+            if str(x.ty.dtype) not in ("float32", "int32"):
+                raise VerificationError(
+                    f"input {x.name} has type {x.ty.dtype}; the target webgpu takes float32 and int64"
+                )
     writer = ProgramWriter(mod, converter.calls, partial(generate, target=target), WGSL_BYTES)
-    content = _write(writer, mod, parameters, info.kind) | {"kernels": writer.kernels}
-    if info.kind == "decoder":
+    content, used = _write(writer, mod, named)
+    content["kernels"] = writer.kernels
+    if info.generates:
         samplers = {"argmax": argmax(info.vocab_size), "top_k": top_k(info.vocab_size)}
         content["argmax"] = {"kernel": samplers["argmax"].name}
         content["top_k"] = {"kernel": samplers["top_k"].name, "most": MOST}
@@ -106,7 +111,7 @@ def compile_program(
     kernels = [{"name": name, **details} for name, details in writer.details.items()]
     if dump is not None:
         dump("wgsl", "\n".join(f"// {name}\n{record['source']}" for name, record in writer.kernels.items()))
-    return WebProgram(content, _used(writer), writer.constants, kernels)
+    return WebProgram(content, used, writer.constants, kernels)
 
 
 def compile_wasm(
@@ -123,34 +128,57 @@ def compile_wasm(
         VerificationError: a phase turned packed weights into dense ones, or the module cannot be linked.
     """
     converter = Converter(isa, Tuner("off", 1, None, isa.name))
-    program = reexport(graph)
-    info = graph.meta["model"]
     target = wasm_target(isa)
     module = WasmModule(isa)
-    activations = fixed_sizes(program)
-    outcomes = fuse(program.graph)
+    mod, named, activations, outcomes = _import(graph, converter, Importer, fuse)
     if dump is not None:
         dump("fuse", listing(outcomes))
-    mod, parameters = import_program(program, converter.table(), Importer(info.kind == "decoder"))
     with target:
         steps = [*web_phases(), ("schedule_elementwise", ScheduleElementwise())]
         mod = run_phases(mod, steps, converter.smallest_packed, activations, dump)
     writer = ProgramWriter(mod, {}, module.add, WASM_BYTES, "wasm_constant")
-    content = _write(writer, mod, parameters, info.kind)
+    content, used = _write(writer, mod, named)
     known = {record["name"]: record for record in converter.records}
     kernels = [known.get(name) or {"name": name, "isa": isa.name, **writer.details[name]} for name in writer.kernels]
     with error_context("generate"):
         linked = module.link()
-    return WebProgram(content | {"memory_flag": memory_flag(linked)}, _used(writer), writer.constants, kernels), linked
+    return WebProgram(content | {"memory_flag": memory_flag(linked)}, used, writer.constants, kernels), linked
+
+
+def _import(
+    graph: GraphModule,
+    converter: Converter | WebConverter,
+    importer: type[Importer],
+    prepare: Callable[[torch.fx.Graph], Sequence[Outcome] | None],
+) -> tuple[tvm.IRModule, dict[str, list[str]], set[int], list[Outcome]]:
+    """Import a graph's entries into one module.
+
+    Args:
+        prepare: changes the graph of an entry beforehand.
+    Returns:
+        The module, the names of the parameters of each entry, ``main`` last, the numbers of elements of values of fixed
+        shape, and what ``prepare`` gave.
+    """
+    named, activations, outcomes, mod = dict[str, list[str]](), set[int](), list[Outcome](), None
+    for entry in entries(graph):
+        activations |= fixed_sizes(entry.program)
+        outcomes += prepare(entry.program.graph) or ()
+        mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.caches, mod))
+        mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
+    return mod, named, activations, outcomes
 
 
 def _make_narrow(graph: torch.fx.Graph) -> None:
     """Make integers that the graph creates int32: WGSL has no wider ones."""
     for node in graph.nodes:
         value = node.meta.get("val")
-        makes = node.op == "call_function" and any(argument.name == "dtype" for argument in _arguments(node.target))
-        if makes and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            node.kwargs = {**node.kwargs, "dtype": torch.int32}
+        names = [argument.name for argument in _arguments(node.target)] if node.op == "call_function" else []
+        if "dtype" in names and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+            place = names.index("dtype")
+            if place < len(node.args):
+                node.args = (*node.args[:place], torch.int32, *node.args[place + 1 :])
+            else:
+                node.kwargs = {**node.kwargs, "dtype": torch.int32}
 
 
 def _arguments(target: Any) -> Any:
@@ -158,43 +186,50 @@ def _arguments(target: Any) -> Any:
     return () if schema is None else schema.arguments
 
 
-def _inputs(mod: tvm.IRModule, parameters: list[str]) -> list[Any]:
-    return list(mod["main"].params)[: len(mod["main"].params) - len(parameters)]
+def _inputs(mod: tvm.IRModule, entry: str, parameters: list[str]) -> list[Any]:
+    return list(mod[entry].params)[: len(mod[entry].params) - len(parameters)]
 
 
-def _write(writer: ProgramWriter, mod: tvm.IRModule, parameters: list[str], kind: str) -> dict[str, Any]:
-    """Write the program and return its inputs, output, scratch buffers and steps."""
-    inputs = _inputs(mod, parameters)
-    names = _size_names(kind, inputs)
-    references = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
-    with error_context("generate"):
-        output, shape = writer.write(names, references)
-    return {
-        "inputs": [
-            {"name": x.name, "dtype": str(x.ty.dtype), "shape": [expression(n, names) for n in x.ty.shape]}
-            for x in inputs
-        ],
-        "output": output,
-        "output_shape": shape,
-        "scratch": writer.scratch,
-        "steps": writer.steps,
-    }
+def _write(
+    writer: ProgramWriter, mod: tvm.IRModule, named: Mapping[str, list[str]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the entries, and return inputs, output, scratch buffers and steps of ``main``, those of another entry under
+    its name, and the names of all parameters, in order of first use.
+    """
+    written, references = dict[str, dict[str, Any]](), list[str]()
+    for entry, parameters in named.items():
+        inputs = _inputs(mod, entry, parameters)
+        names = _size_names(inputs)
+        given = [*(f"input:{x.name}" for x in inputs), *(f"parameter:{name}" for name in parameters)]
+        with error_context("generate"):
+            outputs = writer.write(entry, names, given)
+        written[entry] = {
+            "inputs": [
+                {"name": x.name, "dtype": str(x.ty.dtype), "shape": [expression(n, names) for n in x.ty.shape]}
+                for x in inputs
+            ],
+            "outputs": [{"buffer": buffer, "shape": shape} for buffer, shape in outputs],
+            "scratch": writer.scratch,
+            "steps": writer.steps,
+        }
+        references += [b for step in writer.steps for b in step["buffers"]]
+    content = written.pop("main")
+    ((content["output"], content["output_shape"]),) = (tuple(out.values()) for out in content.pop("outputs"))
+    for other in written.values():  # what it computes are the last inputs of main
+        count = len(other["outputs"])
+        for out, target in zip(other["outputs"], content["inputs"][-count:], strict=True):
+            out["name"] = target["name"]
+    used = dict.fromkeys(name.partition(":")[2] for name in references if name.startswith("parameter:"))
+    return content | written, list(used)
 
 
-def _used(writer: ProgramWriter) -> list[str]:
-    """Return the names of the parameters, in order of first use."""
-    references = (b for step in writer.steps for b in step["buffers"] if b.startswith("parameter:"))
-    return list(dict.fromkeys(b.partition(":")[2] for b in references))
-
-
-def _size_names(kind: str, inputs: Any) -> dict[str, str]:
+def _size_names(inputs: Any) -> dict[str, str]:
     """Map the inputs' symbolic sizes to their names in a program."""
     found: dict[str, str] = {}
-    wanted = _SIZES.get(kind, {})
     for x in inputs:
         for axis, size in enumerate(x.ty.shape):
             if isinstance(size, tvm.ir.Var):
-                given = wanted.get(x.name, ())
+                given = _SIZES.get(x.name, ())
                 name = given[axis] if axis < len(given) else ""
                 if name or size.name not in found:
                     found[size.name] = name or found.get(size.name) or size.name
@@ -203,6 +238,8 @@ def _size_names(kind: str, inputs: Any) -> dict[str, str]:
 
 class _NarrowImporter(Importer):
     """Importer that makes integers int32: WGSL has no wider ones."""
+
+    integers = "int32"
 
     @staticmethod
     def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> Any:

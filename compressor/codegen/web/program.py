@@ -22,13 +22,13 @@ _OPERATORS = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "FloorMod": 
 
 
 class ProgramWriter:
-    """Writer that walks the entry function once.
+    """Writer that walks each entry function once.
 
     Attributes:
         kernels: records by name, in order of first use.
-        steps: ``{"kernels": names, "buffers": references, "sizes": expressions}`` each; a reference is ``input:name``,
-            ``parameter:name``, ``constant:name`` or ``scratch:number``.
-        scratch: bytes of each scratch buffer, as an expression.
+        steps: of the last entry, ``{"kernels": names, "buffers": references, "sizes": expressions}`` each; a reference
+            is ``input:name``, ``parameter:name``, ``constant:name`` or ``scratch:number``.
+        scratch: of the last entry, bytes of each scratch buffer, as an expression.
         constants: arrays that the program itself holds.
         details: fields of each kernel in the manifest.
     """
@@ -61,24 +61,30 @@ class ProgramWriter:
         self._free: dict[str, list[int]] = {}  # size as text -> scratch buffers
         self._names: dict[str, str] = {}  # symbolic size -> its name in the program
 
-    def write(self, names: Mapping[str, str], references: Sequence[str]) -> tuple[str, list[Expression]]:
-        """Walk ``main``, and return its output's reference and shape.
+    def write(
+        self, entry: str, names: Mapping[str, str], references: Sequence[str]
+    ) -> list[tuple[str, list[Expression]]]:
+        """Walk an entry function, and return reference and shape of each of its outputs.
 
         Args:
             names: symbolic sizes of its inputs -> their names in the program.
             references: reference of each of its parameters.
         """
-        main = self._mod["main"]
+        main = self._mod[entry]
+        self.steps, self.scratch, self._free = [], [], {}
         self._names = dict(names)
         self._places = {p: [r] for p, r in zip(main.params, references, strict=True)}
         bindings = [binding for block in main.body.blocks for binding in block.bindings]
-        last = self._last_uses(bindings, main.body.body)
+        result = main.body.body
+        if bindings and bindings[-1].var == result and isinstance(bindings[-1].value, relax.Tuple):
+            result = bindings.pop().value
+        last = self._last_uses(bindings, result)
         for i, binding in enumerate(bindings):
             self._bind(binding)
             for var in last.get(i, ()):
                 self._release(var)
-        result = main.body.body
-        return self._reference(result), [self._expression(n) for n in result.ty.shape]
+        results = list(_variables(result, constants=True))
+        return [(self._reference(out), [self._expression(n) for n in out.ty.shape]) for out in results]
 
     def _last_uses(self, bindings: Sequence[Any], result: Any) -> dict[int, list[Any]]:
         """Compute liveness: for each binding, the scratch buffers that it reads last; a view extends the life of its

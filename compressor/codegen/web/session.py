@@ -37,6 +37,9 @@ class Program(Protocol):
     def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
         """Run all steps on buffers by the inputs' names and return the output's buffer."""
 
+    def encode(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
+
 
 class WebBundle:
     """A bundle for browsers, run on this machine.
@@ -59,13 +62,24 @@ class WebBundle:
             else WasmProgram(program, (folder / "wasm" / "kernels.wasm").read_bytes(), tensors)
         )
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether it is an encoder-decoder."""
+        return "encode" in self._program.content
+
     def encode(self, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
         """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return encode(self._program, ids, mask)
 
-    def session(self, batch: int, capacity: int) -> Session:
-        """Start a new sequence of tokens per batch entry, of at most ``capacity`` tokens."""
-        return Session(self._program, batch, capacity)
+    def session(
+        self, batch: int, capacity: int, source: NDArray[Any] | None = None, source_mask: NDArray[Any] | None = None
+    ) -> Session:
+        """Start a new sequence of tokens per batch entry, of at most ``capacity`` tokens.
+
+        Args:
+            source, source_mask: of an encoder-decoder, [batch, N]: encoded here, once.
+        """
+        return Session(self._program, batch, capacity, source, source_mask)
 
 
 def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
@@ -77,13 +91,40 @@ def encode(program: Program, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[n
     return _outputs(program, inputs, {}, sizes)
 
 
+def encode_source(program: Program, source: NDArray[Any], mask: NDArray[Any]) -> dict[str, Any]:
+    """Run an encoder on a source and its mask [B, N]; return what its decoder's steps read, by name."""
+    entry = program.content["encode"]
+    types = {x["name"]: x["dtype"] for x in entry["inputs"]}
+    given = {"source": source, "source_mask": mask}
+    inputs = {name: program.upload(given[name].astype(dtype)) for name, dtype in types.items()}
+    sizes = dict(zip("BN", source.shape, strict=True))
+    found = program.encode(inputs, sizes)
+    kept = {"source_mask": inputs.pop("source_mask")}
+    for buffer in inputs.values():
+        program.free(buffer)
+    return kept | found
+
+
 class Session:
     """A sequence of tokens per batch entry, with the interface of ``compressor_runtime.Session``."""
 
-    def __init__(self, program: Program, batch: int, capacity: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        batch: int,
+        capacity: int,
+        source: NDArray[Any] | None = None,
+        source_mask: NDArray[Any] | None = None,
+    ) -> None:
         self._program, self._batch, self._capacity = program, batch, capacity
         self.position = 0
         names = {"B": batch, "T": capacity}
+        self._memory: dict[str, Any] = {}  # of a source: what steps read of it
+        self._source_sizes: dict[str, int] = {}
+        if source is not None:
+            mask = np.ones(source.shape, np.float32) if source_mask is None else source_mask
+            self._source_sizes = {"N": source.shape[1]}
+            self._memory = encode_source(program, source, mask)
         inputs = program.content["inputs"]
         self._types = {x["name"]: x["dtype"] for x in inputs}
         shapes = {x["name"]: x["shape"] for x in inputs if "_cache_" in x["name"]}
@@ -101,13 +142,13 @@ class Session:
         position = np.arange(self.position, self.position + count)
         given = {"ids": tokens, "position": position, "keep": kept}
         inputs = {name: self._program.upload(x.astype(self._types[name])) for name, x in given.items()}
-        sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity}
+        sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity, **self._source_sizes}
         self.position += count
-        return _outputs(self._program, inputs, self._caches, sizes)
+        return _outputs(self._program, inputs, {**self._caches, **self._memory}, sizes)
 
     def close(self) -> None:
-        """Free the caches' memory."""
-        for buffer in self._caches.values():
+        """Free the memory of the caches and of the source."""
+        for buffer in (*self._caches.values(), *self._memory.values()):
             self._program.free(buffer)
 
 

@@ -10,7 +10,9 @@ values of cross-attention, which stand among the decoder's nodes.  So they are c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,27 +27,54 @@ _SAMPLES = 160_000  # ten seconds
 _SIZE = torch.ops.aten.sym_size.int
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What an encoder hears, and the tokens that the decoder reads beside it.
+
+    Attributes:
+        source: float32 [1, ...].
+        ids: int64 [1, S].
+    """
+
+    source: Tensor
+    ids: Tensor
+
+
+Batch: TypeAlias = Tensor | Pair
+"""What a graph runs on at once: ids int64 [B, S]; a plain module's inputs float32 [B, ...]; sound with its tokens."""
+SampleInputs: TypeAlias = Tensor | Sequence[Pair]
+"""All of a calibration's samples: ids or inputs in one tensor, or sounds with their tokens, each of its own length."""
+
+
+def tokens_of(batch: Batch) -> Tensor:
+    """Return what the first input of a graph takes: ids, or a plain module's inputs."""
+    return batch.ids if isinstance(batch, Pair) else batch
+
+
 def source_node(graph: GraphModule) -> Node | None:
     """Return the input that the encoder reads; None for other models."""
     return next((node for node in graph.graph.find_nodes(op="placeholder") if node.target == SOURCE), None)
 
 
-def source_inputs(info: ModelInfo, ids: Tensor) -> list[Tensor]:
-    """Return the encoder's inputs for text of which no translation or summary is at hand: the decoder's own tokens.
+def source_inputs(info: ModelInfo, batch: Batch) -> list[Tensor]:
+    """Return the encoder's inputs: the sound; for text of which no translation is at hand, the decoder's own tokens.
 
     So the decoder predicts each token of a text from the tokens in front of it and from the whole text, as models that
     learned to restore text do.
 
     Args:
-        ids: int64 [B, S], of the decoder.
+        batch: int64 [B, S], of the decoder, or a sound with these.
     Returns:
         Nothing for models that are not encoder-decoders.
     Raises:
-        UsageError: the encoder reads sound.
+        UsageError: the encoder reads sound, and there is none; or the other way round.
     """
-    if info.hears:
-        raise UsageError(f"{info.name}: its encoder reads sound, of which there is none here")
-    return [] if info.encoder_source is None else [ids, torch.ones(ids.shape, dtype=torch.float32)]
+    if info.hears != isinstance(batch, Pair):
+        what = "sound, and the samples are text" if info.hears else "no sound, and the samples are sounds"
+        raise UsageError(f"{info.name}: reads {what}; give samples of its own kind")
+    if isinstance(batch, Pair):
+        return [batch.source]
+    return [] if info.encoder_source is None else [batch, torch.ones(batch.shape, dtype=torch.float32)]
 
 
 def priced_source(info: ModelInfo, batch: int, tokens: int) -> list[Tensor]:

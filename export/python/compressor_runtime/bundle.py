@@ -18,7 +18,7 @@ from compressor_runtime.arguments import array, check_inputs, real, stops_of, to
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import Generation, TextStream, choose
+from compressor_runtime.generation import Generation, TextStream, choose, next_tokens
 from compressor_runtime.manifest import (
     GENERATING,
     LIBRARY,
@@ -32,7 +32,7 @@ from compressor_runtime.manifest import (
     read_manifest,
 )
 from compressor_runtime.session import Session
-from compressor_runtime.source.encoding import encode_source, source_of_prompt, without, wrong_source
+from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
@@ -264,22 +264,12 @@ class Bundle:
         ends |= dict.fromkeys(self.model["eos_ids"], "eos_token")
         generator = np.random.default_rng(seed)
 
-        def tokens() -> Generator[int, None, str]:
-            step = first
-            for count in range(max_tokens):
-                if facts is not None and facts["forced_eos_id"] is not None and count == max_tokens - 1:
-                    break  # transformers puts the end in the last token's place
-                logits = without(session.step(step)[0, -1], facts, count == 0)
-                token = choose(logits, generator, temperature, top_k, top_p)
-                if token in ends:
-                    return ends[token]
-                yield token
-                if session.position == self.limit:
-                    break  # no position is left for this token, so nothing can follow it
-                step = np.array([[token]])
-            return "length"
+        def pick(logits: NDArray[np.float32], is_first: bool) -> int:
+            return choose(without(logits, facts, is_first), generator, temperature, top_k, top_p)
 
-        return tokens()
+        # The last token needs no position: nothing follows it.
+        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])
+        return next_tokens(lambda step: session.step(step)[0, -1], first, pick, ends, count)
 
     @property
     def _reads_tokens(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,32 @@ def choose(
     if top_p < 1:
         sums = sums[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
     return int(tokens[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(sums) - 1)])
+
+
+def next_tokens(
+    step: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    first: NDArray[np.int64],
+    pick: Callable[[NDArray[np.float32], bool], int],
+    ends: Mapping[int, str],
+    count: int,
+) -> Generator[int, None, str]:
+    """Yield token after token, each read by the next step; the generator's value tells why it ended.
+
+    Args:
+        step: tokens [1, S] -> logits [V] of what comes next.
+        first: what the first step reads.
+        pick: (logits, whether they are the first) -> token.
+        ends: tokens that end the text, each with the reason.
+        count: at most so many tokens.
+    """
+    tokens = first
+    for number in range(count):
+        token = pick(step(tokens), number == 0)
+        if token in ends:
+            return ends[token]
+        yield token
+        tokens = np.array([[token]])
+    return "length"
 
 
 class TextStream:

@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 from compressor.capture.capture import capture
 from compressor.capture.convolution.rewrite import dense_convolutions
+from compressor.data.text import Samples
+from compressor.formats.format import Format
 from compressor.graph.sites import weight_sites
+from compressor.numerics.channels.obs import quantize_channels
+from compressor.passes.gptq import Gptq
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.verify.independence.check import check_independence
@@ -78,3 +82,42 @@ def test_every_kind_is_a_site(case: str) -> None:
     assert {n: v.shape for n, v in planned.named_parameters()} == {n: v.shape for n, v in graph.named_parameters()}
     packed = Rtn("W8A16_C", targets=(type(layer).__name__,)).run(graph, Context())
     assert 1e-5 < error(packed(x), module(x)) < 0.02
+
+
+class Filters(nn.Module):
+    """Depthwise between convolutions of 1 x 1, as MobileNets have them, and narrow groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.filter = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.narrow, self.head = nn.Conv2d(12, 8, 3, groups=4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, H, W] -> [B, 4]."""
+        y = nn.functional.relu6(self.filter(nn.functional.relu6(self.expand(x))))
+        result: Tensor = self.head(self.narrow(y).relu().mean((2, 3)))
+        return result
+
+
+def test_gptq_has_a_hessian_for_each_channel() -> None:
+    """The first depthwise one reads the dense model's inputs: its codes are those of Hessians made by unfold."""
+    torch.manual_seed(0)
+    module, x = Filters().eval().requires_grad_(False), torch.randn(24, 3, 9, 8).cumsum(3) / 3
+    context = Context(samples=Samples(x, torch.empty(0), "", "by chance"))
+    shapes, targets = ({0: torch.export.Dim("batch", min=1)},), ("Conv2d", "Linear")
+    packed = Gptq("W3A16_C", ("filter", "narrow", "head"), match_dense=True).run(
+        capture(module, (x[:2],), dynamic_shapes=shapes), context
+    )
+    rows = nn.functional.unfold(nn.functional.relu6(module.expand(x)), 3, padding=1).view(24, 12, 9, -1)
+    rows = rows.permute(1, 2, 0, 3).reshape(12, 9, -1)
+    hessian, weight = 2 / rows.shape[2] * rows @ rows.mT, module.filter.weight.reshape(12, 9)
+    expected, _ = quantize_channels(
+        weight, hessian, Format.parse("W3A16_C"), actorder=True, dampening_frac=0.01, observer="mse"
+    )
+    same = packed.get_parameter("filter.codes") == expected.parts["codes"]
+    assert float(same.double().mean()) > 0.99  # sums of the Hessians come in another order
+    by_site = {record.site: record for record in context.records}
+    assert set(by_site) == {"filter", "narrow", "head"}
+    assert all(record.error < 0.8 * record.rtn_error for record in by_site.values())
+    planned = Gptq("W3A16_C", targets).plan(capture(module, (x[:2],), weights=False), context)
+    assert [plan.format for plan in planned] == ["W3A16_C"] * 4

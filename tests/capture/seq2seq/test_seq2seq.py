@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from encoder_decoders import POSITIONS, SPEECH, TEXT, VOCAB, make, relative, save, steps_of
+from encoder_decoders import POSITIONS, SPEECH, TEXT, VOCAB, expected_tokens, make, relative, save, steps_of
+from tiny_sounds import tone
 
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.capture.capture import capture
 from compressor.capture.seq2seq.audio import whisper_start
 from compressor.errors import CaptureError
+from compressor.evaluate.speech.listeners import GraphListener
+from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.sites import Site, linear_sites
+from compressor.runtime import source_of
 
 transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
@@ -97,6 +104,48 @@ def test_what_is_refused_says_why(name: str) -> None:
         capture(build().eval())
 
 
+class Rows:
+    """A statistic that keeps what it is shown."""
+
+    def __init__(self, _: int) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor, dense: torch.Tensor) -> None:
+        self.rows.append(x.clone())
+
+
+def calibration_rows(graph: Any, pairs: list[Pair], sites: list[Site]) -> dict[str, torch.Tensor]:
+    """Return the rows that each linear reads, as calibration sees them."""
+    run: Any = CalibrationRun(graph, pairs, sites, Rows, CalibrationOptions())  # type: ignore[type-var]
+    return {site.name: torch.cat(found.rows) for group, found in run.groups() for site in group}
+
+
+def check_listening(model: Any, graph: Any) -> None:
+    """Compare what calibration shows of linears, and what the graph says, with transformers on the same sounds."""
+    facts = dataclasses.asdict(graph.meta["model"].encoder_source)
+    sounds = [tone(3200 + 160 * number, number) for number in range(2)]
+    sources = [torch.from_numpy(source_of(samples, facts)) for samples in sounds]
+    pairs = [Pair(source, tokens()[0][:1, : 4 + i]) for i, source in enumerate(sources)]
+    sites = linear_sites(graph)
+    rows = calibration_rows(graph, pairs, sites)
+    expected: dict[str, list[torch.Tensor]] = {site.name: [] for site in sites}
+    hooks = [
+        module.register_forward_hook(lambda _, given, __, name=name: expected[name].append(given[0].flatten(0, -2)))
+        for name, module in model.named_modules()
+        if name in expected
+    ]
+    for pair in pairs:
+        model(pair.source, decoder_input_ids=pair.ids)
+    for hook in hooks:
+        hook.remove()
+    for site in sites:
+        assert relative(rows[site.name], torch.cat(expected[site.name])) < TOLERANCE, site.name
+    listener = GraphListener(graph)
+    for samples, source, pair in zip(sounds, sources, pairs, strict=True):
+        assert listener.said(samples, 9) == [t for t in expected_tokens(model, source, 9) if t != 2]
+        assert relative(listener.told(pair), model(source, decoder_input_ids=pair.ids).logits[0]) < TOLERANCE
+
+
 def test_biases_of_more_than_near_distances_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -116,6 +165,7 @@ def test_models_of_speech(name: str, tmp_path: Path) -> None:
         assert relative(prompt, model(source, decoder_input_ids=ids).logits) < TOLERANCE
         assert relative(steps_of(graph, ids, [source], [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
     expected = {"Moonshine": ("samples", (0,), 1279), "Whisper": ("log_mel", (8, 50), 1)}[name]
+    check_listening(model, graph)
     source_info = info.encoder_source
     assert (source_info.features["method"], source_info.shape, source_info.min_positions) == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import encoder_decoders
 import numpy as np
 import pytest
 import torch
@@ -122,7 +123,13 @@ def test_what_the_target_lacks_is_named(tmp_path: Path) -> None:
 
 def test_plain_modules_are_refused() -> None:
     graph = capture(torch.nn.Linear(4, 4), (torch.zeros(2, 4),))
-    with pytest.raises(UsageError, match="serves decoders and encoders, this is a plain module"):
+    with pytest.raises(UsageError, match="this is a plain module"):
+        WebBackend(Webgpu(wasm=False)).check(graph)
+
+
+def test_models_of_speech_are_refused() -> None:
+    graph = capture(encoder_decoders.make(*encoder_decoders.SPEECH["Moonshine"]))
+    with pytest.raises(UsageError, match="this is a model of speech; take the target x86"):
         WebBackend(Webgpu(wasm=False)).check(graph)
 
 

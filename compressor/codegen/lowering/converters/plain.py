@@ -106,7 +106,8 @@ def running_sum(node: fx.Node, importer: Any) -> Any:
     """
     x, axis = importer.retrieve_args(node)[:2]
     axis = axis % len(x.ty.shape)
-    dtype = "int64" if str(x.ty.dtype).startswith(("int", "bool")) else str(x.ty.dtype)  # as PyTorch's sums
+    is_whole = str(x.ty.dtype).startswith(("int", "bool"))  # whose sums PyTorch makes as wide as it can
+    dtype = importer.integers if is_whole else str(x.ty.dtype)
 
     def sums(given: Any) -> Any:
         place = te.reduce_axis((0, given.shape[axis]), "place")

@@ -106,7 +106,9 @@ class WebConverter(LinearCalls):
         q, k, v, mask, scale = importer.retrieve_args(node)[:5]  # what comes after is refused by why_unsupported
         batch, heads, length, width = q.ty.shape
         kernels = attention.masked_attention(int(heads), int(k.ty.shape[1]), int(width), float(scale))
-        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2]])
+        if mask is None:
+            mask = importer.block_builder.emit(relax.op.ones([batch, k.ty.shape[2]], "float32"))
+        dispatch = Dispatch(kernels, (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0], shapes[0][2], shapes[1][2]])
         out = relax.TensorType([batch, length, heads, width], "float32")
         return self.call(importer, kernels[0].name, [dispatch], [q, k, v, mask], out)
 

@@ -1,4 +1,4 @@
-"""Attention in WGSL: with a cache, causal, for decoders; with a mask of padding for encoders.
+"""Attention in WGSL: with a cache, causal, for decoders; with a mask of padding for encoders, and over a source.
 
 A workgroup serves ``QUERIES`` queries of one head.  It takes ``LANES`` keys at a time: each thread scores one of them
 for all queries, then threads add up the values' channels under a maximum and a sum that are corrected on the way
@@ -69,17 +69,18 @@ def cached_attention(
 
 
 def masked_attention(heads: int, kv_heads: int, width: int, scale: float) -> tuple[Kernel, ...]:
-    """Attention of all tokens that are none of padding; see :func:`compressor.ops.attention.masked_attention`.
+    """Attention to all tokens that are none of padding, of the same text or of another; see
+    :func:`compressor.ops.attention.masked_attention`.
 
-    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, S, width], mask f32 [B, S], y f32 [B, S, heads,
-    width].  Sizes: B, S.
+    Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, N, width], mask f32 [B, N], y f32 [B, S, heads,
+    width].  Sizes: B, S, N.
     """
     name = f"masked_attention_{heads}_{kv_heads}_{width}_{scale:g}".replace("-", "m").replace(".", "p")
-    seen = "mask[batch * sizes.S + j] != 0.0"
+    seen = "mask[batch * sizes.N + j] != 0.0"
     text = _attention(
-        heads, kv_heads, width, scale, places="sizes.S", begin="0u", end="sizes.S", score="score", seen=seen, sink=None
+        heads, kv_heads, width, scale, places="sizes.N", begin="0u", end="sizes.N", score="score", seen=seen, sink=None
     )
-    return _kernels(name, "masked_attention", heads, width, [Buffer("mask")], ("B", "S"), text)
+    return _kernels(name, "masked_attention", heads, width, [Buffer("mask")], ("B", "S", "N"), text)
 
 
 def _kernels(

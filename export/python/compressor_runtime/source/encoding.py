@@ -103,6 +103,15 @@ def without(logits: NDArray[np.float32], facts: dict[str, Any] | None, first: bo
     return left
 
 
+def tokens_left(facts: dict[str, Any] | None, most: int, room: int) -> int:
+    """Return how many tokens are computed where ``most`` are wanted and there is room for ``room``.
+
+    One less where a model's last token is always the end of the text, as transformers puts it.
+    """
+    forced = facts is not None and facts["forced_eos_id"] is not None
+    return min(most - 1 if forced else most, room)
+
+
 def wrong_source(model: dict[str, Any]) -> bool:
     """Return whether the manifest's entry about the source holds something that cannot be."""
     facts, vocab_size = model.get("encoder_source"), model.get("vocab_size", 0)

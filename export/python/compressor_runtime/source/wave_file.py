@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import wave
 from pathlib import Path
@@ -26,24 +27,44 @@ def read_wave(path: str | os.PathLike[str], rate: int) -> NDArray[np.float32]:
     file = Path(path)
     try:
         size_bytes = file.stat().st_size
-        with wave.open(str(file), "rb") as sound:
+        data = file.read_bytes() if size_bytes <= _LARGEST_BYTES else b""
+    except (OSError, ValueError) as error:
+        raise _not_sound(str(file), rate, str(error)) from error
+    if size_bytes > _LARGEST_BYTES:
+        raise RequestError(f"{file}: {size_bytes} bytes are more than the {_LARGEST_BYTES} of a WAV file; cut it")
+    return wave_samples(data, str(file), rate)
+
+
+def wave_samples(data: bytes, name: str, rate: int) -> NDArray[np.float32]:
+    """Return the samples of a WAV file's bytes, float32 [N] from -1 to 1.
+
+    Args:
+        name: of the file, for messages.
+        rate: as for :func:`read_wave`, whose errors these are.
+    """
+    try:
+        with wave.open(io.BytesIO(data), "rb") as sound:
             channels, width, found, count = sound.getparams()[:4]
-            data = sound.readframes(count) if size_bytes <= _LARGEST_BYTES else b""
-    except (OSError, EOFError, wave.Error, ValueError) as error:
-        reason = str(error) or "it ends too early"
-        raise RequestError(
-            f"{file}: not a WAV file of whole numbers (PCM): {reason}; this model reads sound: "
-            f"give such a file, mono, at {rate} samples a second"
-        ) from error
+            frames = sound.readframes(count)
+    except (EOFError, wave.Error, ValueError) as error:
+        raise _not_sound(name, rate, str(error) or "it ends too early") from error
     if (channels, found) != (1, rate):
         raise RequestError(
-            f"{file}: {channels} channel{'s' * (channels > 1)} at {found} samples a second; this model reads one "
-            f"channel at {rate}: convert it first, for example with `ffmpeg -i {file.name} -ac 1 -ar {rate} new.wav`"
+            f"{name}: {channels} channel{'s' * (channels > 1)} at {found} samples a second; this model reads one "
+            f"channel at {rate}: convert it first, for example with `ffmpeg -i {Path(name).name} -ac 1 -ar {rate} "
+            "new.wav`"
         )
-    samples = _numbers(data[: len(data) // width * width], width)
+    samples = _numbers(frames[: len(frames) // width * width], width)
     if not len(samples):
-        raise RequestError(f"{file}: holds no samples, or {size_bytes} bytes, which are too many; give a shorter one")
+        raise RequestError(f"{name}: holds no samples; give a file with sound in it")
     return samples
+
+
+def _not_sound(name: str, rate: int, reason: str) -> RequestError:
+    return RequestError(
+        f"{name}: not a WAV file of whole numbers (PCM): {reason}; this model reads sound: give such a file, mono, at "
+        f"{rate} samples a second"
+    )
 
 
 def _numbers(data: bytes, width: int) -> NDArray[np.float32]:

@@ -238,8 +238,12 @@ def test_masked_attention(require_adapter: None) -> None:
     q, k, v = (torch.randn(2, heads, 70, 12) for heads in (4, 2, 2))
     mask = torch.ones(2, 70)
     mask[0, 5:], mask[1, :66] = 0, 0  # at the end, and more than the first block of keys
-    got = run(attention.masked_attention(4, 2, 12, 0.4), [q, k, v, mask], [2, 70], (2, 70, 4, 12))
+    got = run(attention.masked_attention(4, 2, 12, 0.4), [q, k, v, mask], [2, 70, 70], (2, 70, 4, 12))
     assert error(got, OPS.masked_attention(q, k, v, mask, 0.4)) < 2 * TOLERANCE
+    for new in (1, 9):  # to a source of another length
+        q = torch.randn(2, 4, new, 12)
+        got = run(attention.masked_attention(4, 2, 12, 0.4), [q, k, v, mask], [2, new, 70], (2, new, 4, 12))
+        assert error(got, OPS.masked_attention(q, k, v, mask, 0.4)) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("width", [3, 97, 2048, 20000])

@@ -1,0 +1,53 @@
+"""Measure what a model of speech writes: errors of words and characters, and fidelity to the dense model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from compressor.data.sounds import Sounds
+from compressor.evaluate.quality import EvalResult, TokenScores
+from compressor.evaluate.speech.error_rates import ErrorRates
+from compressor.evaluate.speech.listeners import Listener
+from compressor.progress import Reporter, Silent
+
+
+@torch.no_grad()
+def measure_speech(
+    model: Listener,
+    sounds: Sounds,
+    *,
+    most: int,
+    dense: Listener | None = None,
+    reporter: Reporter | None = None,
+) -> EvalResult:
+    """Measure error rates of what a model says, and how it predicts the right tokens while it is told them.
+
+    Args:
+        most: tokens that a model may say at most.
+        dense: the reference model.
+    """
+    scores, ours, theirs, write = TokenScores(), ErrorRates(), ErrorRates(), sounds.tokenizer.decode
+    with (reporter or Silent()).task("evaluate", len(sounds)) as task:
+        for number in range(len(sounds)):
+            samples, pair, said = sounds.samples(number), sounds.pair(number), sounds.text(number)
+            targets = sounds.spoken(number)[len(sounds.reads.start_ids) :]
+            count = len(targets)
+            reference = None if dense is None else dense.told(pair)[-count:]
+            scores.add(targets, model.told(pair)[-count:], reference)
+            ours.add(said, write(model.said(samples, most)))
+            if dense is not None:
+                theirs.add(said, write(dense.said(samples, most)))
+            task.advance()
+    result = dataclasses.replace(
+        scores.result(),
+        sounds=len(sounds),
+        word_error_rate=ours.of_words,
+        character_error_rate=ours.of_characters,
+    )
+    if dense is None:
+        return result
+    return dataclasses.replace(
+        result, dense_word_error_rate=theirs.of_words, dense_character_error_rate=theirs.of_characters
+    )
