@@ -85,23 +85,40 @@ def _chosen(node: fx.Node, call: _Call) -> fx.Node:
 
 
 def _repeated(node: fx.Node, call: _Call) -> fx.Node:
-    x: Any = node.args[0]
-    count, sizes = node.args[1][0], list(x.meta["val"].shape)  # type: ignore[index]
-    each = call(_aten.expand.default, call(_aten.unsqueeze.default, x, 0), [count, *[-1] * len(sizes)])
+    x, counts = _repetition(node)
+    sizes = list(x.meta["val"].shape)
+    if sizes[0] == 1:
+        return call(_aten.expand.default, x, [counts[0], *[-1] * (len(sizes) - 1)])
+    each = call(_aten.expand.default, call(_aten.unsqueeze.default, x, 0), [counts[0], *[-1] * len(sizes)])
     return call(_aten.reshape.default, each, [-1, *sizes[1:]])
+
+
+def _repetition(node: fx.Node) -> tuple[Any, Any]:
+    return node.args[0], node.args[1]
 
 
 def _varies_in_front(node: fx.Node) -> bool:
     """Return whether a repetition is of the first dimension, by a number that varies, and of no other."""
-    x, counts = node.args[0], node.args[1]
-    sizes = x.meta["val"].shape[1:]  # type: ignore[union-attr]
-    whole = len(counts) == len(sizes) + 1 and all(isinstance(size, int) for size in sizes)  # type: ignore[arg-type]
-    return whole and isinstance(counts[0], fx.Node) and all(n == 1 for n in counts[1:])  # type: ignore[index]
+    x, counts = _repetition(node)
+    first, *rest = x.meta["val"].shape
+    known = first == 1 or all(isinstance(size, int) for size in rest)
+    in_front = len(counts) == len(rest) + 1 and isinstance(counts[0], fx.Node) and all(n == 1 for n in counts[1:])
+    return known and in_front
+
+
+def _joined(node: fx.Node, call: _Call) -> fx.Node:
+    parts, *axis = node.args
+    return call(node.target, [part for part in parts if not _is_nothing(part)], *axis)  # type: ignore[union-attr]
+
+
+def _is_nothing(x: Any) -> bool:
+    """Return whether a tensor is the empty vector, which joins tensors of any rank and adds nothing."""
+    return tuple(x.meta["val"].shape) == (0,)
 
 
 def _windows(node: fx.Node, call: _Call) -> fx.Node:
-    x, kernel, dilation, padding, stride = node.args
-    assert isinstance(x, fx.Node)
+    given: Any = node.args
+    x, kernel, dilation, padding, stride = given
     rows = call(_aten.permute.default, x, [0, 2, 3, 1])
     found = call(torch.ops.compressor.patches.default, rows, kernel, stride, padding, dilation)
     channels, places = int(x.meta["val"].shape[1]), call(_aten.flatten.using_ints, found, 1, 2)
@@ -145,6 +162,7 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.where.ScalarSelf: _chosen,
     _aten.where.ScalarOther: _chosen,
     _aten.repeat.default: _repeated,
+    _aten.cat.default: _joined,
     _aten.im2col.default: _windows,
     _aten.take.default: _taken,
     _aten.clamp.default: _clamped,
@@ -162,6 +180,9 @@ class OperatorForm:
         """Match one of the operators."""
         if _FORMS.get(node.target) is _plain_terms:
             return node if _needs_plain_terms(node) else None
+        if node.target is _aten.cat.default:
+            parts: Any = node.args[0]
+            return node if any(map(_is_nothing, parts)) and node.meta["val"].dim() > 1 else None
         if node.target is _aten.repeat.default:
             return node if _varies_in_front(node) else None
         if _FORMS.get(node.target) is _clamped:

@@ -144,9 +144,9 @@ def _takes_the_first_type(program: EncoderProgram, meta_model: MetaModel) -> boo
     ids, mask, found = torch.full((2, _TOKENS), 3), torch.ones(2, _TOKENS), list[list[list[int]]]()
     for typed in (True, False):
         program.typed = typed
-        with torch.no_grad(), mask_requests(), masks_left_out(), error_context(meta_model.model, meta_model.name):
-            with _Lookups() as lookups:
-                program.run(Recorder(program.names, mask=mask), ids)
+        quiet = error_context(meta_model.model, meta_model.name)
+        with torch.no_grad(), mask_requests(), masks_left_out(), quiet, _Lookups() as lookups:
+            program.run(Recorder(program.names, mask=mask), ids)
         found.append(sorted(indices.flatten().tolist() for indices in lookups.indices))
     return found[0] == found[1]
 
