@@ -4,7 +4,7 @@
 
 Families are those of tests/support/families.py and encoder_decoders.py, built from transformers' own configurations and
 saved as folders.  Each is captured, its linears (but for the head) are quantised to W4A16_G32 by GPTQ on random tokens
-(those of speech by RTN), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
+(of speech, on noise), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
 (float32 where it cannot), with the weights that the packed ones stand for.  A row has the bundle's error in the logits
 of a prompt (in hidden states of padded texts, for encoders), and the difference between a prompt at once and in steps;
 both are relative, root mean square.  Where a family is refused, the row has the message.
@@ -13,6 +13,7 @@ both are relative, root mean square.  Where a family is refused, the row has the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 import tempfile
@@ -34,7 +35,10 @@ from packed_models import SCHEME, exact, heads_of, random_samples, take_packed_w
 import compressor
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
+from compressor.data.text import Samples
 from compressor.errors import CompressorError
+from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.model import SourceInfo
 from compressor.recipe.recipe import Recipe
 
 LIMIT = 1e-4  # of the error; AMX takes 16 of the 24 bits of activations
@@ -115,21 +119,30 @@ def recipe_for(folder: Path, name: str, heads: list[str]) -> Recipe:
     return Recipe.from_dict({"model": str(folder), "passes": [step], "target": "x86"})
 
 
+def with_sounds(samples: Samples, info: SourceInfo) -> Samples:
+    """Return sounds, which are noise, each with a sample's tokens."""
+    noise = np.random.default_rng(3).normal(0, 0.1, (len(samples.ids), 1, *info.sized(6000))).astype(np.float32)
+    pairs = [Pair(torch.from_numpy(sound), ids[None]) for sound, ids in zip(noise, samples.ids, strict=True)]
+    return dataclasses.replace(samples, ids=pairs)
+
+
 def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
     """Return the same of an encoder-decoder, whose second source is padded where it is text."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         model = encoder_decoders.save(folder, cls, given)
         dense, heads = capture(folder), heads_of(model)
-        recipe = recipe_for(folder, "rtn" if dense.meta["model"].hears else "gptq", heads)
+        recipe = recipe_for(folder, "gptq", heads)
         samples = random_samples(families.VOCAB, families.LENGTH)
+        if dense.meta["model"].hears:
+            samples = with_sounds(samples, dense.meta["model"].encoder_source)
         graph, _ = write_bundle(dense, recipe, samples, Path(scratch) / "bundle")
         take_packed_weights(model, graph)
         bundle, rng = compressor.load(Path(scratch) / "bundle"), np.random.default_rng(1)
         info = dense.meta["model"].encoder_source
         ids = rng.integers(3, families.VOCAB, (2, families.LENGTH))
         if info.reads == "audio":
-            source, mask = rng.normal(0, 0.1, (2, *(size or 6000 for size in info.shape))).astype(np.float32), None
+            source, mask = rng.normal(0, 0.1, (2, *info.sized(6000))).astype(np.float32), None
             read: dict[str, Any] = {model.main_input_name: torch.from_numpy(source).double()}
         else:
             source, mask = rng.integers(3, families.VOCAB, (2, 9)), np.ones((2, 9), np.float32)

@@ -58,8 +58,14 @@ def check_backwards(info: ModelInfo) -> None:
     """Refuse models between whose segments several tensors are live.
 
     Raises:
-        UsageError: the model is an encoder-decoder: gradients would have to reach its encoder from all segments.
+        UsageError: the model is an encoder-decoder: gradients would have to reach its encoder from all segments; or it
+            has a half for pictures and one for texts, whose outputs are two.
     """
+    if info.pair is not None:
+        raise UsageError(
+            f"{info.name}: gradients are not followed through a model of pictures with texts, which has two outputs; "
+            "take a pass without them, such as gptq or awq"
+        )
     if info.kind == "seq2seq":
         raise UsageError(
             f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the "

@@ -39,7 +39,7 @@ class SegmentRunner:
     Args:
         graph: a captured model; its linears may be replaced meanwhile.
         batches: int64 [samples, sequence] each; of a plain module, its inputs, float32 [samples, ...]; of a model of
-            speech, a sound with its tokens.
+            speech, a sound with its tokens; of pictures with texts, both.
         spill: where the hidden states lie; None keeps them in memory.
         rounded: products in :meth:`run_to` and :meth:`values` may round their factors to bfloat16
             (:mod:`compressor.numerics.products.bfloat16`).
@@ -62,7 +62,10 @@ class SegmentRunner:
         self.graph, self.info, self.batches, self.spill = graph, info, batches, spill
         self.rounded = rounded
         self.interpreter = Interpreter(graph, garbage_collect_values=False)
-        self.ids_node, self.source_node = graph.graph.find_nodes(op="placeholder")[0], source_node(graph)
+        inputs = graph.graph.find_nodes(op="placeholder")
+        self.ids_node, self.source_node = inputs[0], source_node(graph)
+        if info.pair is not None:
+            self.source_node, self.ids_node = inputs[:2]
         self.hidden: list[Tensor | None] = [None] * len(batches)
         self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
@@ -200,6 +203,8 @@ def split_samples(graph: GraphModule, samples: SampleInputs, tokens: int) -> Seq
         UsageError: the samples are not what the model reads, or no whole number of fixed batches.
     """
     info: ModelInfo = graph.meta["model"]
+    if info.pair is not None and isinstance(samples, Tensor):
+        raise UsageError(f"{info.name}: reads pictures with texts; give samples of both")
     if not isinstance(samples, Tensor):
         return samples
     if (info.kind == "module") != samples.is_floating_point():
@@ -251,6 +256,8 @@ def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> It
 def _inputs(info: ModelInfo, given: Batch) -> list[Tensor]:
     """Return the flat inputs of the captured forward for a first run: all tokens kept, empty caches."""
     ids = tokens_of(given)
+    if isinstance(given, Pair) and info.pair is not None:
+        return [given.source, ids, torch.ones(ids.shape, dtype=torch.float32)]
     if info.kind == "module":
         return [ids]
     batch, length = ids.shape

@@ -204,14 +204,13 @@ def _attend(
     recorder.calls.append(AttentionCall(name, sliding_window or 0, request))
     rule = recorder.rules.get(name, MaskRule(sliding_window or 0))
     if recorder.is_bidirectional(name):
-        for what, given in {"softcap": softcap, "s_aux": s_aux}.items():
-            if given is not None:
-                raise CaptureError(f"{name} asks its attention for {what}, which masked_attention lacks")
+        if s_aux is not None:
+            raise CaptureError(f"{name} asks its attention for s_aux, which masked_attention lacks")
         if rule.chunk:
             raise CaptureError(f"{name} attends within chunks, which masked_attention lacks")
         bias = _sum_biases(position_bias, attention_mask)
-        out = torch.ops.compressor.masked_attention(query, key, value, recorder.mask, scale, rule.window, bias)
-        return out, None
+        given = (query, key, value, recorder.mask, scale, rule.window, bias, softcap or 0.0)
+        return torch.ops.compressor.masked_attention(*given), None
     if isinstance(attention_mask, Tensor):
         raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
     layer = getattr(module, "layer_idx", None)

@@ -36,6 +36,7 @@ from compressor.capture.images.classifier import class_names, image_program
 from compressor.capture.meta_model import MetaModel, fake_parameters, folder_meta_model, memory_meta_model
 from compressor.capture.normalize import Normalized, cast_half_embeddings, keeps_storage, normalize
 from compressor.capture.onnx_in.model import is_onnx
+from compressor.capture.pairs.program import finish_pair, pair_notes, pair_program
 from compressor.capture.recognition.distances import replace_pair_biases
 from compressor.capture.recognition.evaluator import Evaluator
 from compressor.capture.recognition.probe import Probed, bias_notes, check_numbers, check_positions, probe
@@ -76,6 +77,7 @@ def capture(
         encoder-decoder: a decoder's inputs, then those of its encoder: ``source i64[B, N]`` and ``source_mask
             f32[B, N]``; outputs as of a decoder;
         encoder: ``(ids i64[B, S], mask f32[B, S]) -> last hidden state f32[B, S, H]``;
+        pictures with texts: ``(pictures f32[B, C, H, W], ids i64[B, S], mask f32[B, S]) -> embeddings of both``;
         other modules: as given; batch norms are folded, 2-d convolutions are linears over patches
             (:mod:`compressor.capture.convolution`).
 
@@ -199,6 +201,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
             return weights.read(part.stored, shapes_of[part.stored], part.expert)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
+    info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
     if probed is None:
         return _as_module(captured, args, shapes, None)
@@ -211,6 +214,9 @@ def _program(
 ) -> tuple[nn.Module, ModelInfo, tuple[tuple[Any, ...], Any], Probed | None]:
     """Return what is exported, its description, its example call, and what a run has shown of a model of text."""
     model = meta_model.model
+    if meta_model.kind == "pair":
+        program, args, shapes = pair_program(model, meta_model.folder, meta_model.name, facts["max_positions"])
+        return program, ModelInfo(**facts | {"kind": "module"}), (args, shapes), None
     if meta_model.kind == "module":
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
@@ -322,6 +328,8 @@ def _capture_module(
 def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: list[str] | None) -> GraphModule:
     """Rewrite the convolutions of a bound graph, and note how it is called and, of a classifier, what it reads."""
     graph.meta["rules"] += rewrite_convolutions(graph)
+    if graph.meta["model"].pair is not None:
+        graph.meta["notes"], outputs = pair_notes(graph.meta["model"]), ["pictures", "texts"]
     graph.meta["inputs"], graph.meta["outputs"] = (args, shapes), outputs
     read = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     given = [leaf.meta["val"] for leaf in graph.graph.output_node().all_input_nodes]

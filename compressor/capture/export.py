@@ -77,7 +77,9 @@ def example_call(info: ModelInfo, limited: bool = False) -> tuple[tuple[Any, ...
     if info.kind == "encoder":
         sequence = Dim("sequence", min=1, max=longest)
         return (ids, torch.ones(2, 5, dtype=torch.float32)), ({0: batch, 1: sequence}, {0: batch, 1: sequence})
-    sequence = Dim("sequence", min=1, max=longest - 1 if limited and longest else None)
+    # Those of speech may look positions up in a table that they would make longer.
+    most = longest - 1 if limited and longest else longest if info.hears else None
+    sequence = Dim("sequence", min=1, max=most)
     rows, capacity = Dim("rows", min=1), Dim("capacity", min=1)
     cache_shape = [{0: batch, 2: capacity}] * info.layers
     states = [[{0: batch}] * len(info.states)] if info.states else []
@@ -211,6 +213,10 @@ def quiet_fake_tensors() -> Iterator[None]:
         log.setLevel(level)
 
 
+_FIXED_SIZE = ("specialized", "Constraints violated", "Cannot create Dim")
+"""In what PyTorch says of sizes that the code fixes, or rounds to whole blocks."""
+
+
 def _advice(error: Exception, is_plain: bool) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return (
@@ -219,7 +225,7 @@ def _advice(error: Exception, is_plain: bool) -> str:
         )
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
         return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
-    if "Constraint" in type(error).__name__ or "specialized" in str(error):
+    if "Constraint" in type(error).__name__ or any(word in str(error) for word in _FIXED_SIZE):
         return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
     if is_plain:
         return "check that the module runs on the example; rewrite the line, or capture a part of the module"

@@ -1,4 +1,4 @@
-"""Tell encoder-decoders that predict tokens by transformers' own tables of classes."""
+"""Tell models of two halves: encoder-decoders by transformers' tables of classes, others by their methods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from compressor.errors import CaptureError
 
+_HALVES = ("get_image_features", "get_text_features")  # transformers' names
 _COMPOSED = {"EncoderDecoderModel", "SpeechEncoderDecoderModel"}  # their halves are any two models
 
 
@@ -23,6 +24,16 @@ def seq2seq_kind(config: Any, place: str, architecture: str) -> Literal["seq2seq
         f"{place}: {architecture or config.model_type} is an encoder-decoder that does not predict tokens, or is made "
         "of two models; capture one half as a module with example inputs"
     )
+
+
+def is_pair(config: Any, architecture: str) -> bool:
+    """Return whether a configuration names a model with a half for pictures and one for texts."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    named: Any = architecture or MODEL_MAPPING_NAMES.get(config.model_type, "")
+    cls = getattr(transformers, named, None) if isinstance(named, str) else None
+    return all(hasattr(cls, half) for half in _HALVES)
 
 
 def auto_class(config: Any) -> Any:

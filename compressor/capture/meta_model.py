@@ -38,7 +38,7 @@ from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
-from compressor.capture.kinds import auto_class, seq2seq_kind
+from compressor.capture.kinds import auto_class, is_pair, seq2seq_kind
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
@@ -50,8 +50,8 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module"]
-"""A module is an image classifier here."""
+Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module", "pair"]
+"""A module is an image classifier here, and a pair has a half for pictures and one for texts."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -257,7 +257,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
     """
     register_attention()
     register_experts()
-    implementations = ("eager",) if kind == "module" else (ATTENTION_NAME, "sdpa", "eager")
+    implementations = ("eager",) if kind in ("module", "pair") else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -279,7 +279,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
                     if implementation == ATTENTION_NAME and not isinstance(error, KeyError):
                         raise
                     continue
-                if kind == "module":
+                if kind in ("module", "pair"):
                     use_image_attention(built)
                 return cast("PreTrainedModel", built), implementation == ATTENTION_NAME
             raise AssertionError("eager raises or returns")
@@ -306,6 +306,8 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     architecture = architecture or (config.architectures or [""])[0]
     if getattr(config, "is_encoder_decoder", False):
         return seq2seq_kind(config, place, architecture)
+    if is_pair(config, architecture):
+        return "pair"
     if is_image_classifier(config, architecture, place):
         return "module"
     if architecture:

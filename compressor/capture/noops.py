@@ -50,9 +50,11 @@ _MAYBE_NOTHING = frozenset(
 
 _PLAIN: dict[Any, Any] = {
     _aten.repeat_interleave.self_int: None,
+    _aten.repeat.default: _aten.expand.default,
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten.concatenate.default: _aten.cat.default,
     _aten.new_empty.default: _aten.new_zeros.default,
+    _aten.to.device: _aten.to.dtype,
 }
 
 
@@ -63,6 +65,8 @@ class PlainForm:
     _unsafe_view(x, shape)          becomes      reshape(x, shape)
     concatenate(tensors)            becomes      cat(tensors)
     new_empty(x, shape)             becomes      new_zeros(x, shape)      (all of it is written over)
+    to(x, device, dtype)            becomes      to(x, dtype)
+    repeat(x, counts)               becomes      expand(x, counts)        (where x has one place to repeat)
     """
 
     name = "plain form"
@@ -72,7 +76,12 @@ class PlainForm:
         return node if node.op == "call_function" and node.target in _PLAIN else None
 
     def check(self, match: fx.Node) -> str:
-        """Ask for a dimension, where something is repeated."""
+        """Ask for a dimension, where elements are repeated, and for single ones, where whole dimensions are."""
+        if match.target is _aten.repeat.default:
+            args: Any = match.args
+            sizes, counts = args[0].meta["val"].shape, args[1]
+            single = [(type(size) is int and size == 1) or n == 1 for size, n in zip(sizes, counts, strict=False)]
+            return why_not((len(counts) != len(sizes) or not all(single), "it repeats several places"))
         dim = match.args[2] if len(match.args) > 2 else match.kwargs.get("dim")
         repeats = match.target is _aten.repeat_interleave.self_int
         return why_not((repeats and not isinstance(dim, int), "it repeats a flattened tensor"))
@@ -80,6 +89,10 @@ class PlainForm:
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
         """Call the plain operators."""
         args: Any = match.args
+        if match.target is _aten.to.device:
+            match.args, match.kwargs = (args[0], args[2] if len(args) > 2 else match.kwargs["dtype"]), {}
+        if match.target is _aten.repeat.default:
+            match.args = (args[0], [-1 if type(n) is int and n == 1 else n for n in args[1]])
         if match.target is not _aten.repeat_interleave.self_int:
             match.target = _PLAIN[match.target]
             return match

@@ -72,7 +72,7 @@ def normalize(graph: fx.Graph) -> Normalized:
         WeightTimesTokens(),
         DropTranspositions(),
     ]
-    done.outcomes += apply([*products, *norms, PoolToMean(), TopK()], graph)
+    done.outcomes += apply([*products, *norms, PoolToMean(), TopK(), OwnPlace()], graph)
     graph.eliminate_dead_code()
     graph.lint()
     return done
@@ -231,6 +231,51 @@ class Addmm:
                 graph.erase_node(match)
                 return new
         return replace_by(graph, match, _ours.dense_linear.default, (x, weight, bias))
+
+
+class OwnPlace:
+    """Each entry of a batch is read at its own place, as the last token of each text.
+
+    x[arange(n), argmax(i)]      becomes      gather(x, 1, argmax(i))
+    """
+
+    name = "own places"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match two index tensors in front."""
+        found: Any = node.args[1] if node.target is _aten.index.Tensor else ()
+        return node if len(found) == 2 and None not in found else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for all entries in order, and for places that are counted from the start."""
+        args: Any = match.args
+        x, (rows, places) = args
+        sizes = [shape_of(node.meta["val"])[0] for node in (x, rows)]
+        first = rows.args[0] if rows.target is _aten.arange.start else 0
+        ordered = (
+            str(rows.target).startswith("aten.arange.") and first == 0 and rows.target is not _aten.arange.start_step
+        )
+        return why_not(
+            (not ordered or sizes[0] != sizes[1], "it does not read all entries in order"),
+            (places.target is not _aten.argmax.default or places.meta["val"].dim() != 1, "its places are no argmax"),
+        )
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Call ``gather``."""
+        args: Any = match.args
+        x, (_, made) = args
+        rest = [int(size) for size in x.meta["val"].shape[2:]]
+        steps: list[tuple[Any, tuple[Any, ...]]] = [(_aten.unsqueeze.default, (1,))]
+        steps += [(_aten.unsqueeze.default, (axis,)) for axis in range(2, 2 + len(rest))]
+        steps += [(_aten.expand.default, ([-1, -1, *rest],))] if rest else []
+        with graph.inserting_before(match):
+            for target, more in steps:
+                value = target(made.meta["val"], *more)
+                made = graph.call_function(target, (made, *more))
+                made.meta = {**match.meta, "val": value}
+            read = graph.call_function(_aten.gather.default, (x, 1, made))
+            read.meta = {**match.meta, "val": made.meta["val"].to(x.meta["val"].dtype)}
+        return replace_by(graph, match, _aten.squeeze.dim, (read, 1))
 
 
 class PoolToMean:

@@ -26,6 +26,8 @@ class Isa:
         quick_lookup: ``lookup16`` is one instruction, and beats a mask and a conversion.
         count_ones: (int32 vector) -> the ones in each lane.
         ones_of_bytes: (int32 vector) -> the ones in each byte, as bytes of a vector of the same type.
+        squeeze: (int32 vector of 16, uint16) -> the elements whose bit is set, one after another, then zeros.
+        squeeze_bytes: the same of 64 int8 and a uint64.
         matrix_unit: ``amx`` where registers hold matrices of int8 or bfloat16.
     """
 
@@ -39,4 +41,6 @@ class Isa:
     quick_lookup: bool = False
     count_ones: Callable[[Any], Any] | None = None
     ones_of_bytes: Callable[[Any], Any] | None = None
+    squeeze: Callable[[Any, Any], Any] | None = None
+    squeeze_bytes: Callable[[Any, Any], Any] | None = None
     matrix_unit: str = ""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images, load_image_samples
+from compressor.data.pairs import ZeroShot, load_pair_samples, load_zero_shot
 from compressor.data.sounds import Sounds, load_evaluation_sounds, load_sound_samples
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
@@ -18,14 +19,16 @@ from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
 
 _T = TypeVar("_T")
-EvaluationData: TypeAlias = Tensor | Texts | Images | Sounds
-"""Tokens, texts to embed, labelled images, or sounds with their texts."""
+EvaluationData: TypeAlias = Tensor | Texts | Images | Sounds | ZeroShot
+"""Tokens, texts to embed, labelled images, sounds with their texts, or pictures to tell by texts."""
 _FOR_TEXT = ("sequence_length", "tokens", "window", "stride")
 _FOR_IMAGES = ("mean", "std", "resize", "crop", "label")
+_FOR_PAIRS = ("classes", "template", "captions")
 _READS: Mapping[str, tuple[str, tuple[Kind, ...], tuple[str, ...]]] = {
-    "images": ("images, as a plain module", ("images", "parquet", "hub"), _FOR_TEXT),
-    "sound": ("sound with its text", ("audio", "parquet", "hub"), (*_FOR_TEXT, *_FOR_IMAGES)),
-    "text": ("text", ("text", "json", "parquet", "hub"), (*_FOR_IMAGES, "limit")),
+    "images": ("images, as a plain module", ("images", "parquet", "hub"), (*_FOR_TEXT, *_FOR_PAIRS)),
+    "pictures": ("images, and names of their classes", ("images", "parquet", "hub"), _FOR_TEXT),
+    "sound": ("sound with its text", ("audio", "parquet", "hub"), (*_FOR_TEXT, *_FOR_IMAGES, *_FOR_PAIRS)),
+    "text": ("text", ("text", "json", "parquet", "hub"), (*_FOR_IMAGES, *_FOR_PAIRS, "limit")),
 }
 """What a model reads -> in words, sources of it, and keys that have no meaning for it."""
 
@@ -43,6 +46,9 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Evaluati
     for key, spec in (("calibration", given), ("evaluation", wanted)):
         if spec is not None:
             check_kind(key, spec, info)
+    if info.pair is not None:
+        data = load_zero_shot(wanted, given, info)
+        return load_pair_samples(given, info), _for_gates(recipe, data, "labelled images with `classes`")
     if info.kind == "module":
         samples = None if given is None else load_image_samples(given, info)
         return samples, _for_gates(recipe, load_evaluation_images(wanted, given, info), "labelled images")
@@ -95,7 +101,8 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     Raises:
         UsageError: they do not.
     """
-    reads, kinds, unfitting = _READS["images" if info.kind == "module" else "sound" if info.hears else "text"]
+    what = "images" if info.kind == "module" else "sound" if info.hears else "text"
+    reads, kinds, unfitting = _READS["pictures" if info.pair is not None else what]
     if spec.kind is not None and spec.kind not in kinds:
         raise UsageError(
             f"{key}: `{spec.kind}` does not fit: {info.name} is calibrated and evaluated on {reads}; give "

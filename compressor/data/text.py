@@ -167,6 +167,20 @@ def load_texts(spec: EvaluationSpec, tokenizer_folder: Path | None, vocab_size: 
     return texts
 
 
+def encode_texts(
+    texts: Iterable[str], tokenizer_folder: Path | None, vocab_size: int, longest: int | None
+) -> list[Tensor]:
+    """Return the tokens of each text, int64 [at most ``longest``], with the special tokens around it.
+
+    Raises:
+        UsageError: there is no tokenizer, or it is not the model's.
+    """
+    encode = load_tokenizer(tokenizer_folder, longest).encode
+    found = [torch.tensor(encode(text, True), dtype=torch.int64) for text in texts]
+    check_vocabulary(torch.cat(found), vocab_size, tokenizer_folder)
+    return found
+
+
 def source_label(spec: DataSource) -> str:
     """Return the name of a source for people."""
     return spec.name or ", ".join(spec.files) or str(spec.hub)

@@ -17,6 +17,7 @@ from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images
 from compressor.data.load import EvaluationData, check_kind
+from compressor.data.pairs import ZeroShot, no_classes, with_classes, zero_shot
 from compressor.data.sounds import Sounds, load_evaluation_sounds
 from compressor.data.text import load_evaluation, source_label
 from compressor.errors import UsageError
@@ -35,8 +36,9 @@ from compressor.evaluate.quality import (
 )
 from compressor.evaluate.speech.listeners import GraphListener, Listener, most_tokens
 from compressor.evaluate.speech.transcripts import measure_speech
+from compressor.evaluate.zero_shot import classify_by_texts, graph_by_texts
 from compressor.graph.kinds.encoder_decoder import Pair
-from compressor.graph.model import PREPROCESSOR, ModelInfo, SourceInfo, weight_bytes
+from compressor.graph.model import PREPROCESSOR, ModelInfo, PairInfo, SourceInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import EvaluationSpec, Recipe
@@ -81,8 +83,12 @@ class BundleProcess(Child):
         return tokens
 
     def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return a plain module's output for its one input."""
+        """Return a plain module's output for its one input, or embeddings of pictures."""
         return self._received(self.ask(json.dumps(x.shape), x.astype(np.float32).tobytes()))
+
+    def texts(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return embeddings of texts, float32 [B, D], for ids and mask [B, S]."""
+        return self._outputs(ids, mask)
 
     def _outputs(self, ids: NDArray[np.int64], mask: NDArray[np.float32] | None) -> NDArray[np.float32]:
         payload = ids.astype(np.int64).tobytes() + (b"" if mask is None else mask.astype(np.float32).tobytes())
@@ -109,6 +115,9 @@ def bundle_quality(
     if data is None:
         return EvalResult()
     with start() as process:
+        if isinstance(data, ZeroShot):
+            ours, theirs = classify_by_texts(process.classes, process.texts, data), graph_by_texts(dense.graph, data)
+            return measure_accuracy(ours, data.images, batch=_IMAGES, dense=theirs, reporter=reporter)
         if isinstance(data, Images):
             batch = image_batch(dense.graph, _IMAGES)
             classify = graph_classes(dense.graph)
@@ -147,7 +156,11 @@ def evaluate_path(
         info: ModelInfo = graph.meta["model"]
         if info.kind == "module":
             batch = image_batch(graph, _IMAGES)
-            found = _evaluate_images(graph_classes(graph), batch, info, spec, dense, reporter)
+
+            def own(data: ZeroShot | None) -> Classes:
+                return graph_classes(graph) if data is None else graph_by_texts(graph, data)
+
+            found = _evaluate_images(own, batch, info, spec, dense, reporter)
             return found | {"weight_bytes": weight_bytes(graph)}
         check_kind("evaluation", spec, info)
         if info.hears:
@@ -167,7 +180,11 @@ def evaluate_path(
             known = _image_facts(path, facts)
             fixed = facts["inputs"][0]["shape"][0]
             batch = fixed if isinstance(fixed, int) else _IMAGES
-            measured = _evaluate_images(process.classes, batch, known, spec, dense, reporter)
+
+            def served(data: ZeroShot | None) -> Classes:
+                return process.classes if data is None else classify_by_texts(process.classes, process.texts, data)
+
+            measured = _evaluate_images(served, batch, known, spec, dense, reporter)
         else:
             measured = _evaluate(path, process.logits, process.hidden, facts, spec, dense, reporter)
         return measured | {key: manifest[key] for key in SIZES}
@@ -250,8 +267,8 @@ def _image_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:
     Raises:
         UsageError: it is a module of another kind, or was made before bundles said so.
     """
-    shape, classes = facts.get("image_shape"), facts.get("classes")
-    if not shape or not classes:
+    shape, classes, pair = facts.get("image_shape"), facts.get("classes"), facts.get("pair")
+    if not shape or not (classes or pair):
         raise UsageError(
             f"{path}: its manifest names no classes of images; what can be evaluated are decoders, encoders, and "
             "modules of images float32 [n, channels, height, width] that give [n, classes]"
@@ -262,18 +279,35 @@ def _image_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:
         architecture=facts["architecture"],
         source=path if (path / PREPROCESSOR).is_file() else None,
         image_shape=tuple(shape),
-        classes=classes,
+        classes=classes or 0,
         class_names=tuple(facts.get("class_names", ())),
+        vocab_size=facts["vocab_size"],
+        max_positions=facts["max_positions"],
+        pair=None if pair is None else PairInfo(**pair),
     )
 
 
 def _evaluate_images(
-    classify: Classes, batch: int, info: ModelInfo, spec: EvaluationSpec, dense: str | None, reporter: Reporter
+    classifier: Callable[[ZeroShot | None], Classes],
+    batch: int,
+    info: ModelInfo,
+    spec: EvaluationSpec,
+    dense: str | None,
+    reporter: Reporter,
 ) -> dict[str, Any]:
-    """Measure a classifier on labelled images, and against another of the same images and classes."""
+    """Measure a classifier on labelled images, and against another of the same images and classes.
+
+    Args:
+        classifier: gives the classifier; told of the classes' texts where the model embeds both.
+    """
     check_kind("evaluation", spec, info)
     if spec.kind is None:
         raise UsageError(f"{info.name}: name labelled images to evaluate on, with --data")
+    if info.pair is not None and spec.classes is None:
+        raise no_classes("evaluation", info)
+    images = load_evaluation_images(spec, None, with_classes(info, spec) if info.pair is not None else info)
+    assert images is not None
+    data = None if info.pair is None else zero_shot(images, spec, info)
     reference = None
     if dense is not None:
         graph = capture(dense)
@@ -283,10 +317,8 @@ def _evaluate_images(
                 f"{dense}: reads {list(known.image_shape)} and has {known.classes} classes; {info.name}: "
                 f"{list(info.image_shape)} and {info.classes}; not its model"
             )
-        reference = graph_classes(graph)
-    images = load_evaluation_images(spec, None, info)
-    assert images is not None
-    found = measure_accuracy(classify, images, batch=batch, dense=reference, reporter=reporter).metrics()
+        reference = graph_classes(graph) if data is None else graph_by_texts(graph, data)
+    found = measure_accuracy(classifier(data), images, batch=batch, dense=reference, reporter=reporter).metrics()
     return {"data": images.source, **found}
 
 

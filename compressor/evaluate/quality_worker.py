@@ -2,7 +2,8 @@
 
 This process imports neither torch nor the compiler, and its memory is not counted as the run's.  A request is a line of
 JSON, ``[B, S]``, then the ids, int64 [B, S], and for an encoder the mask, float32 [B, S].
-For a plain module it is the shape of its input, then the input, float32.  The answer is a line of JSON with the shape
+For a plain module it is the shape of its input, then the input, float32; of a model of pictures with texts either
+pictures, of four dimensions, or ids, of two, with a mask.  The answer is a line of JSON with the shape
 of the outputs, then the outputs, float32.  A model of speech is asked by ``{"source": shape, "ids": shape}`` for
 logits, with the source, float32, and ids, int64; or by ``{"samples": N, "most": M}`` for what it says, with the
 samples, float32: then the answer is a line with the tokens.
@@ -36,6 +37,10 @@ def main() -> int:
             if isinstance(shape, dict):
                 _listen(bundle, shape, requests, send)
                 continue
+            if "pair" in bundle.model:
+                outputs = _embed(bundle, shape, requests)
+                send(outputs.shape, np.ascontiguousarray(outputs, np.float32).data)
+                continue
             if bundle.kind == "module":
                 x = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
                 outputs = bundle.run(x)
@@ -67,6 +72,15 @@ def _listen(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callab
     count = ids.shape[1]
     logits = bundle.session(1, count, source).step(ids, keep=np.arange(count))
     send(logits.shape, np.ascontiguousarray(logits, np.float32).data)
+
+
+def _embed(bundle: Any, shape: list[int], requests: BinaryIO) -> Any:
+    """Return embeddings of pictures, or of texts."""
+    if len(shape) == 4:
+        return bundle.embed_pictures(np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape))
+    ids = np.frombuffer(requests.read(8 * math.prod(shape)), np.int64).reshape(shape)
+    mask = np.frombuffer(requests.read(4 * math.prod(shape)), np.float32).reshape(shape)
+    return bundle.embed_texts(ids, mask)
 
 
 if __name__ == "__main__":

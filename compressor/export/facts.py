@@ -60,7 +60,7 @@ def run_facts(
         sites=[dataclasses.asdict(record) for record in context.records],
         dense_weight_bytes=dense_weight_bytes,
         calibration=None if context.samples is None else context.samples.facts(),
-        tokenizer=info.source if info.kind != "module" else None,
+        tokenizer=info.source if info.kind != "module" or info.pair is not None else None,
         preprocessor=_preprocessor(info),
         lock=lock,
     )
@@ -99,6 +99,8 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         facts["state_bytes"] = state_bytes(info.states)
     if info.encoder_source is None:
         del facts["encoder_source"]
+    if info.pair is None:
+        del facts["pair"]
     return facts
 
 

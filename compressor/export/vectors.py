@@ -121,7 +121,7 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
 def _source(info: SourceInfo, vocab_size: int) -> dict[str, Tensor]:
     """Return what an encoder reads: fewer tokens than the decoder, and half of the second row is padding; or noise."""
     if info.reads == "audio":
-        shape = [_BATCH, *(size or _SAMPLES for size in info.shape)]
+        shape = [_BATCH, *info.sized(_SAMPLES)]
         return {"source": torch.as_tensor(np.random.default_rng(1).normal(0, 0.1, shape).astype(np.float32))}
     length = max(1, min(_PROMPT_TOKENS, info.max_positions or _PROMPT_TOKENS) - 1)
     ids = np.random.default_rng(1).integers(0, vocab_size, (_BATCH, length))

@@ -76,6 +76,43 @@ class OutlierFeatures:
         return cls(int(text)) if int(text) else None
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures)
+@dataclass(frozen=True)
+class ColumnBlocks:
+    """Blocks of 16 rows by one column, most of which are zero and not stored: the rows of a tile keep the same columns.
+
+    Attributes:
+        percent: of the columns of each tile of 16 rows that are zero, above 0 and below 100.
+    """
+
+    percent: float
+    label: ClassVar[str] = "sparsity"
+    pattern: ClassVar[str] = r"_B16X1@(\d{1,2}(?:\.\d{1,2})?)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent < 100:
+            raise UsageError(f"format: {self.percent:g}% of the blocks of 16x1 are zero; give more than 0, below 100")
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_B16x1@{self.percent:g}"
+
+    @property
+    def text(self) -> str:
+        """What it leaves out, in words."""
+        return f"{self.percent:g}% of the blocks of 16 rows by 1 column are zero and not stored; a bit for each"
+
+    @classmethod
+    def read(cls, text: str) -> ColumnBlocks | None:
+        """Return the extra that the group of ``pattern`` names."""
+        return cls(float(text))
+
+    def kept(self, in_features: int, multiple: int) -> int:
+        """Count the columns that a tile keeps, rounded up to a multiple (of a chunk) as far as there are as many."""
+        left = max(1, in_features - round(self.percent / 100 * in_features))
+        return min(in_features, -(-left // multiple) * multiple)
+
+
+Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks
+EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks)
 """All kinds, in the order of their suffixes in a name."""

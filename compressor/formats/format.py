@@ -11,7 +11,8 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 ``A8`` and the like, ``W4AFP8_E4M3_G128``, ``MXFP4_AMXFP4``, ``W8A8_STATIC`` and ``W4A4_G128_AG128`` round them
 (:mod:`compressor.formats.activations`). ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
-al. 2022, LLM.int8(), arXiv 2208.07339), in float as well.
+al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
+zero and not stored.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -44,6 +45,11 @@ and their number is the percentage of rows and columns filled up to tiles and ch
     float_columns    int32    [columns]
     float_values     float16  [ceil(out / 16), columns, 16]
 
+Where blocks are left out, every tile of 16 rows keeps as many columns, and all above is of these alone, in their order;
+groups are of kept columns. A bit says which: column ``c`` is bit ``c % 8`` of byte ``c // 8``::
+
+    kept             uint8    [ceil(out / 16), 8 * ceil(in / 64)]
+
 Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
 FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
 """
@@ -59,8 +65,8 @@ from typing import ClassVar, TypeVar
 from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.formats.extras import EXTRAS, Extra, OutlierFeatures, Outliers
-from compressor.formats.names import Terms, read_name, write_name
+from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, OutlierFeatures, Outliers
+from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
 from compressor.formats.weights import (
     BitPlanes,
@@ -74,7 +80,6 @@ from compressor.formats.weights import (
     ScaleType,
     StandardScales,
     Strategy,
-    TensorScale,
     Weights,
 )
 
@@ -111,6 +116,17 @@ class Format:
             raise UsageError(f"format: extras {', '.join(kind.__name__ for kind in kinds)}; one of a kind, in order")
         if OutlierFeatures in kinds and not isinstance(self.weights, Integers | BitPlanes):
             raise UsageError("format: columns in float16 stand beside integers")
+        if ColumnBlocks in kinds:
+            self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        wrong = "floats beside the codes" if len(self.extras) > 1 else ""
+        wrong = wrong or ("bit planes" if isinstance(self.weights, BitPlanes) else "")
+        wrong = wrong or ("scales of blocks or of the tensor" if self.strategy in ("block", "tensor") else "")
+        wrong = wrong or ("E4M3 scales" if self.scale_type == "E4M3" else "")
+        wrong = wrong or ("activations in groups" if self.activations and self.activations.group_size else "")
+        if wrong:
+            raise UsageError(f"format: {self.extras[-1].suffix} leaves columns out, and cannot have {wrong}")
 
     def _check_scales(self) -> None:
         weights, scales = self.weights, self.scales
@@ -168,6 +184,11 @@ class Format:
     def without_outliers(self) -> Format:
         """The same without what is stored as floats."""
         return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, Outliers | OutlierFeatures)))
+
+    @property
+    def of_kept(self) -> Format:
+        """The format of the columns that a tile keeps; the same where all are kept."""
+        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, ColumnBlocks)))
 
     def with_extra(self, extra: Extra) -> Format:
         """Return the same with this extra, in place of another of its kind."""
@@ -284,13 +305,18 @@ class Format:
         """32-bit words a row and chunk."""
         return self.chunk_columns * self.bits // 32
 
+    def stored_columns(self, in_features: int) -> int:
+        """Columns of a row that are stored: those that its tile keeps, all where the format leaves none out."""
+        blocks = self.extra(ColumnBlocks)
+        return in_features if blocks is None else blocks.kept(in_features, self.chunk_columns)
+
     def chunks(self, in_features: int) -> int:
         """Chunks a row of ``in_features`` columns."""
-        return -(-in_features // self.chunk_columns)
+        return -(-self.stored_columns(in_features) // self.chunk_columns)
 
     def columns(self, in_features: int) -> int:
-        """Columns a group (the whole row without groups)."""
-        return self.group_size or in_features
+        """Columns a group, of those that are stored (the whole row without groups)."""
+        return self.group_size or self.stored_columns(in_features)
 
     def grid_rows(self, out_features: int) -> int:
         """Neighbouring rows that share their grids."""
@@ -303,7 +329,7 @@ class Format:
 
     def groups(self, in_features: int) -> int:
         """Scales a row of ``in_features`` columns."""
-        return -(-in_features // self.columns(in_features))
+        return -(-self.stored_columns(in_features) // self.columns(in_features))
 
     def parts(self, out_features: int, in_features: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return type (as numpy calls it) and shape of each tensor that an [out, in] weight is stored as."""
@@ -314,37 +340,5 @@ class Format:
         return sum(map(part_bytes, self.parts(out_features, in_features).values()))
 
 
-def _presets() -> dict[str, Format]:
-    dense = (None, Activations())
-    integers = [
-        Format(Integers(bits, symmetric), GroupScales(size), act)
-        for bits in (2, 3, 4, 5, 6, 7, 8)
-        for act in dense
-        for symmetric in (True, False)
-        for size in (32, 64, 128)
-    ]
-    integers += [
-        Format(Integers(bits, symmetric), scales, act)
-        for bits in (4, 8)
-        for act in dense
-        for symmetric in (True, False)
-        for scales in (ChannelScales(), TensorScale())
-    ]
-    names = [fmt.name for fmt in integers]
-    floats = ("FP8_E4M3", "FP8_E5M2", "FP6_E3M2", "FP6_E2M3", "FP4_E2M1", "FP4_E1M2", "FP4_E3M0")
-    names += [f"{name}{suffix}" for name in floats for suffix in ("_G32", "_G64", "_G128", "_C")]
-    names += ["NF4_G32", "NF4_G64", "NF4_G128", "NVFP4", "MXFP4"]
-    names += [f"MX{name}" for name in floats[:4]]
-    names += [f"LUT{bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "_G128", "_S0.45")]
-    names += ["W8A8_B128", "FP8_E4M3_B128", "FP8_E4M3_B128_AFP8_E4M3_AG128"]
-    names += [f"BIP{bits}{side}_G128" for bits in range(1, 9) for side in ("A16", "A8")]
-    names += [f"{grid}{side}_G128" for grid in ("BIP2", "BAL2") for side in ("A2", "A4")]
-    names += ["BIP1A1_G128", "BAL1A16_G128", "BAL1A8_G128", "BAL2A16_G128", "BAL2A8_G128", "BIP4A4_G128"]
-    names += ["W4A4_G128", "W6A6_G128", "W8A8_STATIC", "W4A8_G128_AG128", "W4A4_G128_AG128", "W4AFP8_E4M3_G128"]
-    names += ["FP8_E4M3_AFP8_E4M3", "FP8_E4M3_AFP8_E4M3_STATIC", "FP8_E5M2_AFP8_E5M2", "FP4_E2M1_G128_AFP4_E2M1_STATIC"]
-    names += ["MXFP4_AMXFP4", "MXFP6_E2M3_AMXFP6_E2M3", "MXFP8_E4M3_AMXFP8_E4M3", "NVFP4_ANVFP4"]
-    return {fmt.name: fmt for fmt in map(Format.parse, names)}
-
-
-FORMATS: Mapping[str, Format] = MappingProxyType(_presets())
+FORMATS: Mapping[str, Format] = MappingProxyType({fmt.name: fmt for fmt in map(Format.parse, PRESETS)})
 """The presets that ``compress list formats`` shows; :meth:`Format.parse` reads any other size as well."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.elements import Element
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TILED
 
@@ -138,6 +139,11 @@ def _every_byte(value: int) -> int:
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
+    if fmt.extra(ColumnBlocks) is not None:
+        kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+        for which, values in coded_rows(kept_part(packed)):
+            yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
+        return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
@@ -151,6 +157,26 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
             continue
         scale, zero = _spread_out(scales, zeros, packed)
         yield slice(begin, end), unscaled(codes, zero, fmt).mul_(scale)
+
+
+def kept_part(packed: PackedWeight) -> PackedWeight:
+    """Return the columns that the tiles of a weight keep, as a weight [out, kept] of their own."""
+    parts = {name: part for name, part in packed.parts.items() if name != "kept"}
+    fmt, (rows, columns) = packed.format, packed.shape
+    return PackedWeight(parts, fmt.of_kept, (rows, fmt.stored_columns(columns)))
+
+
+def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: ColumnBlocks) -> PackedWeight:
+    """Return the weight [out, in] of which only some columns of each tile are stored; undone by :func:`kept_part`.
+
+    Args:
+        kept: [out, kept], the columns that are stored, as many as the format keeps of ``in_features``.
+        columns: int64 [tiles, kept], rising, which they are.
+    """
+    fmt, rows = kept.format.with_extra(blocks), kept.shape[0]
+    if columns.shape != (-(-rows // TILE_ROWS), fmt.stored_columns(in_features)):
+        raise ValueError(f"{fmt.name} of {rows} x {in_features} does not keep columns {tuple(columns.shape)}")
+    return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features)}, fmt, (rows, in_features))
 
 
 def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
@@ -258,3 +284,35 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
         for part, (kind, shape) in fmt.parts(rows, columns).items()
     }
     return PackedWeight(parts, fmt, (rows, columns))
+
+
+def to_bits(columns: Tensor, in_features: int) -> Tensor:
+    """Return a bit for each column: int64 [tiles, kept] -> uint8 [tiles, 8 * ceil(in / 64)]."""
+    flags = torch.zeros(len(columns), in_features, dtype=torch.uint8).scatter_(1, columns, 1)
+    octets = pad(flags, (0, -in_features % 64)).view(len(columns), -1, 8)
+    return (octets << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
+def from_bits(bits: Tensor, kept: int) -> Tensor:
+    """Undo :func:`to_bits`: the columns rise.  No size depends on data, so that operators can be followed without any.
+
+    Returns:
+        int64 [tiles, kept].
+    """
+    flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    first = (1 - flags.flatten(1).to(torch.int8)).argsort(dim=1, stable=True)
+    return first[:, :kept]
+
+
+def put_columns(values: Tensor, columns: Tensor, in_features: int) -> Tensor:
+    """Put kept columns where they belong, with zeros between them.
+
+    Args:
+        values: float [rows, kept], rows of whole tiles of 16 but for the last.
+        columns: int64 [tiles, kept].
+    Returns:
+        float [rows, in].
+    """
+    tiles = columns[: -(-len(values) // TILE_ROWS)]  # those behind are of rows behind
+    places = tiles.repeat_interleave(TILE_ROWS, dim=0)[: len(values)]
+    return values.new_zeros(len(values), in_features).scatter(1, places, values)

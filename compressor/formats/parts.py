@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from compressor.formats.extras import Extra, OutlierFeatures
+from compressor.formats.extras import ColumnBlocks, Extra, OutlierFeatures
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
@@ -73,7 +73,7 @@ class Part:
     name: str
     stored: Callable[[Layout, int, int], Stored | None]
     is_tiled: bool = False
-    timing_fill: Literal[0, 1, "even"] = 0
+    timing_fill: Literal[0, 1, 255, "even"] = 0
 
 
 def _tiles(out_features: int) -> int:
@@ -135,6 +135,10 @@ def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
     return ("float16", (_tiles(rows), features.count, TILE_ROWS)) if features else None
 
 
+def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return ("uint8", (_tiles(rows), -(-columns // 64) * 8)) if fmt.extra(ColumnBlocks) else None
+
+
 PART_TABLE = (
     Part("codes", _codes, is_tiled=True),
     Part("scales", _scales, is_tiled=True, timing_fill=1),
@@ -147,6 +151,7 @@ PART_TABLE = (
     Part("outlier_values", _outlier_values),
     Part("float_columns", _float_columns),
     Part("float_values", _float_values),
+    Part("kept", _kept, is_tiled=True, timing_fill=255),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)

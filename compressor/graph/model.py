@@ -43,11 +43,32 @@ class SourceInfo:
     features: Mapping[str, Any] = field(default_factory=dict)
     min_positions: int = 1
 
+    def sized(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of one sound of about so many samples, of which a frame of features has 160."""
+        varying = samples if len(self.shape) == 1 else samples // 160
+        return tuple(size or varying for size in self.shape)
+
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> SourceInfo:
         """Return what a bundle's manifest says."""
         known: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items()}
         return cls(**known)
+
+
+@dataclass(frozen=True)
+class PairInfo:
+    """Facts about a model that embeds pictures and texts.  Similarities are ``scale * product + bias``.
+
+    Attributes:
+        scale, bias: of similarities, from the model's weights; 1 and 0 where these were not read.
+        pad_id: token that fills texts up.
+        is_filled: texts are filled up to the model's positions and nothing is hidden; else a mask hides what is filled.
+    """
+
+    scale: float = 1.0
+    bias: float = 0.0
+    pad_id: int = 0
+    is_filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,7 @@ class ModelInfo:
     class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
     encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq
+    pair: PairInfo | None = None  # of a model of pictures with texts, whose kind is module
 
     @property
     def hears(self) -> bool:

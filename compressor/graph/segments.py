@@ -77,7 +77,9 @@ def shared_nodes(graph: GraphModule) -> list[Node]:
 def _token_nodes(graph: GraphModule) -> list[Node]:
     """Find the nodes whose values depend on the tokens (for a plain module: on any input), not on its shape alone."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    roots = {node for node in inputs if node.target in ("ids", SOURCE)} or set(inputs)
+    info = graph.meta.get("model")
+    names = ("pictures", "ids") if info is not None and info.pair is not None else ("ids", SOURCE)
+    roots = {node for node in inputs if node.target in names} or set(inputs)
     found: dict[Node, None] = {}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):

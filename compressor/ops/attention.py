@@ -114,7 +114,14 @@ def _(
 
 @operator("masked_attention")
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int = 0, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    window: int = 0,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute bidirectional attention with padding, for encoders, and of a decoder over its encoder's output.
 
@@ -124,12 +131,15 @@ def masked_attention(
         scale: factor on the scores.
         window: keys no further away than ``window - 1`` positions, on either side; 0 means all.
         bias: float32 [B or 1, H or 1, S or 1, N], added to the scaled scores; or None.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the bias; 0 means none.
     Returns:
         float32 [B, S, H, D]; 0 for a query that sees nothing, which only padding does.
     """
     repeat, length = q.shape[1] // k.shape[1], k.shape[2]
     keys, values = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = (q @ keys.transpose(2, 3)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     hidden = torch.zeros(length, dtype=torch.bool) if mask is None else mask[:, None, None, :] == 0
@@ -147,7 +157,14 @@ def masked_attention(
 
 @masked_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, window: int = 0, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    window: int = 0,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)

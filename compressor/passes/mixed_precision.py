@@ -83,8 +83,13 @@ class MixedPrecision(Pass):
         return sorted(map(Format.parse, self.schemes), key=lambda fmt: (fmt.packed_bytes(4096, 4096), fmt.name))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse a budget of divergence for anything but decoders."""
+        """Refuse a budget of divergence for anything but decoders, and models of two outputs."""
         info: ModelInfo = graph.meta["model"]
+        if info.pair is not None:
+            raise UsageError(
+                f"mixed_precision: {info.name} has two outputs, of pictures and of texts, and sensitivities are those "
+                "of one; take gptq"
+            )
         if self.budget.kind == "kl_divergence" and info.kind != "decoder":
             raise UsageError(
                 f"mixed_precision: {self.budget}: {info.name} is not a decoder, and its sensitivities are not "

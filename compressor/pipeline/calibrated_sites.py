@@ -30,13 +30,13 @@ class Quantized:
     """A linear's weight as it will be stored, and what its record says.
 
     Attributes:
-        error, rtn_error: relative squared error of the outputs, and that of round to nearest.
+        error, rtn_error: relative squared error of the outputs, and that of round to nearest, where it is measured.
         notes: whatever the user should know.
     """
 
     packed: PackedWeight
     error: float
-    rtn_error: float
+    rtn_error: float | None
     notes: Sequence[str] = ()
 
 

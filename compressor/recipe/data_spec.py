@@ -38,6 +38,7 @@ _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "sha256": ("text", "json", "parquet", "images"),
     **dict.fromkeys(("mean", "std", "resize", "crop"), ("images", "parquet", "hub")),
     "label": ("parquet", "hub"),
+    **dict.fromkeys(("classes", "template", "captions"), ("images", "parquet", "hub", None)),
     "limit": ("images", "audio", "parquet", "hub", None),
     **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
 }
@@ -84,6 +85,9 @@ class DataSource(Section):
         field: the field or column that holds the text (JSON, parquet, hub; of sounds too) or the pictures (then
             ``image`` by default).
         label: the column that holds the pictures' classes (parquet, hub).
+        classes: names of the classes, in the order of their numbers, for models of pictures with texts; ``template``
+            makes a text of each, with the name in place of ``{}``.
+        captions: text files, one caption a line, that such models are calibrated on; the classes' texts unless given.
         held_out: reserved for evaluation; calibration refuses it.
         sha256: of the files' bytes, one file after another; checked by :meth:`find_files`.
     """
@@ -105,6 +109,9 @@ class DataSource(Section):
     split: StrictStr = "train"
     field: StrictStr = "text"
     label: StrictStr = "label"
+    classes: Names | None = None
+    template: StrictStr = "a photo of a {}."
+    captions: Names | None = None
     held_out: StrictBool = False
     sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
@@ -117,6 +124,10 @@ class DataSource(Section):
         if len(given) > 1 or (not given and self._needs_source()):
             found = f"found {' and '.join(given)}" if given else "found none"
             raise ValueError(f"give exactly one of {', '.join(SOURCE_KEYS)}; {found}")
+        if self.template.count("{}") != 1:
+            raise ValueError(
+                f"template {self.template!r:.80} has no place for a class's name, or several; write one {{}}"
+            )
         chosen = given[0] if given else None
         for key, kinds in _FITTING.items():
             if chosen not in kinds and self.changes(key):
@@ -156,22 +167,37 @@ class DataSource(Section):
         where = self._where or f"{self.kind}"
         found = []
         for name in self.files:
-            folders = (self._folder, Path(), resource("calibration"))
-            places = dict.fromkeys((folder / name).absolute() for folder in folders)
-            path = next((place for place in places if is_file(place)), None)
-            if path is None:
-                folder = next((place for place in places if place.is_dir()), None)
-                if folder is not None and self.kind in ("images", "audio") and self.sha256 is None:
-                    found.append(folder)
-                    continue
-                if folder is not None:
-                    why = "`sha256` is for files" if self.kind == "images" else "name files in it"
-                    raise RecipeError(f"{where}: {folder} is a folder; {why}")
-                raise RecipeError(f"{where}: {name!r} is missing; looked at {' and '.join(map(str, places))}")
-            found.append(path)
+            places = self._places(name)
+            folder = next((place for place in places if place.is_dir()), None)
+            if folder is None or any(map(is_file, places)):
+                found.append(self._find(name, where))
+            elif self.kind in ("images", "audio") and self.sha256 is None:
+                found.append(folder)
+            else:
+                why = "`sha256` is for files" if self.kind == "images" else "name files in it"
+                raise RecipeError(f"{where}: {folder} is a folder; {why}")
         if self.sha256 is not None:
             self._check_hash(found, where)
         return tuple(found)
+
+    def find_captions(self) -> tuple[Path, ...]:
+        """Return the absolute paths of the files with captions, searched as :meth:`find_files` does.
+
+        Raises:
+            RecipeError: one is missing.
+        """
+        return tuple(self._find(name, f"{self._where}, captions") for name in self.captions or ())
+
+    def _find(self, name: str, where: str) -> Path:
+        places = self._places(name)
+        found = next((place for place in places if is_file(place)), None)
+        if found is None:
+            raise RecipeError(f"{where}: {name!r} is missing; looked at {' and '.join(map(str, places))}")
+        return found
+
+    def _places(self, name: str) -> list[Path]:
+        folders = (self._folder, Path(), resource("calibration"))
+        return list(dict.fromkeys((folder / name).absolute() for folder in folders))
 
     def _check_hash(self, files: list[Path], where: str) -> None:
         digest = hashlib.sha256()

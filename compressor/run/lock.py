@@ -97,6 +97,7 @@ class Lock:
         """Add the calibration samples as they were drawn, and the data to evaluate on."""
         from compressor.data.embedding_texts import Texts
         from compressor.data.images import Images
+        from compressor.data.pairs import ZeroShot
         from compressor.data.sounds import Sounds
         from compressor.data.text import tokens_sha256
 
@@ -105,7 +106,7 @@ class Lock:
             self.facts["evaluation"] = {"images": len(data), "sha256": data.sha256}
         elif isinstance(data, Sounds):
             self.facts["evaluation"] = {"sounds": len(data), "sha256": data.sha256}
-        elif isinstance(data, Texts):
+        elif isinstance(data, Texts | ZeroShot):
             self.facts["evaluation"] = data.facts()
         else:
             self.facts["evaluation"] = None if data is None else {"tokens": len(data), "sha256": tokens_sha256(data)}

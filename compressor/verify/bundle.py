@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -244,14 +244,18 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
 
     The weight's own shape is not stored, only its whole tiles and chunks.  All widths that fill these chunks take the
     same bytes, except that the type of ``outlier_columns`` may change between the narrowest and the widest of them.
+    Where blocks are left out, the bits say the width but for 64 columns.
     """
     fmt = Format.parse(name)
     found = {part: (kind, shape) for part, (kind, shape, _) in parts.items()}
     tiles, chunks = (*found.get("codes", ("", []))[1], 0, 0)[:2]
     rows, widest = tiles * TILE_ROWS, chunks * fmt.chunk_columns
+    widths: Iterable[int] = (widest, widest - fmt.chunk_columns + 1)
+    if len(bits := found.get("kept", ("", []))[1]) == 2:  # a bit for each column
+        widths = range(8 * bits[1], max(0, 8 * bits[1] - 64), -1)
     layouts = {
         columns: {part: (SAFETENSORS_TYPES[kind], list(shape)) for part, (kind, shape) in stored.items()}
-        for columns in (widest, widest - fmt.chunk_columns + 1)
+        for columns in widths
         if rows * widest and (stored := fmt.parts(rows, columns))
     }
     matching = [columns for columns, layout in layouts.items() if layout == found]

@@ -19,8 +19,8 @@ class RowScales:
         return cls()
 
 
-Extra: TypeAlias = RowScales | Outliers | OutlierFeatures
-EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures)
+Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks
+EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures, ColumnBlocks)
 '''
 
 PART = """def _row_scales(fmt: Layout, rows: int, _columns: int) -> Stored | None:
@@ -94,8 +94,10 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     extras, parts = "compressor/formats/extras.py", "compressor/formats/parts.py"
     packing, nearest = "compressor/formats/packing.py", "compressor/numerics/nearest.py"
     kernel, test = "compressor/codegen/kernels/linear/packed.py", "tests/formats/test_row_scales.py"
-    before = "Extra: TypeAlias = Outliers | OutlierFeatures\n"
-    scratch.edit(extras, before + "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures)\n", EXTRA)
+    before = "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks\n"
+    scratch.edit(
+        extras, before + "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks)\n", EXTRA
+    )
     scratch.edit(parts, "PART_TABLE = (\n", PART)
     scratch.edit(parts, "from compressor.formats.extras import", "from compressor.formats.extras import RowScales,")
     spread = "unscaled(codes, zero, fmt).mul_(scale)\n"
@@ -108,8 +110,12 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     imported = "from compressor.formats.format import Format\n"
     added = "from compressor.formats.extras import RowScales\n"
     scratch.edit(nearest, imported, added + imported + "from compressor.formats.parts import TILE_ROWS\n")
-    scratch.edit(kernel, "_EXTRAS = (Outliers, OutlierFeatures)", "_EXTRAS = (Outliers, OutlierFeatures, RowScales)")
-    scratch.edit(kernel, "import OutlierFeatures, Outliers", "import OutlierFeatures, Outliers, RowScales")
+    scratch.edit(
+        kernel,
+        "_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks",
+        "_EXTRAS = (Outliers, OutlierFeatures, RowScales, ColumnBlocks",
+    )
+    scratch.edit(kernel, "OutlierFeatures, Outliers\n", "OutlierFeatures, Outliers, RowScales\n")
     factor = "out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)\n"
     scratch.edit(kernel, factor, factor + MULTIPLICATION)
     scratch.write(test, TEST)

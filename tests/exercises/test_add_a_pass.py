@@ -29,7 +29,7 @@ def two_of_four(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Magnitude(Pass):
+class TwoFour(Pass):
     """Set the two smallest of every four weights to zero; the weights stay dense.
 
     Attributes:
@@ -42,17 +42,17 @@ class Magnitude(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Mask every matched linear."""
-        for site in choose_sites(graph, "magnitude", None, self.targets, self.ignore):
+        for site in choose_sites(graph, "two_four", None, self.targets, self.ignore):
             weight = graph.get_parameter(site.weight_name).detach()
             masked = torch.where(two_of_four(weight.float()), weight, 0)
             error = float((weight - masked).float().square().sum() / weight.float().square().sum())
-            change_site(graph, ctx, site, masked, "magnitude", error=error, notes=["2:4"])
+            change_site(graph, ctx, site, masked, "two_four", error=error, notes=["2:4"])
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say that each matched linear keeps its bytes."""
         plans = []
-        for site in choose_sites(graph, "magnitude", None, self.targets, self.ignore):
+        for site in choose_sites(graph, "two_four", None, self.targets, self.ignore):
             weight = graph.get_parameter(site.weight_name)
             size = weight.numel() * weight.element_size()
             work = {"stream_byte": 12.0 * weight.numel()}
@@ -66,7 +66,7 @@ import torch
 
 from compressor.capture.capture import capture
 from compressor.graph.sites import linear_sites
-from compressor.passes.magnitude import Magnitude, two_of_four
+from compressor.passes.two_four import TwoFour, two_of_four
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
@@ -84,7 +84,7 @@ def test_two_of_four() -> None:
 def test_every_linear_is_masked() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
     context = Context()
-    graph = Pipeline([Magnitude()], [VerifyStages()]).run(capture(module, (torch.zeros(3, 40),)), context)
+    graph = Pipeline([TwoFour()], [VerifyStages()]).run(capture(module, (torch.zeros(3, 40),)), context)
     assert [record.format for record in context.records] == ["", ""]
     assert all(float((graph.get_parameter(s.weight_name) == 0).float().mean()) == 0.5 for s in linear_sites(graph))
 '''
@@ -93,25 +93,25 @@ RECIPE = """# 2:4 by magnitude, then 4 bits: what is pruned stays zero, since ze
 model: reference
 evaluation: python_docs_heldout
 passes:
-  - magnitude: {ignore: lm_head}
+  - two_four: {ignore: lm_head}
   - rtn: {scheme: W4A16_G128, targets: Linear, ignore: lm_head}
 target: x86
 """
 
 
 def test_a_pass_that_masks_weights_takes_three_files(scratch: Any, small_llama: Path) -> None:
-    scratch.write("compressor/passes/magnitude.py", SOURCE)
-    scratch.write("tests/passes/test_magnitude.py", TEST)
-    scratch.write("recipes/magnitude_w4a16_g128_x86.yaml", RECIPE)
-    assert "magnitude" in scratch.compress("list", "passes")
+    scratch.write("compressor/passes/two_four.py", SOURCE)
+    scratch.write("tests/passes/test_two_four.py", TEST)
+    scratch.write("recipes/two_four_w4a16_g128_x86.yaml", RECIPE)
+    assert "two_four" in scratch.compress("list", "passes")
     bundle = str(scratch.folder.parent / "bundle")
     options = ("--model", str(small_llama), "--set", "passes.rtn.scheme=W4A16_G32", "--target", "null", "-o", bundle)
-    shown = scratch.compress("run", "magnitude_w4a16_g128_x86", "--time-passes", *options)
-    assert "magnitude" in shown
+    shown = scratch.compress("run", "two_four_w4a16_g128_x86", "--time-passes", *options)
+    assert "two_four" in shown
     # Nothing else had to be edited: the tests of the house and of the documentation hold.
-    scratch.python("-m", "pytest", "-q", "tests/passes/test_magnitude.py", "tests/test_house.py", "tests/test_docs.py")
+    scratch.python("-m", "pytest", "-q", "tests/passes/test_two_four.py", "tests/test_house.py", "tests/test_docs.py")
     assert sorted(scratch.changed()) == [
-        "compressor/passes/magnitude.py",
-        "recipes/magnitude_w4a16_g128_x86.yaml",
-        "tests/passes/test_magnitude.py",
+        "compressor/passes/two_four.py",
+        "recipes/two_four_w4a16_g128_x86.yaml",
+        "tests/passes/test_two_four.py",
     ]

@@ -126,7 +126,6 @@ def test_modules_that_do_not_return_tensors(give: Any, message: str, tmp_path: P
 @pytest.mark.parametrize(
     ("give", "operator"),
     [
-        (lambda x, y: torch.where(x > 0, y, 2.0), "where.ScalarOther"),
         (lambda x, y: y.sort()[0], "sort.default"),
         (lambda x, y: torch.fft.fft(y).real, "fft_fft.default"),
     ],

@@ -44,6 +44,17 @@ _T5_SIZES = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 24,
 }
+_GEMMA_SIZES = {
+    **{key: value for key, value in _IDS.items() if key != "decoder_start_token_id"},
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 4,
+    "max_position_embeddings": POSITIONS,
+}
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "BART": ("Bart", _SIZES),
     "Marian": ("Marian", {**_SIZES, "decoder_start_token_id": 0}),
@@ -56,6 +67,7 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("T5", _T5_SIZES),
     "FLAN-T5": ("T5", {**_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mT5": ("MT5", {**_T5_SIZES, "tie_word_embeddings": False}),
+    "T5Gemma": ("T5Gemma", {**_IDS, "encoder": _GEMMA_SIZES, "decoder": _GEMMA_SIZES}),
     "UMT5": ("UMT5", {**_T5_SIZES, "tie_word_embeddings": False}),
 }
 
@@ -84,6 +96,16 @@ SPEECH: dict[str, tuple[str, dict[str, Any]]] = {
             "max_target_positions": POSITIONS,
             "suppress_tokens": [],
             "begin_suppress_tokens": [2],
+        },
+    ),
+    "Speech2Text": (
+        "Speech2Text",
+        {
+            **_SIZES,
+            "input_feat_per_channel": 8,
+            "conv_channels": 32,
+            "max_source_positions": 200,
+            "max_target_positions": POSITIONS,
         },
     ),
 }
@@ -130,11 +152,18 @@ def relative(got: Any, expected: Any) -> float:
 def save(folder: Path, cls: str, options: dict[str, Any]) -> Any:
     """Save a family's model in a folder with a tokenizer, and return it."""
     model = make(cls, options)
+    if cls == "Whisper":  # of many languages, as those of the hub
+        words = {"lang_to_id": {"<|en|>": 90, "<|de|>": 91}, "task_to_id": {"transcribe": 92, "translate": 93}}
+        words |= {"no_timestamps_token_id": 95, "is_multilingual": True, "language": "de", "task": "translate"}
+        for key, value in {**words, "suppress_tokens": [88, 96], "begin_suppress_tokens": [2, 49]}.items():
+            setattr(model.generation_config, key, value)
     model.save_pretrained(folder)
     if cls == "Moonshine":
         transformers.Wav2Vec2FeatureExtractor(do_normalize=False).save_pretrained(folder)
     if cls == "Whisper":
         transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=320).save_pretrained(folder)
+    if cls == "Speech2Text":
+        transformers.Speech2TextFeatureExtractor(feature_size=8, num_mel_bins=8).save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -146,8 +175,9 @@ def expected_tokens(model: Any, source: torch.Tensor, count: int) -> list[int]:
 
     Of Whisper, transformers leaves what the decoder begins with out itself.
     """
+    whisper = model.config.model_type == "whisper"
     found = model.generate(source, do_sample=False, num_beams=1, max_new_tokens=count)
-    return [int(token) for token in found[0, 0 if model.config.model_type == "whisper" else 1 :]]
+    return [int(token) for token in found[0, 0 if whisper else 1 :]]
 
 
 def take_stored_weights(model: Any, bundle: Path) -> None:

@@ -23,9 +23,12 @@ from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, dequantize, pack
+from compressor.formats.packing import PackedWeight, dequantize, from_bits, kept_part, leave_out, pack
+from compressor.formats.parts import TILE_ROWS
+from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states
 from compressor.numerics.grids import round_scales
 
@@ -75,6 +78,11 @@ def tolerance(fmt: Format, isa: Isa) -> float:
 
 
 def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
+    blocks = fmt.extra(ColumnBlocks)
+    if blocks is not None:
+        count, tiles = fmt.stored_columns(columns), -(-rows // TILE_ROWS)
+        kept = torch.rand(tiles, columns, generator=rng).argsort(dim=1)[:, :count].sort(dim=1).values
+        return leave_out(random_packed(fmt.of_kept, rows, count, rng), kept, columns, blocks)
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
     zeros = torch.randint(fmt.levels, (rows, groups), generator=rng, dtype=torch.uint8)
@@ -101,6 +109,19 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     where = torch.zeros(rows * columns, dtype=torch.bool)
     where[torch.randperm(rows * columns, generator=rng)[: fmt.outliers(rows, columns)]] = True
     return add_outliers(packed, other, where.view(rows, columns), fmt.outlier_percent)
+
+
+def product_of_kept(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear tile by tile on the columns that it keeps: what is left out is not read, NaN or not."""
+    fmt, columns = packed.format, packed.shape[1]
+    kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+    weight = dequantize(kept_part(packed))
+    rounded = x if fmt.activations is None else round_activations(x, fmt.activations, packed.parts.get("input_scale"))
+    if fmt.activations is not None:  # a token with NaN has no codes
+        rounded = rounded.masked_fill(x.isnan().any(-1, keepdim=True), float("nan"))
+    tiles = [rounded[..., kept[t]] @ weight[16 * t : 16 * t + 16].T for t in range(len(kept))]
+    y = torch.cat(tiles, dim=-1)
+    return y if bias is None else y + bias
 
 
 def check_packed_linear(
@@ -137,7 +158,9 @@ def check_packed_linear(
         args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
         got = run(kernel, x, *packed.parts.values(), bias, out=(1, tokens, rows))
         close, about = SPLIT if tokens > 1 else TOLERANCE, (fmt.name, rows, columns)
-        check_special(got, OPS.packed_linear(x, *args), close, about, x)
+        blocks = fmt.extra(ColumnBlocks) is not None
+        expected = product_of_kept(x, packed, bias) if blocks else OPS.packed_linear(x, *args)
+        check_special(got, expected, close, about, x)
 
 
 def typical_output(x: torch.Tensor, packed: PackedWeight) -> float:

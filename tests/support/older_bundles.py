@@ -10,7 +10,16 @@ from pathlib import Path
 
 _MODULES = (
     *("errors", "arguments", "manifest", "cpu", "check", "vm", "tensors"),
-    *("session", "generation", "source/wave_file", "source/features", "source/encoding", "bundle", "command"),
+    *(
+        "session",
+        "generation",
+        "source/wave_file",
+        "source/features",
+        "source/encoding",
+        "source/pairs",
+        "bundle",
+        "command",
+    ),
 )
 
 

@@ -9,6 +9,7 @@ addcmul(x, y, z, value=a)           becomes      x + y * z * a          and addc
 new_full(x, shape, 0.5)             becomes      full(shape, 0.5)
 take(x, i)                          becomes      index(reshape(x, -1), i)
 narrow(x, d, begin, length)         becomes      slice(x, d, begin, begin + length)
+glu(x, d)                           becomes      the first half of x along d, times the sigmoid of the second
 multiply, subtract, divide, ...     become       mul, sub, div, ...
 clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int64)
 """
@@ -138,6 +139,18 @@ def _clamped(node: fx.Node, call: _Call) -> fx.Node:
     )
 
 
+def _axis(node: fx.Node) -> int:
+    axis: Any = node.args[1] if len(node.args) > 1 else -1
+    return int(axis % node.meta["val"].dim())
+
+
+def _gated(node: fx.Node, call: _Call) -> fx.Node:
+    dim = _axis(node)
+    half = node.meta["val"].shape[dim]
+    values, gates = (call(_aten.slice.Tensor, node.args[0], dim, i * half, (i + 1) * half) for i in range(2))
+    return call(_aten.mul.Tensor, values, call(_aten.sigmoid.default, gates))
+
+
 def _bounds(node: fx.Node) -> tuple[Any, Any]:
     """Return the bounds of a clamp by numbers."""
     if node.target is _aten.clamp_min.default:
@@ -165,6 +178,7 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.cat.default: _joined,
     _aten.im2col.default: _windows,
     _aten.take.default: _taken,
+    _aten.glu.default: _gated,
     _aten.clamp.default: _clamped,
     _aten.clamp_min.default: _clamped,
     _aten.clamp_max.default: _clamped,
@@ -188,6 +202,8 @@ class OperatorForm:
         if _FORMS.get(node.target) is _clamped:
             whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
             return node if whole and None in _bounds(node) else None
+        if _FORMS.get(node.target) is _gated and not isinstance(node.meta["val"].shape[_axis(node)], int):
+            return None
         return node if node.op == "call_function" and node.target in {**_SAME, **_FORMS} else None
 
     def check(self, match: fx.Node) -> str:

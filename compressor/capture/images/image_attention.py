@@ -1,4 +1,4 @@
-"""Let the attention of image models be one operator, with nothing masked."""
+"""Let the attention of image models be one operator; masks are made for halves that read texts alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,37 @@ _NEUTRAL = frozenset({"position_ids", "use_cache", "return_dict", "output_attent
 def use_image_attention(model: PreTrainedModel) -> None:
     """Let attention layers that go through transformers' interface call our operator; others stay as written."""
     from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     if model._supports_attention_backend:
         AttentionInterface.register(IMAGE_ATTENTION, _attend)
+        MASKS.register(IMAGE_ATTENTION, _bias)
         model.set_attn_implementation(IMAGE_ATTENTION)
+
+
+def _bias(
+    *_: Any,
+    mask_function: Any,
+    attention_mask: Tensor | None,
+    q_length: Any,
+    kv_length: Any,
+    allow_is_bidirectional_skip: bool = False,
+    **__: Any,
+) -> Tensor | None:
+    """Return what hides keys, to be added to the scores of a text: float32 [B or 1, 1, S, S]; None where nothing does.
+
+    Args:
+        mask_function: transformers', of which query sees which key, such as those in front of it.
+        attention_mask: [B, S], 1 or true for tokens and 0 or false for padding; None for pictures.
+        allow_is_bidirectional_skip: without padding, every query sees every key.
+    """
+    if attention_mask is None and allow_is_bidirectional_skip:
+        return None
+    zero, queries, keys = torch.zeros((), dtype=torch.int64), torch.arange(q_length), torch.arange(kv_length)
+    seen = torch.as_tensor(mask_function(zero, zero, queries[:, None], keys[None, :]))[None, None]
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None, :]
+    return (~seen).float() * torch.finfo(torch.float32).min
 
 
 def _attend(
@@ -40,14 +67,16 @@ def _attend(
     """Attend as transformers asks: query [B, H, S, D], key and value [B, Hkv, T, D] -> [B, S, H, D]."""
     name = type(module).__name__
     unknown = [k for k, v in others.items() if k not in _NEUTRAL and v is not None and v is not False]
-    if unknown or dropout or is_causal:
-        wanted = ", ".join([*unknown, *(["dropout"] if dropout else []), *(["causality"] if is_causal else [])])
+    is_unmasked = bool(is_causal) and attention_mask is None  # else the mask says it
+    if unknown or dropout or is_unmasked:
+        wanted = ", ".join([*unknown, *(["dropout"] if dropout else []), *(["causality"] if is_unmasked else [])])
         raise CaptureError(f"{name} asks its attention for {wanted}, which no operator here implements")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if attention_mask is None and query.shape == key.shape == value.shape:
+    if query.shape == key.shape == value.shape and (attention_mask is None or attention_mask.shape[1] == 1):
         mask = query.new_ones(query.shape[0], query.shape[2])  # every patch sees every other
-        return torch.ops.compressor.masked_attention(query, key, value, mask, scale), None
-    scores = query @ key.transpose(-1, -2) * scale  # a bias for each pair of patches: plain operators
+        bias = () if attention_mask is None else (0, attention_mask)
+        return torch.ops.compressor.masked_attention(query, key, value, mask, scale, *bias), None
+    scores = query @ key.transpose(-1, -2) * scale  # a bias for each head and pair of patches: plain operators
     if attention_mask is not None:
         scores = scores + attention_mask
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None

@@ -6,8 +6,9 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
-from compressor.capture.attention import mask_rules
+from compressor.capture.attention import MaskRequest, mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import MetaModel
 from compressor.capture.recognition.probe import Probed
@@ -17,6 +18,7 @@ from compressor.errors import CaptureError
 from compressor.graph.kinds.example_sources import example_source
 
 _TOKENS, _LONGEST = 5, 4096
+_INTERFACE = ", not through transformers' attention interface; encoder-decoders are served through it alone"
 
 
 def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
@@ -29,10 +31,8 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     """
     model, name = meta_model.model, meta_model.name
     if not meta_model.interface:
-        raise CaptureError(
-            f"{name}: {type(model).__name__} picks its attention from a table of its own, not through transformers' "
-            "attention interface; encoder-decoders are served through it alone"
-        )
+        raise CaptureError(f"{name}: {type(model).__name__} picks its attention from a table of its own{_INTERFACE}")
+    _check_experts(model, name)
     program = Seq2SeqProgram(model)
     known = inspect.signature(model.forward).parameters
     needed = ["decoder_input_ids", program.audio or "input_ids"]
@@ -43,8 +43,15 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     given = example_source(info)
     mask = given[1] if len(given) > 1 else None
     recorder = SourceRecorder(program.names, position=position, source_mask=mask)
-    with torch.no_grad(), error_context(model, name):
-        program.run(recorder, ids, torch.zeros(3, dtype=torch.int64), given[0])
+    try:
+        with torch.no_grad(), error_context(model, name):
+            program.run(recorder, ids, torch.zeros(3, dtype=torch.int64), given[0])
+    except CaptureError as error:
+        if MaskRequest.__name__ not in str(error):
+            raise
+        raise CaptureError(
+            f"{name}: {type(model).__name__} applies its masks in code of its own{_INTERFACE}"
+        ) from error
     layers = len(recorder.keys)
     if not layers or sorted(recorder.keys) != list(range(layers)) or len(recorder.crossing) != layers:
         raise CaptureError(
@@ -64,3 +71,17 @@ def probe_seq2seq(meta_model: MetaModel, positions: int) -> Probed:
     facts: dict[str, Any] = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "max_positions": positions}
     notes = (*sorted(recorder.notes), *generation_notes(meta_model.generation))
     return Probed(program, {**facts, "encoder_source": info}, False, notes)
+
+
+def _check_experts(model: nn.Module, name: str) -> None:
+    """Refuse experts that are modules of their own, each called with the rows that a loop gives it.
+
+    Raises:
+        CaptureError: names the module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleDict | nn.ModuleList) and hasattr(module, "num_experts"):
+            raise CaptureError(
+                f"{name}: {path} ({type(module).__name__}) calls its experts in code of its own, not through "
+                "transformers' interface for experts; experts are served through it alone"
+            )

@@ -22,6 +22,7 @@ _UNUSED = {  # setting -> what leaves greedy generation as it is
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "sequence_bias": (None,),
+    "return_timestamps": (None, False),
     "exponential_decay_length_penalty": (None,),
 }
 """Settings of transformers' generation that a bundle does not apply."""

@@ -83,7 +83,7 @@ def packed_routed_linear(
     # One token's activations are prepared once, unless something about that belongs to an expert.
     once = not (own or {"input_scale", "tensor_scale", "float_columns"} & set(weights.stored[0]))
     split = shape.tiles.split if shape.is_tiled and not integer else None
-    prepare = preparation(body, columns, width, has_planes, split)
+    prepare = preparation(shape.given, columns, width, has_planes, split)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
     gemv_steps, gemm_steps = weights.steps(schedule.gemv_tiles), weights.steps(schedule.gemm_tiles)
@@ -106,7 +106,7 @@ def packed_routed_linear(
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")
         operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
-        sums = T.alloc_buffer((slots, body.groups), "int32" if integer else "float32")
+        sums = T.alloc_buffer((slots, shape.given.groups), "int32" if integer else "float32")
         factor = T.alloc_buffer((slots, body.act_groups), "float32")
         if t == 1:
             single = T.meta_var(_Gathered(x, lambda slot: slot if own else T.int64(0)))

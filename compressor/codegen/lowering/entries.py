@@ -1,9 +1,17 @@
-"""Cut an encoder-decoder's graph into the two programs that a library has: what a source needs once, and each step.
+"""Cut a graph of two halves into the two programs that a library has.
+
+Of an encoder-decoder these are what a source needs once, and each step:
 
     encode: source, source_mask -> keys and values of each layer's cross-attention
     main: ids, position, keep, k_cache, v_cache, source_mask, these keys and values -> logits, new keys and values
 
-The cut is where the encoder's half (:func:`compressor.graph.kinds.encoder_decoder.encoder_nodes`) is read by the rest.
+and of a model of pictures with texts:
+
+    text: ids, mask -> text embeddings
+    main: pictures -> picture embeddings
+
+An encoder-decoder's cut is where the encoder's half (:func:`compressor.graph.kinds.encoder_decoder.encoder_nodes`) is
+read by the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +28,8 @@ from torch.fx import GraphModule, Node
 from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
+from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
 from compressor.graph.model import ModelInfo
-
-_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ def entries(graph: GraphModule) -> list[Entry]:
         VerificationError: the halves of an encoder-decoder share more than tensors.
     """
     info: ModelInfo = graph.meta["model"]
+    if info.pair is not None:
+        return _of_pair(graph, info)
     if info.encoder_source is None:
         return [Entry("main", reexport(graph), info.kind == "decoder")]
     encoder, decoder = split(graph)
@@ -54,6 +63,14 @@ def entries(graph: GraphModule) -> list[Entry]:
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
         for name, half, caches in (("encode", encoder, False), ("main", decoder, True))
     ]
+
+
+def _of_pair(graph: GraphModule, info: ModelInfo) -> list[Entry]:
+    """Export what embeds texts, and what embeds pictures, each for a batch of its own."""
+    args, shapes = graph.meta["inputs"]
+    pictures, texts = pair_halves(graph)
+    parts = (("text", texts, slice(1, 3)), ("main", pictures, slice(0, 1)))
+    return [Entry(name, export_program(half, args[own], shapes[own], info.name), False) for name, half, own in parts]
 
 
 def split(graph: GraphModule) -> tuple[GraphModule, GraphModule]:
@@ -86,44 +103,12 @@ def _half(graph: GraphModule, inside: set[Node], given: Sequence[Node], results:
         env[node] = nodes.placeholder(node.name if node in given else str(node.target))
         env[node].meta = dict(node.meta)
     output: Any = graph.graph.output_node().args[0] if results is None else tuple(results)
-    needed = _needed([n for n in output if isinstance(n, Node)], set(env))
-    batch = inputs[0] if not encoder else next(n for n in inputs if n.target == SOURCE)
-    for node in graph.graph.nodes:
-        if node not in needed or node in env or node.op in ("placeholder", "output"):
-            continue
-        if node.target is _SIZE and node.args[0].op == "placeholder" and node.args[0] not in env:
-            env[node] = nodes.call_function(_SIZE, _same_size(node, env, batch))
-        else:
-            env[node] = nodes.node_copy(node, env.__getitem__)
+    needed = needed_nodes([n for n in output if isinstance(n, Node)], set(env))
+    copy_calls(graph, nodes, env, needed)
     nodes.output(fx.node.map_arg(output, env.__getitem__))
     half = GraphModule(graph, nodes, class_name=type(graph).__name__)
     half.meta.update(graph.meta)
     return half
-
-
-def _needed(targets: list[Node], given: set[Node]) -> set[Node]:
-    """Return what the targets are computed from."""
-    found, ahead = set[Node](), list(targets)
-    while ahead:
-        node = ahead.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if node not in given:
-            ahead.extend(node.all_input_nodes)
-    return found
-
-
-def _same_size(node: Node, env: dict[Node, Node], batch: Node) -> tuple[Node, int]:
-    """Return where a half finds the size that the whole asks an input for which it lacks."""
-    size = str(node.meta["val"])
-    for source, own in env.items():
-        value = source.meta.get("val")
-        if own.op == "placeholder" and isinstance(value, Tensor):
-            for axis, other in enumerate(value.shape):
-                if str(other) == size:
-                    return own, axis
-    raise VerificationError(f"{node.name}: no input of this half has the size {size}; report it")
 
 
 def _call(half: GraphModule, info: ModelInfo) -> tuple[tuple[Any, ...], Any]:

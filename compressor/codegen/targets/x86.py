@@ -193,6 +193,19 @@ def _pshufb(lanes: int, name: str) -> Callable[[Any], Any]:
     return ones_of_bytes
 
 
+def _compress(lanes: int, kind: str) -> Callable[[Any, Any], Any]:
+    """Squeeze a register by a mask: ``vpcompressd``, or ``vpcompressb``."""
+
+    def squeeze(values: Any, mask: Any) -> Any:
+        from tvm.script import tirx as T
+
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.mask.compress")
+        zeros, bits = T.broadcast(T.Cast(kind, 0), lanes), T.reinterpret(mask, dtype=f"uint1x{lanes}")
+        return T.call_llvm_pure_intrin(name, values, zeros, bits, dtype=f"{kind}x{lanes}")
+
+    return squeeze
+
+
 AVX2 = Isa(
     "avx2",
     8,
@@ -211,20 +224,23 @@ AVX512_VNNI = Isa(
     lookup16=_permute16,
     quick_lookup=True,
     ones_of_bytes=_pshufb(16, "llvm.x86.avx512.pshuf.b.512"),
+    squeeze=_compress(16, "int32"),
 )
 AVX512_VPOPCNTDQ = replace(
     AVX512_VNNI,
     name="avx512_vpopcntdq",
     mcpu="icelake-server",
-    cpu_flags=(*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg"),
+    cpu_flags=(*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg", "avx512_vbmi2"),
     count_ones=_vpopcntd,
+    squeeze_bytes=_compress(64, "int8"),
 )
-"""Only by name: what it adds serves bit planes alone, and its bundles run on fewer machines."""
+"""Only by name: what it adds serves bit planes and blocks of columns, and its bundles run on fewer machines."""
 AMX = replace(
     AVX512_VNNI,
     name="amx",
-    cpu_flags=(*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16"),
-    mattr=("+amx-tile", "+amx-int8", "+amx-bf16"),
+    cpu_flags=(*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16", "avx512_vbmi2"),
+    mattr=("+amx-tile", "+amx-int8", "+amx-bf16", "+avx512vbmi2"),
+    squeeze_bytes=_compress(64, "int8"),
     matrix_unit="amx",
 )
 

@@ -29,7 +29,7 @@ _SIZE = torch.ops.aten.sym_size.int
 
 @dataclass(frozen=True)
 class Pair:
-    """What an encoder hears, and the tokens that the decoder reads beside it.
+    """What an encoder hears, and the tokens that the decoder reads beside it; or a picture, and its caption's tokens.
 
     Attributes:
         source: float32 [1, ...].
@@ -41,9 +41,11 @@ class Pair:
 
 
 Batch: TypeAlias = Tensor | Pair
-"""What a graph runs on at once: ids int64 [B, S]; a plain module's inputs float32 [B, ...]; sound with its tokens."""
+"""What a graph runs on at once: ids int64 [B, S]; a plain module's inputs float32 [B, ...]; sound, or a picture, with
+tokens."""
 SampleInputs: TypeAlias = Tensor | Sequence[Pair]
-"""All of a calibration's samples: ids or inputs in one tensor, or sounds with their tokens, each of its own length."""
+"""All of a calibration's samples: ids or inputs in one tensor, or sounds or pictures with their tokens, each of
+its own length."""
 
 
 def tokens_of(batch: Batch) -> Tensor:
@@ -81,7 +83,7 @@ def priced_source(info: ModelInfo, batch: int, tokens: int) -> list[Tensor]:
     """Return the encoder's inputs for estimates: so many tokens, or ten seconds of sound."""
     if info.encoder_source is None or info.encoder_source.reads == "tokens":
         return source_inputs(info, torch.zeros(batch, tokens, dtype=torch.int64))
-    return [torch.zeros(batch, *(size or _SAMPLES for size in info.encoder_source.shape))]
+    return [torch.zeros(batch, *info.encoder_source.sized(_SAMPLES))]
 
 
 def encoder_nodes(graph: GraphModule) -> list[Node]:

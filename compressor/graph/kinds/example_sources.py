@@ -12,16 +12,15 @@ from torch.export import Dim, ExportedProgram
 from compressor.graph.kinds.encoder_decoder import SOURCE
 from compressor.graph.model import ModelInfo, SourceInfo
 
-_TOKENS, _SAMPLES, _FRAMES = 6, 4000, 64  # of an example; sound must be longer than what its convolutions look at
+_TOKENS, _SAMPLES = 6, 4000  # of an example; sound must be longer than what its convolutions look at
 
 
 def example_source(info: SourceInfo) -> list[Tensor]:
     """Return an example of the encoder's inputs for a batch of 2, and the mask for text."""
-    varying = _TOKENS if info.reads == "tokens" else _SAMPLES if len(info.shape) == 1 else _FRAMES
-    shape = (2, *(size or varying for size in info.shape))
     if info.reads == "tokens":
+        shape = (2, _TOKENS)
         return [torch.full(shape, 3), torch.ones(shape, dtype=torch.float32)]
-    return [torch.zeros(shape, dtype=torch.float32)]
+    return [torch.zeros(2, *info.sized(_SAMPLES))]
 
 
 def with_least_source(info: ModelInfo, program: ExportedProgram) -> ModelInfo:

@@ -33,6 +33,7 @@ from compressor_runtime.manifest import (
 )
 from compressor_runtime.session import Session
 from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
+from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
@@ -126,23 +127,27 @@ class Bundle:
         """
         if self.kind != "module":
             raise RequestError(f"{self.path}: holds a {self.kind}; only a plain module is run on arrays")
-        result = self._run([array(f"input {i}", x) for i, x in enumerate(inputs)])
+        arrays = [array(f"input {i}", x) for i, x in enumerate(inputs)]
+        result = self._run(arrays) if "pair" not in self.model else run_pair(self.model, self._run, arrays)
         names: list[str] | None = self.model.get("outputs")
         if names is None:
             return result
         return dict(zip(names, result if isinstance(result, list) else [result], strict=True))
 
-    def _run(self, arrays: list[NDArray[Any]]) -> Any:
-        check_inputs(self.model.get("inputs"), arrays)
+    def _run(self, arrays: list[NDArray[Any]], entry: str = "main") -> Any:
+        inputs = self.model.get("inputs")
+        check_inputs(inputs if "pair" not in self.model else inputs[INPUTS[entry]], arrays)
         try:
-            return self._run_parts(arrays)
+            return self._run_parts(arrays, entry)
         except (RuntimeError, TypeError, ValueError) as error:  # what the kernels' entry compares
             reason = str(error).strip().splitlines()
             raise RequestError(
                 f"{self.path}: the kernels refuse these arrays: {reason[-1] if reason else error}"
             ) from error
 
-    def _run_parts(self, arrays: list[NDArray[Any]]) -> Any:
+    def _run_parts(self, arrays: list[NDArray[Any]], entry: str) -> Any:
+        if entry != "main":
+            return self.call(*map(to_tvm, arrays), entry=entry)
         count = self._parts(arrays)
         if count <= 1:
             return self.call(*map(to_tvm, arrays))
@@ -159,6 +164,26 @@ class Bundle:
             return 1
         each = entry_bytes * (int(arrays[0].shape[1]) if self.kind == "encoder" else 1)
         return -(-len(arrays[0]) // max(1, self.threads * _PART_BYTES // max(1, each)))
+
+    def embed_pictures(self, pictures: ArrayLike) -> NDArray[np.float32]:
+        """Return embeddings of length 1, float32 [B, D], of pictures float32 [B, channels, height, width].
+
+        Raises:
+            RequestError: the bundle embeds no pictures, or they have another size.
+        """
+        return embed_pictures(self.model, self._run, pictures)
+
+    def embed_texts(self, texts: str | Iterable[str] | ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float32]:
+        """Return embeddings of length 1, float32 [B, D], of texts, or of token ids [B, S] with a mask as of `encode`.
+
+        Raises:
+            RequestError: the bundle embeds no pictures with texts, a text is too long, or ids are out of range.
+        """
+        return embed_texts(self.model, self._run, lambda: self.tokenizer, texts, mask)
+
+    def similarity(self, pictures: ArrayLike, texts: ArrayLike) -> NDArray[np.float32]:
+        """Return the model's logits float32 [pictures, texts] for embeddings of both."""
+        return similarity(self.model, pictures, texts)
 
     def encode(self, ids: ArrayLike, mask: ArrayLike | None = None) -> NDArray[np.float32]:
         """Return an encoder's last hidden state float32 [B, S, H].

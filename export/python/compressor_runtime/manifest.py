@@ -124,7 +124,9 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     sizes = {"decoder": cached, "seq2seq": cached, "encoder": ("vocab_size",), "module": ()}
     field(model, "max_positions", int)
     field({"entry_bytes": 0, **model}, "entry_bytes", int)
-    others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", "vocab_size")}
+    is_pair = manifest["kind"] == "module" and "pair" in model
+    sizes |= {"module": ("vocab_size",)} if is_pair else {}
+    others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", *(() if is_pair else ("vocab_size",)))}
     wrong = [] if manifest["kind"] in sizes else ["kind"]
     wrong += ["kind"] if any(model.get(name) for name in others.get(manifest["kind"], ())) else []
     wrong += [name for name in sizes.get(manifest["kind"], ()) if field(model, name, int) == 0]
@@ -132,6 +134,8 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if all(_is_input(entry) for entry in items(model, "inputs", dict)) else ["inputs"]
     if "outputs" in model:
         wrong += [] if items(model, "outputs", str) else ["outputs"]
+    if is_pair:
+        wrong += [] if _pair_fits(model) else ["pair"]
     if manifest["kind"] in GENERATING:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
@@ -148,16 +152,26 @@ def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
     """Return, of each entry function of the kernels, the indices of its parameters; most bundles have ``main`` alone.
 
     Raises:
-        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, or an index is out of range.
+        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), or
+            an index is out of range.
     """
     count = len(items(manifest, "parameters", str))
-    if manifest["kind"] != "seq2seq":
+    second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else ""
+    if not second:
         return {"main": list(range(count))}
     entries = field(manifest, "entries", dict)
-    found = {name: items(entries, name, int) for name in ("main", "encode")}
+    found = {name: items(entries, name, int) for name in ("main", second)}
     if any(not 0 <= index < count for indices in found.values() for index in indices):
         raise DamagedBundleError(f"{MANIFEST}: `entries` names parameters that are not there; copy the bundle again")
     return found
+
+
+def _pair_fits(model: dict[str, Any]) -> bool:
+    """Return whether what is said of pictures with texts can be: three inputs, and numbers for similarities."""
+    facts = field(model, "pair", dict)
+    numbers = [facts.get("scale"), facts.get("bias")]
+    right = all(type(x) is float and math.isfinite(x) for x in numbers) and type(facts.get("is_filled")) is bool
+    return right and field(facts, "pad_id", int) < model["vocab_size"] and len(items(model, "inputs", dict)) == 3
 
 
 def _is_input(entry: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ SHOWN = {
     "Marian",  # tables of sines that no checkpoint holds
     "M2M100",  # positions counted from the tokens, in a buffer
     "T5",  # biases of distances, the same in all layers
+    "T5Gemma",  # capped scores in both directions, windows in both halves
     "UMT5",  # biases of its own in each layer, and a head that its class ties and the checkpoint does not
 }
 
@@ -50,7 +51,7 @@ def test_a_prompt_and_steps_are_the_models(name: str, tmp_path: Path) -> None:
     assert relative(prompt, expected) < TOLERANCE
     assert relative(steps_of(graph, ids, source, [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
     masked = graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.masked_attention.default)
-    assert len(masked) == 3  # one layer of the encoder, two of the decoder
+    assert len(masked) == (4 if name == "T5Gemma" else 3)  # the layers of the encoder, two of the decoder
 
 
 def test_padding_of_the_source_changes_nothing() -> None:
@@ -93,6 +94,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
             )
         ),
         "0 attend to the encoder's output through",
+    ),
+    "masks of its own": (lambda: make("Mvp", TEXT["BART"][1]), "applies its masks in code of its own, not through"),
+    "experts of its own": (
+        lambda: make("NllbMoe", {**TEXT["BART"][1], "num_experts": 2, "encoder_sparse_step": 1}),
+        r"model.encoder.layers.0.ffn.experts \(NllbMoeExperts\) calls its experts in code of its own",
     ),
 }
 
@@ -159,12 +165,18 @@ def test_models_of_speech(name: str, tmp_path: Path) -> None:
     model: Any = save(tmp_path, *SPEECH[name])
     graph, (ids, _) = capture(tmp_path), tokens()
     info = graph.meta["model"]
-    for samples in (4000, 2000) if name == "Moonshine" else (0,):
-        source = torch.randn(2, *(size or samples for size in info.encoder_source.shape)) * 0.1
+    for samples in (4000, 2000) if 0 in info.encoder_source.shape else (0,):
+        source = torch.randn(2, *info.encoder_source.sized(samples)) * 0.1
         prompt = steps_of(graph, ids, [source], [TARGET])
         assert relative(prompt, model(source, decoder_input_ids=ids).logits) < TOLERANCE
         assert relative(steps_of(graph, ids, [source], [5, *[1] * (TARGET - 5)]), prompt) < TOLERANCE
-    expected = {"Moonshine": ("samples", (0,), 1279), "Whisper": ("log_mel", (8, 50), 1)}[name]
+    if name == "Whisper":
+        assert info.encoder_source.start_ids == (2, 91, 93, 95)
+    expected = {
+        "Moonshine": ("samples", (0,), 1279),
+        "Whisper": ("log_mel", (8, 50), 1),
+        "Speech2Text": ("filter_banks", (0, 8), 5),
+    }[name]
     check_listening(model, graph)
     source_info = info.encoder_source
     assert (source_info.features["method"], source_info.shape, source_info.min_positions) == expected
@@ -173,12 +185,18 @@ def test_models_of_speech(name: str, tmp_path: Path) -> None:
 def test_whisper_begins_as_transformers_lets_it() -> None:
     given = {"lang_to_id": {"<|en|>": 5, "<|de|>": 6}, "task_to_id": {"transcribe": 8, "translate": 9}}
     assert whisper_start(3, {**given, "no_timestamps_token_id": 11}) == (3, 5, 8, 11)
-    assert whisper_start(3, {**given, "language": "de", "task": "translate", "return_timestamps": True}) == (3, 6, 9)
+    assert whisper_start(3, {**given, "language": "German", "task": "translate"}) == (3, 6, 9)
+    with pytest.raises(CaptureError, match=r"the language is 'french', and lang_to_id has <\|en\|>"):
+        whisper_start(3, {**given, "language": "French"})
     assert whisper_start(3, {"forced_decoder_ids": [[1, None], [2, 8]], "no_timestamps_token_id": 11}) == (3, 8, 11)
 
 
 def test_other_features_of_sound_are_refused(tmp_path: Path) -> None:
-    options = {**TEXT["BART"][1], "input_feat_per_channel": 8, "max_source_positions": 64, "max_target_positions": 64}
-    model = transformers.Speech2TextForConditionalGeneration(transformers.Speech2TextConfig(**options))
-    with pytest.raises(CaptureError, match="speech_to_text computes features that no run-time here does"):
-        capture(model.eval())
+    save(tmp_path, *SPEECH["Speech2Text"])
+    transformers.Speech2TextFeatureExtractor(feature_size=40, num_mel_bins=40).save_pretrained(tmp_path)
+    with pytest.raises(CaptureError, match=r"preprocessor_config.json does not give the 8 bins"):
+        capture(tmp_path, weights=False)
+    save(tmp_path, *SPEECH["Whisper"])
+    (tmp_path / "preprocessor_config.json").write_text('{"feature_extractor_type": "Speech2TextFeatureExtractor"}')
+    with pytest.raises(CaptureError, match="Speech2TextFeatureExtractor computes features that no run-time here does"):
+        capture(tmp_path, weights=False)

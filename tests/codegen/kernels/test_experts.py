@@ -39,6 +39,8 @@ def routes(tokens: int, each: int, rng: torch.Generator, absent: int = -1) -> to
         ("W8A8_STATIC", x86.AVX2),
         ("W8A8", x86.AMX),
         ("NF4_G64", x86.AVX512_VNNI),
+        ("W4A8_G32_B16x1@60", x86.AVX512_VNNI),
+        ("W8A16_B16x1@60", x86.AVX2),
         ("NVFP4_S0.5", x86.AVX2),
         ("W4A16_ASYM_G32_F1", x86.AVX512_VNNI),
         ("BIP2A8_G128", x86.AVX2),

@@ -75,6 +75,7 @@ INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of the flattened": lambda x, i: torch.take(x, i),
     "narrow from the end": lambda x, i: x.narrow(1, -2, 2),
     "slices from the end": lambda x, i: x[:, -5:-1:2] + x[:, -100:2],
+    "halves that gate": lambda x, i: torch.nn.functional.glu(x) + torch.nn.functional.glu(x[None], dim=2)[0],
     "put at the end": lambda x, i: torch.select_scatter(x, x[:, 0] * 9, 1, -1),
 }
 

@@ -280,7 +280,6 @@ class OneLinear(Heads):
     ("norm into linears", OneLinear(lambda x: functional.layer_norm(x, (64,)), torch.mul), "the norm has no weight"),
     ("gated activation into linears", OneLinear(lambda x: functional.silu(x) * x[:1], torch.mul), "the factors are"),
     ("addition to outputs", OneLinear(torch.neg, lambda y, x: y + x[:1]), "the other term is not a float32 tensor"),
-    ("addition to outputs", OneLinear(torch.neg, lambda y, x: torch.add(y, x, alpha=2)), "the addition scales its sec"),
     ("addition to outputs", OneLinear(torch.neg, lambda y, x: y + y), "the outputs are added to themselves"),
 ])  # fmt: skip
 def test_what_is_left_and_why(rule: str, module: nn.Module, reason: str) -> None:

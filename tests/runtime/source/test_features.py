@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compressor_runtime import RequestError
-from compressor_runtime.source.features import log_mel, mel_filters, source_of
+from compressor_runtime.source.features import filter_banks, log_mel, mel_filters, source_of
 from compressor_runtime.source.wave_file import read_wave
 
 RATE = 16_000
@@ -53,8 +53,26 @@ def test_samples_are_wav2vec2s() -> None:
         np.testing.assert_allclose(source_of(sound(0.1), facts), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("seconds", [0.05, 0.7])
+def test_filter_banks_are_kaldis(seconds: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"method": "filter_banks", "sampling_rate": RATE, "num_mel_bins": 80}
+    for means, variances in ((True, True), (False, False)):
+        extractor = transformers.Speech2TextFeatureExtractor(normalize_means=means, normalize_vars=variances)
+        expected = extractor(sound(seconds), sampling_rate=RATE, return_tensors="np").input_features
+        facts = {"features": {**settings, "normalize_means": means, "normalize_vars": variances}}
+        got = source_of(sound(seconds), {**facts, "min_positions": 1, "max_positions": 100})
+        assert got.shape == expected.shape == (1, 1 + int(seconds * 100 - 2.5), 80)
+        assert np.abs(got - expected).max() < 1e-4
+    for wrong in (0.02, 2.0):
+        with pytest.raises(RequestError, match=r"this model reads 1 to 100 frames of 0.01 s"):
+            source_of(sound(wrong), {**facts, "min_positions": 1, "max_positions": 100})
+
+
 def test_silence_has_no_infinities() -> None:
     assert np.isfinite(log_mel(np.zeros(2 * RATE, np.float32), FACTS["features"])).all()
+    banks = {"sampling_rate": RATE, "num_mel_bins": 80, "normalize_means": True, "normalize_vars": True}
+    assert np.abs(filter_banks(np.zeros(RATE, np.float32), banks)).max() < 1e-6
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import FORMATS, Format
+from compressor.formats.packing import leave_out
 from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import linear_sites
 from compressor.numerics.nearest import rtn_quantize
@@ -340,13 +342,17 @@ class Linear(nn.Module):
 
 def test_every_format_keeps_entries_apart() -> None:
     dense = capture(Linear(), (torch.randn(3, 5, 128),), dynamic_shapes=({0: Dim("batch")},))
-    kinds = {(f.bits, f.symmetric, f.strategy, f.activations, f.codebook): f for f in FORMATS.values()}
+    kinds = {(f.bits, f.symmetric, f.strategy, f.activations, f.codebook, f.extras): f for f in FORMATS.values()}
     kinds |= {(name,): Format.parse(name) for name in ("LUT3_S0.45", "W4A8_G64_S1", "NVFP4_S1")}
     assert len({f.activations for f in FORMATS.values()}) > 10 and len(kinds) > 40
     for fmt in kinds.values():
         graph = copy.deepcopy(dense)
         (site,) = linear_sites(graph)
-        packed = rtn_quantize(graph.get_parameter(site.weight_name), fmt)
+        weight, blocks = graph.get_parameter(site.weight_name).detach(), fmt.extra(ColumnBlocks)
+        count = fmt.stored_columns(128)
+        packed = rtn_quantize(weight[:, :count], fmt.of_kept)
+        if blocks is not None:
+            packed = leave_out(packed, torch.arange(count).expand(-(-len(weight) // 16), count), 128, blocks)
         has_scale = fmt.activations is not None and fmt.activations.calibrated
         replace_linear(graph, site, packed.with_input_scale(torch.ones(1) if has_scale else None))
         assert "compressor.packed_linear.default" in {str(node.target) for node in graph.graph.nodes}

@@ -123,6 +123,7 @@ def masked_attention(
     tokens_first: Sequence[bool],
     window: int = 0,
     bias: tuple[bool, bool, bool] | None = None,
+    softcap: float = 0.0,
 ) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.attention.masked_attention`.
 
@@ -132,7 +133,7 @@ def masked_attention(
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, S, D], mask [B, S], bias (where there is one) flat, out
     [B, S, H, D], all float32.
     """
-    prompt = PromptBlocks(head_dim, heads // kv_heads, scale, 0.0)
+    prompt = PromptBlocks(head_dim, heads // kv_heads, scale, softcap)
     windowed, has_bias, own = window > 0, bias is not None, bias or (False, False, False)
 
     @T.prim_func(s_tir=True, private=True)

@@ -19,13 +19,13 @@ from compressor.codegen.kernels.vector import VECTOR
 _LOWEST = -3.0e38
 
 
-def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float) -> tvm.tirx.PrimFunc:
+def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, softcap: float = 0.0) -> tvm.tirx.PrimFunc:
     """TIR for :func:`compressor.ops.attention.masked_attention` where queries and keys are not of the same tokens.
 
     Parameters of the result: q [B, H, S, D], k, v [B, Hkv, N, D], mask [B, N], out [B, S, H, D], all float32.
     """
     repeat = heads // kv_heads
-    row, prompt = _SourceRow(head_dim, scale, 0.0, False), PromptBlocks(head_dim, repeat, scale, 0.0)
+    row, prompt = _SourceRow(head_dim, scale, softcap, False), PromptBlocks(head_dim, repeat, scale, softcap)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(q_: T.handle, k_: T.handle, v_: T.handle, mask_: T.handle, out_: T.handle) -> None:

@@ -28,11 +28,12 @@ from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeezing
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.extras import OutlierFeatures, Outliers
+from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -47,7 +48,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures)
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks)
 
 
 def supports(fmt: Format, isa: Isa) -> str:
@@ -107,9 +108,13 @@ class Shape:
 
     Attributes:
         body: the products of a chunk of columns.
+        given: the products as far as a token's activations are prepared for them: the same, unless blocks of columns
+            are left out, which tiles gather for themselves.
         weights: one or several, and their outputs.
         tiles: the products by AMX.
         schedule: as the tuner chose it.
+        columns: of the weight.
+        kept: those that its tiles keep.
         is_tiled: several tokens go through AMX.
         is_final: AMX's tiles hold the outputs, which need nothing more.
         width: elements from one token's activations to the next.
@@ -117,9 +122,12 @@ class Shape:
     """
 
     body: Products
+    given: Products
     weights: Weights
     tiles: TileProducts
     schedule: Schedule
+    columns: int
+    kept: int
     is_tiled: bool
     is_final: bool
     width: int
@@ -129,15 +137,22 @@ class Shape:
     @classmethod
     def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> Shape:
         """Decide how a format is multiplied on an instruction set."""
-        body = (Products if bit_planes.supports(fmt, isa) else PlaneProducts)(weights.rows[0], columns, fmt, isa)
+        given = body = (Products if bit_planes.supports(fmt, isa) else PlaneProducts)(
+            weights.rows[0], columns, fmt.of_kept, isa
+        )
+        kept = fmt.stored_columns(columns)
+        if fmt.extra(ColumnBlocks) is not None:
+            body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa), False
         is_tiled = not amx_tiles.supports(fmt, isa)
         is_final = body.groups == 1 and not (weights.is_ragged or fmt.extras)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-        width = tiles.stride if is_tiled else body.chunks * fmt.chunk_columns
+        width = tiles.stride if is_tiled else given.chunks * fmt.chunk_columns
+        if body is not given:
+            width = -(-width // ROOM) * ROOM  # whole registers are squeezed
         round_to = tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
         step = max(schedule.gemm_tokens, round_to)
-        return cls(body, weights, tiles, schedule, is_tiled, is_final, width, round_to, step)
+        return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
     @property
     def kind(self) -> str:
@@ -171,7 +186,7 @@ def fused_linear(
     assert prologue is None or not (weights.has_outliers or fmt.outlier_features > 0)
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     split = shape.tiles.split if shape.is_tiled and not integer else None
-    prepare = preparation(body, columns, width, has_planes, split, prologue)
+    prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
 
@@ -190,7 +205,9 @@ def fused_linear(
         operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
         # Of floats, AMX takes two in bfloat16.
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
-        sums = T.alloc_buffer((slots, body.groups), "int32" if integer else "float32")  # of each group's activations
+        sums = T.alloc_buffer(
+            (slots, shape.given.groups), "int32" if integer else "float32"
+        )  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, body.act_groups), "float32")
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
@@ -260,6 +277,9 @@ def vector_block(shape: Shape, store: Any) -> Any:
     """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
     body = shape.body
     groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
+    gathers, kept = body is not shape.given, body.chunks * body.fmt.chunk_columns
+    squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if gathers else None
+    kind = "int8" if body.integer else "float32"
 
     @T.inline
     def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
@@ -273,14 +293,20 @@ def vector_block(shape: Shape, store: Any) -> Any:
         values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
         table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
         factor = T.meta_var(at.factor if by_group else None)
+        # Of this block alone where its tiles gather what they keep.
+        a = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, kept + ROOM), kind) if gathers else at.planes)
+        sums = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, groups), shape.kind) if gathers else at.sums)
+        m = T.meta_var(T.int64(0) if gathers else m0)
+        if gathers:
+            squeeze(a, sums, at.a, weight.parts, first, m0, n_tokens, n_tiles)  # type: ignore[misc]
         body.clear(out, n_tokens, n_tiles)
         for g in range(groups):
-            body.start_group(acc, at.sums, zeros, first, m0, g, n_tokens, n_tiles)
+            body.start_group(acc, sums, zeros, first, m, g, n_tokens, n_tiles)
             body.load_table(table, codebook, first, g, n_tiles)
             for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                 chunk = T.meta_var(g * body.group_chunks + c)
-                body.add_chunk(acc, at.planes, codes, values, table, first, m0, chunk, n_tokens, n_tiles)
-            body.end_group(out, acc, at.sums, scales, factor, first, m0, g, n_tokens, n_tiles)
+                body.add_chunk(acc, a, codes, values, table, first, m, chunk, n_tokens, n_tiles)
+            body.end_group(out, acc, sums, scales, factor, first, m, g, n_tokens, n_tiles)
         for t in T.unroll(n_tokens):
             if m0 + t < tokens:
                 for n in T.unroll(n_tiles):

@@ -24,6 +24,7 @@ from compressor.codegen.kernels.codes import centred, code_quad, code_values, sc
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -41,6 +42,8 @@ def supports(fmt: Format, isa: Isa) -> str:
     """Say why several tokens are not multiplied by AMX's tiles; an empty text where they are."""
     if isa.matrix_unit != "amx":
         return f"{isa.name} has no AMX"
+    if fmt.extra(ColumnBlocks) is not None:
+        return "tiles of rows keep columns of their own"
     if fmt.codebook or (fmt.element is not None and not fmt.element.is_float):
         return "the values of a table need more bits than bfloat16 has"
     return "codes lie in planes of one bit" if fmt.bit_planes else ""
@@ -305,7 +308,7 @@ class TileProducts:
             with T.serial(0, T.min(T.int64(size), count - place) if self.is_final else size) as r:
                 m, total = m0 + place + r, at.sums[turn, s, n, begin % SIDE + r, every]
                 if self.body.integer and not self.centre:
-                    total = total + self.body.minus_zeros(at.act_sums, at.zeros, first + n, m, g, every)
+                    total = total + self.body.minus_zeros(at.act_sums[m, g], at.zeros, first + n, g, every)
                 factor = at.factor if self.body.act_groups > 1 else None  # one a token comes last
                 value = self.body.scaled(total, at.scale[n, every], at.act_sums, factor, m, g)
                 if not self.is_final:

@@ -129,14 +129,14 @@ class Converter(ExpertConverter, RecurrenceConverter):
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, mask, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        q, k, v, mask, scale, window, bias, softcap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))
         batch, heads, length, width = q.ty.shape
         if mask is None:
             shown = relax.op.ones([batch, k.ty.shape[2]], "float32")
             mask = importer.block_builder.emit(shown)
         if not _same_length(node):
             return self._cross_attention(node, importer, mask)
-        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        shape, cap = (int(heads), int(k.ty.shape[1]), int(width), float(scale)), float(softcap)
         rows = [_tokens_first(arg) for arg in node.args[:3]]  # read in front of their transposes, which are dropped
         given = [x if row is None else importer.env[row] for x, row in zip((q, k, v), rows, strict=True)]
         first = [row is not None for row in rows]
@@ -150,9 +150,10 @@ class Converter(ExpertConverter, RecurrenceConverter):
             flat = math.prod(bias.ty.shape, start=tvm.tirx.IntImm("int64", 1))
             given_bias = [importer.block_builder.emit(relax.op.reshape(bias, [flat]))]
         name += f"_window{window}" if window else ""
+        name += f"_cap{cap:g}".replace(".", "p") if cap else ""
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return attention.masked_attention(*shape, first, int(window), own), {"family": "masked_attention"}
+            return attention.masked_attention(*shape, first, int(window), own, cap), {"family": "masked_attention"}
 
         out = relax.TensorType([batch, length, heads, width], "float32")
         kernel = self.kernel(importer, name, make)
@@ -160,13 +161,14 @@ class Converter(ExpertConverter, RecurrenceConverter):
         return importer.block_builder.emit(relax.call_tir(kernel, operands, out_ty=out))
 
     def _cross_attention(self, node: fx.Node, importer: Any, mask: Any) -> Any:
-        q, k, v, _, scale, window, bias = _filled(importer.retrieve_args(node), 5, (0, None))
+        q, k, v, _, scale, window, bias, softcap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))
         if window or bias is not None:
             raise VerificationError(f"{node.name}: attention to an encoder's output within a window, or with a bias")
         batch, heads, length, width = q.ty.shape
-        shape = (int(heads), int(k.ty.shape[1]), int(width), float(scale))
+        shape, cap = (int(heads), int(k.ty.shape[1]), int(width), float(scale)), float(softcap)
         name = f"cross_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
-        make = lambda: (cross_attention(*shape), {"family": "cross_attention"})  # noqa: E731
+        name += f"_cap{cap:g}".replace(".", "p") if cap else ""
+        make = lambda: (cross_attention(*shape, cap), {"family": "cross_attention"})  # noqa: E731
         out = relax.TensorType([batch, length, heads, width], "float32")
         call = relax.call_tir(self.kernel(importer, name, make), [q, k, v, mask], out_ty=out)
         return importer.block_builder.emit(call)

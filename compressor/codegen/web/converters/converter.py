@@ -29,7 +29,7 @@ _ABSENT = {
 """Our operators without kernels in WGSL, with their names in messages."""
 _ABSENT_ARGUMENTS = {
     "cached_attention.default": {10: "attention within chunks", 11: "ALiBi", 12: "biases of distances"},
-    "masked_attention.default": {5: "windows in encoders", 6: "biases of attention (relative positions)"},
+    "masked_attention.default": {5: "windows in encoders", 6: "biases of attention (relative positions)", 7: "caps"},
 }
 """Arguments of our operators that the kernels in WGSL know only as absent, by their places."""
 _FORMAT_ARGUMENTS = {"packed_linear.default": 3, "packed_routed_linear.default": 4}

@@ -17,6 +17,7 @@ from compressor_runtime.tensors import to_tvm
 
 _SETTINGS = {
     "samples": ("sampling_rate", "normalize"),
+    "filter_banks": ("sampling_rate", "num_mel_bins", "normalize_means", "normalize_vars"),
     "log_mel": ("sampling_rate", "feature_size", "n_fft", "hop_length", "chunk_length"),
 }
 """Numbers that each kind of features is computed with."""

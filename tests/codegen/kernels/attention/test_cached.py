@@ -101,12 +101,12 @@ def test_chunks_and_biases_of_distances(chunk: int, has_slopes: bool, distances:
 
 
 @pytest.mark.parametrize(
-    ("window", "own"),
-    [(3, None), (0, (True, True, True)), (5, (False, True, True)), (0, (True, False, False))],
+    ("window", "own", "softcap"),
+    [(3, None, 0.0), (0, (True, True, True), 0.0), (5, (False, True, True), 2.0), (0, (True, False, False), 0.0)],
 )
-def test_windows_and_biases_of_encoders(window: int, own: tuple[bool, bool, bool] | None) -> None:
+def test_windows_and_biases_of_encoders(window: int, own: tuple[bool, bool, bool] | None, softcap: float) -> None:
     """Padding at the end of one text and at the beginning of another, where a window shows padding alone."""
-    kernel = build(attention.masked_attention(4, 2, 16, 0.2, (False,) * 3, window, own), x86.AVX512_VNNI)
+    kernel = build(attention.masked_attention(4, 2, 16, 0.2, (False,) * 3, window, own, softcap), x86.AVX512_VNNI)
     rng = torch.Generator().manual_seed(window)
     for length in (1, 9, 70):
         q = torch.randn(3, 4, length, 16, generator=rng)
@@ -121,4 +121,4 @@ def test_windows_and_biases_of_encoders(window: int, own: tuple[bool, bool, bool
             else None
         )
         got = run(kernel, q, k, v, mask, None if bias is None else bias.flatten(), out=(3, length, 4, 16))
-        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2, window, bias)) < TOLERANCE
+        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.2, window, bias, softcap)) < TOLERANCE

@@ -68,6 +68,32 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: Isa) -> No
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
 
 
+@pytest.mark.parametrize("isa", [x86.AMX, x86.AVX512_VPOPCNTDQ, *WIDTHS], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", [
+    "W8A8_B16x1@80", "W4A8_ASYM_G32_B16x1@50", "W4A16_G32_B16x1@70", "W3A16_ASYM_C_B16x1@30", "FP6_E3M2_B16x1@95",
+    "LUT4_G32_B16x1@60", "MXFP4_B16x1@33.5", "W8A8_STATIC_B16x1@50", "W2A16_G16_B16x1@99",
+])  # fmt: skip
+def test_blocks_of_columns_that_are_left_out(name: str, isa: Isa) -> None:
+    pick = random.Random(f"{name} {isa.name}")
+    check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(len(name)))
+
+
+@pytest.mark.parametrize("isa", [x86.AVX512_VPOPCNTDQ, *WIDTHS], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", ["W8A8_B16x1@80", "W8A16_B16x1@80"])
+def test_wrong_bits_write_nothing_outside(name: str, isa: Isa) -> None:
+    """A tile that says that it keeps all columns, or none, has wrong outputs; other tiles have right ones."""
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
+    packed, x = random_packed(fmt, 48, 200, rng), torch.randn(1, 3, 200, generator=rng)
+    kernel = build(packed_linear.packed_linear(48, 200, fmt, False, isa, packed_linear.Schedule(1, 1, 2)), isa)
+    expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, 200, 48)
+    for wrong in (255, 0):
+        packed.parts["kept"][1] = wrong
+        for tokens in (1, 3):
+            got = run(kernel, x[:, :tokens], *packed.parts.values(), out=(1, tokens, 48))
+            rows = torch.tensor([*range(16), *range(32, 48)])
+            assert relative_error(got[..., rows], expected[:, :tokens, rows]) < TOLERANCE
+
+
 PLAIN = Isa("plain", 4, "haswell", ("avx2", "fma", "f16c"))
 """Four lanes, as NEON has, and no instruction of its own."""
 

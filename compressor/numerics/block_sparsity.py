@@ -1,0 +1,163 @@
+"""Choose blocks of 16 rows by one column to leave out, refit the others, and round them.
+
+Symbols: W the weight [out, in], H = 2 / n X^T X of its inputs, R upper with (H + D)^-1 = R^T R, S the columns that a
+tile of 16 rows keeps.  The loss is tr((W - Q) H (W - Q)^T).  For one tile, with W' the least squares solution on S, it
+is that of W' plus tr((W' - Q_S) H_SS (W' - Q_S)^T): rounding the columns that are kept by GPTQ on H_SS is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from compressor.errors import CompressorError
+from compressor.formats.extras import ColumnBlocks
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize, leave_out
+from compressor.formats.parts import TILE_ROWS, TILED
+from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.obs import column_blocks, inverse_factor, sweep
+from compressor.numerics.products.deterministic import quadratic
+from compressor.numerics.range_search import chooser
+
+Importance: TypeAlias = Literal["magnitude", "activation"]
+"""A block's size: its weights alone, or its contribution to the outputs (Sun et al. 2023, Wanda, arXiv 2306.11695)."""
+
+_MOST_DAMPENING = 10.0
+
+
+def of_tiles(values: Tensor) -> Tensor:
+    """Add up what the 16 rows of each tile have: [out, in] -> [tiles, in]; the last tile may have fewer."""
+    filled = pad(values, (0, 0, 0, -len(values) % TILE_ROWS))
+    return filled.view(-1, TILE_ROWS, values.shape[1]).sum(1)
+
+
+def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor:
+    """Return the columns of each tile with the largest blocks, rising: int64 [tiles, count].
+
+    Args:
+        weight: float [out, in].
+        hessian: float [in, in]; where it is given, a block's size is W^2 diag(H), the size of its contribution.
+        count: columns to keep.
+    """
+    size = weight.double().square()
+    if hessian is not None:
+        size = size * torch.diagonal(hessian).double()
+    return _largest(of_tiles(size), count)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Return the places of the largest values of each row, rising; of equal ones the first."""
+    return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) -> Tensor:
+    """Return the columns of each tile that SparseGPT keeps, rising: int64 [tiles, count].
+
+    Columns are gone through in blocks (Frantar and Alistarh 2023, arXiv 2301.00774, algorithm 1).  Where one begins,
+    the columns whose loss W^2 / diag(R)^2 is smallest are given up, and later columns make up for them.  A loss is
+    added up over the 16 rows of a tile.  How many of a block a tile gives up is not the same for all blocks, as it is
+    there: it follows from the losses W^2 / [H^-1]_jj of the whole tile before any column is given up.
+
+    Args:
+        weight: float [out, in].
+        R: float64 [in, in], upper, of the columns in their order.
+    """
+    W, rows = weight.double().t().contiguous(), torch.arange(len(weight)) // TILE_ROWS
+    alone = of_tiles((W / R.square().sum(0)[:, None].sqrt()).t().square())
+    kept = torch.zeros_like(alone).scatter_(1, _largest(alone, count), 1.0)
+    for first in range(0, len(W), blocksize):
+        last = min(first + blocksize, len(W))
+        quota = kept[:, first:last].sum(1, keepdim=True)
+        loss = of_tiles((W[first:last] / torch.diagonal(R)[first:last, None]).t().square())
+        rank = loss.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        kept[:, first:last] = (rank < quota).double()
+        errors = torch.empty(last - first, len(weight), dtype=torch.float64)
+        for i in range(first, last):
+            errors[i - first] = W[i] * (1 - kept[rows, i]) / R[i, i]
+            W[i:last] -= R[i, i:last, None] * errors[i - first]
+        W[last:] -= R[first:last, last:].t() @ errors
+    return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
+    """Return R of the columns in their order, and the dampening it took: ten times more as long as that fails.
+
+    Raises:
+        CompressorError: the Hessian is not positive definite, however much it is dampened.
+    """
+    if not bool(torch.isfinite(H).all()):
+        raise CompressorError("the Hessian holds NaN or inf: the site's inputs overflow on these samples")
+    dead = torch.diagonal(H) <= 0
+    mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
+    while True:
+        try:
+            return inverse_factor(H, dead, torch.arange(len(H)), mean, dampening_frac), dampening_frac
+        except CompressorError:
+            if dampening_frac > _MOST_DAMPENING:
+                raise
+            dampening_frac = max(10 * dampening_frac, 1e-4)
+
+
+def round_kept(
+    weight: Tensor, hessian: Tensor, kept: Tensor, fmt: Format, dampening_frac: float, *, refit: bool = True
+) -> PackedWeight:
+    """Store the columns that are kept, tile by tile: refitted to the outputs that all had, and rounded by GPTQ.
+
+    A tile is rounded to the nearest where GPTQ has no smaller loss.
+
+    Args:
+        weight: float [out, in].
+        hessian: float32 [in, in].
+        kept: int64 [tiles, kept], rising.
+        fmt: with blocks left out, as many as ``kept`` says.
+    """
+    blocks, in_features = fmt.extra(ColumnBlocks), weight.shape[1]
+    assert blocks is not None
+    H = hessian.double()
+    pieces = []
+    for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
+        HS, W = H[columns][:, columns], rows[:, columns]
+        R, _ = dampened_factor(HS, dampening_frac)
+        if refit:
+            W = refitted(rows, H, columns, R)
+        pieces.append(_round(W, HS, R, fmt.of_kept))
+    joined = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts if name in TILED}
+    stored = PackedWeight(joined, fmt.of_kept, (len(weight), kept.shape[1]))
+    return leave_out(stored, kept, in_features, blocks)
+
+
+def refitted(W: Tensor, H: Tensor, columns: Tensor, R: Tensor) -> Tensor:
+    """Return the least squares solution on some columns, or W where the dampening makes that worse: [out, kept].
+
+    W' = W_S + W_rest H[rest, S] (H[S, S] + D)^-1: the dampening draws towards the weight, not towards zero.
+
+    Args:
+        W, H: float64 [out, in] and [in, in].
+        R: of H[S, S].
+    """
+    rest = W.clone()
+    rest[:, columns] = 0.0
+    change = rest @ H[:, columns] @ R.t() @ R
+    # What it changes is smaller by 2 tr(change H[S, rest] W_rest^T) - tr(change H[S, S] change^T).
+    gain = 2 * float((change * (rest @ H[:, columns])).sum()) - float(quadratic(change, H[columns][:, columns]))
+    return W[:, columns] + change if gain > 0 else W[:, columns]
+
+
+def round_all(weight: Tensor, hessian: Tensor, fmt: Format, dampening_frac: float) -> PackedWeight:
+    """Round all columns by GPTQ, in their order: what a format without zeros makes of the weight."""
+    R, _ = dampened_factor(hessian, dampening_frac)
+    return _round(weight.double(), hessian.double(), R, fmt)
+
+
+def _round(W: Tensor, H: Tensor, R: Tensor, fmt: Format) -> PackedWeight:
+    """Round by GPTQ, or to the nearest where that has no larger loss: float64 [rows, columns]."""
+    start = rtn_quantize(W.float(), fmt, chooser("mse", H.float(), fmt))
+    columns = W.shape[1]
+    blocks = list(column_blocks(columns, fmt.columns(columns), 128))
+    swept, _ = sweep(W, R, start, torch.arange(columns), blocks, None, None)
+    losses = [float(quadratic(W - dequantize(found), H)) for found in (start, swept)]
+    return swept if losses[1] < losses[0] else start

@@ -1,0 +1,113 @@
+"""magnitude, wanda and sparsegpt: plan, records and weights agree; dense formats of the same bytes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import DECODERS, make
+from packed_models import drop_weights, random_samples
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.errors import UsageError
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight, dequantize
+from compressor.graph.model import clone_graph
+from compressor.graph.sites import linear_sites, packed_weight_sites
+from compressor.passes.gptq import Gptq
+from compressor.passes.magnitude import Magnitude
+from compressor.passes.sparsegpt import Sparsegpt
+from compressor.passes.wanda import Wanda
+from compressor.pipeline.context import Context
+from compressor.pipeline.observers import VerifyStages
+from compressor.pipeline.pipeline import Pass, Pipeline
+from compressor.pipeline.segment_cache import SegmentCache
+from compressor.pipeline.sparse_sites import smaller_dense
+
+SAMPLES = random_samples(97, 32)
+SCHEME = "W8A16_B16x1@50"
+PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME)]
+
+
+@pytest.fixture(scope="module")
+def llama() -> GraphModule:
+    return capture(make(*DECODERS["Llama"], True))
+
+
+def packed_weights(graph: GraphModule) -> dict[str, PackedWeight]:
+    found = {}
+    for site in packed_weight_sites(graph):
+        parts = [graph.get_parameter(str(part.target)).detach() for part in site.node.args[1]]  # type: ignore[union-attr]
+        fmt = Format.parse(str(site.node.args[3]))
+        found[site.name] = PackedWeight.of(parts, fmt, (site.out_features, site.in_features))
+    return found
+
+
+@pytest.mark.parametrize("step", PASSES, ids=lambda step: type(step).__name__)
+def test_plan_records_and_weights_agree(step: Pass, llama: GraphModule) -> None:
+    graph, ctx = clone_graph(llama), Context(samples=SAMPLES)
+    names = [site.name for site in linear_sites(graph)]
+    meta = clone_graph(graph)
+    drop_weights(meta)
+    plans = {plan.site: plan for plan in step.plan(meta, Context()) or ()}
+    pruned = Pipeline([step], [VerifyStages()]).run(graph, ctx)
+    assert [record.site for record in ctx.records] == names and set(plans) == set(names)
+    for record in ctx.records:
+        plan = plans[record.site]
+        assert (record.format, record.bytes_after) == (plan.format, plan.bytes_after) == (SCHEME, plan.bytes_after)
+        assert record.error_of == "output" and 0 < record.error < 1
+    for packed in packed_weights(pruned).values():
+        blocks = torch.nn.functional.pad(dequantize(packed), (0, 0, 0, -packed.shape[0] % 16)).unflatten(0, (-1, 16))
+        assert int(blocks.any(1).sum(1).max()) <= packed.format.stored_columns(packed.shape[1])
+
+
+def test_refitting_pays(llama: GraphModule) -> None:
+    """The first linear sees the same inputs in both runs."""
+    errors = []
+    for refit in (True, False):
+        ctx = Context(samples=SAMPLES)
+        Pipeline([Sparsegpt(SCHEME, targets="re:.*layers.0.self_attn.q_proj", refit=refit)]).run(
+            clone_graph(llama), ctx
+        )
+        errors.append(ctx.records[0].error)
+    assert errors[0] < errors[1]
+
+
+def test_dense_formats_that_do_better_are_named(llama: GraphModule) -> None:
+    ctx = Context(samples=SAMPLES)
+    Pipeline([Wanda(SCHEME)]).run(clone_graph(llama), ctx)
+    dense = smaller_dense(Format.parse(SCHEME), 64, 64)
+    assert dense is not None and dense.packed_bytes(64, 64) <= Format.parse(SCHEME).packed_bytes(64, 64)
+    rivals, by_gptq = Context(samples=SAMPLES), Gptq(dense.name, actorder=False, match_dense=True)
+    Pipeline([by_gptq]).run(clone_graph(llama), rivals)
+    first, rival = ctx.records[0], rivals.records[0]
+    assert (rival.error < first.error) == (dense.name in (first.note or ""))
+    assert any("in a dense format of no more bytes" in note for note in ctx.notes)
+
+
+def test_none_is_as_small_as_few_weights() -> None:
+    assert smaller_dense(Format.parse("W4A16_G32_B16x1@90"), 256, 256) is None
+
+
+def test_a_second_run_takes_what_the_first_made(llama: GraphModule, tmp_path: Path) -> None:
+    made = []
+    for _ in range(2):
+        ctx = Context(samples=SAMPLES, results=SegmentCache(tmp_path), state="model")
+        graph = Pipeline([Wanda(SCHEME)]).run(clone_graph(llama), ctx)
+        made.append((ctx, graph.state_dict()))
+    (first, one), (second, other) = made
+    assert first.records == second.records and (first.reused, second.reused) == (0, second.blocks)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("make_step", "message"), [
+    (lambda: Wanda("W8A16"), "leaves nothing out; say how much at its end, such as W8A16_B16x1@50"),
+    (lambda: Sparsegpt("W8A16_B16x1@0"), "more than 0"),
+    (lambda: Sparsegpt(SCHEME, dampening_frac=2.0), "not between 0 and 1"),
+    (lambda: Gptq(SCHEME), "chosen by the passes magnitude, wanda and sparsegpt"),
+])  # fmt: skip
+def test_what_cannot_be_is_said_before_work(make_step: type, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_step()
