@@ -72,6 +72,8 @@ SHOWN_ENCODERS = {
     "T5 encoder",  # relative positions through the interface
     "MPNet",  # relative positions, written out
     "SqueezeBERT",  # keys that come turned
+    "DeBERTa 2",  # biases of queries and of keys with positions, heads and batch as one dimension
+    "XLM",  # other sums where types of tokens are given
     "NomicBERT",  # rows of one stored weight become three weights
     "ESM",  # a name with a star in it
 }

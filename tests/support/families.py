@@ -316,6 +316,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {  # with states, some with a
     "Recurrent Gemma": ("RecurrentGemma", {**_GROUPED, "lru_width": 64, "attention_window_size": 4}),
 }
 
+_XLM = {"vocab_size": VOCAB, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": POSITIONS}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("Bert", _SIZES),
     "RoBERTa": ("Roberta", _SIZES),
@@ -378,6 +379,17 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "MEGA kind (LUKE)": ("Luke", {**_SIZES, "entity_vocab_size": 10, "entity_emb_size": 32}),
+    "RoFormer": ("RoFormer", {**_SIZES, "embedding_size": 64}),
+    "LayoutLM": ("LayoutLM", _SIZES),
+    "Splinter": ("Splinter", _SIZES),
+    "BigBird": ("BigBird", {**_SIZES, "attention_type": "original_full"}),
+    "Megatron BERT": ("MegatronBert", _SIZES),
+    "RoCBert": ("RoCBert", _SIZES),
+    "X-MOD": ("Xmod", {**_SIZES, "default_language": "en_XX"}),
+    "MarkupLM": ("MarkupLM", {**_SIZES, "max_depth": 4, "xpath_unit_hidden_size": 8}),
+    "VisualBERT": ("VisualBert", _SIZES),
+    "XLM": ("XLM", _XLM),
+    "FlauBERT": ("Flaubert", _XLM),
     "GTE kind (Jina 3)": ("JinaEmbeddingsV3", _SIZES),
 }
 

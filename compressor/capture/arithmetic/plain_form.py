@@ -85,6 +85,48 @@ def _chosen(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.where.self, node.args[0], *both)
 
 
+def _repeated(node: fx.Node, call: _Call) -> fx.Node:
+    x, counts = _repetition(node)
+    sizes = list(x.meta["val"].shape)
+    if sizes[0] == 1:
+        return call(_aten.expand.default, x, [counts[0], *[-1] * (len(sizes) - 1)])
+    each = call(_aten.expand.default, call(_aten.unsqueeze.default, x, 0), [counts[0], *[-1] * len(sizes)])
+    return call(_aten.reshape.default, each, [-1, *sizes[1:]])
+
+
+def _repetition(node: fx.Node) -> tuple[Any, Any]:
+    return node.args[0], node.args[1]
+
+
+def _varies_in_front(node: fx.Node) -> bool:
+    """Return whether a repetition is of the first dimension, by a number that varies, and of no other."""
+    x, counts = _repetition(node)
+    first, *rest = x.meta["val"].shape
+    known = first == 1 or all(isinstance(size, int) for size in rest)
+    in_front = len(counts) == len(rest) + 1 and isinstance(counts[0], fx.Node) and all(n == 1 for n in counts[1:])
+    return known and in_front
+
+
+def _joined(node: fx.Node, call: _Call) -> fx.Node:
+    parts, *axis = node.args
+    return call(node.target, [part for part in parts if not _is_nothing(part)], *axis)  # type: ignore[union-attr]
+
+
+def _is_nothing(x: Any) -> bool:
+    """Return whether a tensor is the empty vector, which joins tensors of any rank and adds nothing."""
+    return tuple(x.meta["val"].shape) == (0,)
+
+
+def _windows(node: fx.Node, call: _Call) -> fx.Node:
+    given: Any = node.args
+    x, kernel, dilation, padding, stride = given
+    rows = call(_aten.permute.default, x, [0, 2, 3, 1])
+    found = call(torch.ops.compressor.patches.default, rows, kernel, stride, padding, dilation)
+    channels, places = int(x.meta["val"].shape[1]), call(_aten.flatten.using_ints, found, 1, 2)
+    apart = call(_aten.unflatten.int, places, 2, [int(places.meta["val"].shape[2]) // channels, channels])
+    return call(_aten.flatten.using_ints, call(_aten.permute.default, apart, [0, 3, 2, 1]), 1, 2)
+
+
 def _taken(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.index.Tensor, call(_aten.reshape.default, node.args[0], [-1]), [node.args[1]])
 
@@ -132,6 +174,9 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.where.Scalar: _chosen,
     _aten.where.ScalarSelf: _chosen,
     _aten.where.ScalarOther: _chosen,
+    _aten.repeat.default: _repeated,
+    _aten.cat.default: _joined,
+    _aten.im2col.default: _windows,
     _aten.take.default: _taken,
     _aten.glu.default: _gated,
     _aten.clamp.default: _clamped,
@@ -149,6 +194,11 @@ class OperatorForm:
         """Match one of the operators."""
         if _FORMS.get(node.target) is _plain_terms:
             return node if _needs_plain_terms(node) else None
+        if node.target is _aten.cat.default:
+            parts: Any = node.args[0]
+            return node if any(map(_is_nothing, parts)) and node.meta["val"].dim() > 1 else None
+        if node.target is _aten.repeat.default:
+            return node if _varies_in_front(node) else None
         if _FORMS.get(node.target) is _clamped:
             whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
             return node if whole and None in _bounds(node) else None

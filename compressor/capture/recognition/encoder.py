@@ -14,7 +14,7 @@ from torch import fx
 
 from compressor.capture.recognition.evaluator import Evaluator
 from compressor.capture.recognition.replace import agree, replace
-from compressor.capture.recognition.written_out import SAME, WrittenOut, turned, written_out
+from compressor.capture.recognition.written_out import SAME, WrittenOut, strip, turned, written_out
 from compressor.errors import CaptureError
 from compressor.graph.matching import shape_of
 from compressor.graph.provenance import module_path, source_line
@@ -38,12 +38,13 @@ def recognize_encoder(graph: fx.Graph, evaluator: Evaluator) -> int:
     for place in written_out(graph):
         where = " at ".join(filter(None, (module_path(place.output), source_line(place.output))))
         scale, biases, hides, reason = _scale_and_biases(place, evaluator)
-        keys, values = _heads(graph, place.keys, True), _heads(graph, place.values, False)
+        turned_keys, factor = _unscaled(place.keys, evaluator)
+        keys, values = _heads(graph, turned_keys, True), _heads(graph, place.values, False)
         if not reason and (keys is None or values is None):
             reason = "its keys or values are no [batch, heads, tokens, channels]"
         if not reason:
             bias = _sum(graph, place, biases)
-            args = (place.queries, keys, values, mask, scale, 0, bias)
+            args = (place.queries, keys, values, mask, scale * factor, 0, bias)
             reason = _differs(place, args, evaluator, hides)
             reason = reason or replace(graph, place, torch.ops.compressor.masked_attention.default, args)
         if reason:
@@ -115,6 +116,18 @@ def _number(value: Any, evaluator: Evaluator) -> float | None:
         return None
 
 
+def _unscaled(node: Any, evaluator: Evaluator) -> tuple[Any, float]:
+    """Return what a factor is without numbers that multiply all of it, and their product."""
+    total = 1.0
+    while (scaled := strip(node)).target in (_aten.mul.Tensor, _aten.div.Tensor):
+        number = _number(scaled.args[1], evaluator)
+        if number is None:
+            break
+        total = total * number if scaled.target is _aten.mul.Tensor else total / number
+        node = scaled.args[0]
+    return node, total
+
+
 def _heads(graph: fx.Graph, node: Any, is_turned: bool) -> fx.Node | None:
     """Return a factor as [B, H, S, D]; keys come as [B, H, D, S]."""
     if is_turned:
@@ -135,7 +148,7 @@ def _heads(graph: fx.Graph, node: Any, is_turned: bool) -> fx.Node | None:
 
 def _sum(graph: fx.Graph, place: WrittenOut, biases: list[tuple[fx.Node, float]]) -> fx.Node | None:
     """Add up what is added to the scores, [B or 1, H or 1, S or 1, S]; None for nothing."""
-    total: fx.Node | None = None
+    total, heads = None, int(place.queries.meta["val"].shape[1])
 
     def call(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(place.output):
@@ -146,6 +159,12 @@ def _sum(graph: fx.Graph, place: WrittenOut, biases: list[tuple[fx.Node, float]]
 
     for node, factor in biases:
         term = node if factor == 1.0 else call(_aten.mul.Tensor, node, factor)
+        if term.meta["val"].dim() == 3 and shape_of(term.meta["val"])[0] not in (
+            "1",
+            str(heads),
+        ):  # batch and heads as one
+            sizes = [call(_aten.sym_size.int, term, axis) for axis in (1, 2)]
+            term = call(_aten.reshape.default, term, [-1, heads, *sizes])
         while term.meta["val"].dim() < 4:
             term = call(_aten.unsqueeze.default, term, 0)
         total = term if total is None else call(_aten.add.Tensor, total, term)
