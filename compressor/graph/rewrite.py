@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
@@ -135,3 +136,13 @@ def insert_packed(graph: GraphModule, name: str, x: Node, packed: PackedWeight, 
         new = call_packed(graph, name, x, packed, None)
     new.meta = {"val": x.meta["val"]}
     x.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and (not users or user in users))
+
+
+def call_before(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Add a call in front of a node with a fake tensor, whose provenance it gets; its value is that of its inputs'."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    given = map_arg((args, kwargs), lambda source: source.meta["val"])
+    with before.meta["val"].fake_mode:
+        node.meta = {**before.meta, "val": target(*given[0], **given[1])}
+    return node

@@ -19,14 +19,14 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, leave_out
 from compressor.formats.parts import TILE_ROWS, TILED
 from compressor.numerics.nearest import rtn_quantize
-from compressor.numerics.obs import column_blocks, inverse_factor, sweep
+from compressor.numerics.obs import column_blocks, raised_factor, sweep
 from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import chooser
 
 Importance: TypeAlias = Literal["magnitude", "activation"]
 """A block's size: its weights alone, or its contribution to the outputs (Sun et al. 2023, Wanda, arXiv 2306.11695)."""
 
-_MOST_DAMPENING = 10.0
+_MOST_DAMPENING = 100.0
 
 
 def of_tiles(values: Tensor) -> Tensor:
@@ -93,13 +93,7 @@ def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
         raise CompressorError("the Hessian holds NaN or inf: the site's inputs overflow on these samples")
     dead = torch.diagonal(H) <= 0
     mean = float(torch.diagonal(H)[~dead].double().mean()) if not bool(dead.all()) else 1.0
-    while True:
-        try:
-            return inverse_factor(H, dead, torch.arange(len(H)), mean, dampening_frac), dampening_frac
-        except CompressorError:
-            if dampening_frac > _MOST_DAMPENING:
-                raise
-            dampening_frac = max(10 * dampening_frac, 1e-4)
+    return raised_factor(H, dead, mean, dampening_frac, _MOST_DAMPENING)
 
 
 def round_kept(
@@ -124,7 +118,7 @@ def round_kept(
         R, _ = dampened_factor(HS, dampening_frac)
         if refit:
             W = refitted(rows, H, columns, R)
-        pieces.append(_round(W, HS, R, fmt.of_kept))
+        pieces.append(round_columns(W, HS, R, fmt.of_kept))
     joined = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts if name in TILED}
     stored = PackedWeight(joined, fmt.of_kept, (len(weight), kept.shape[1]))
     return leave_out(stored, kept, in_features, blocks)
@@ -141,20 +135,20 @@ def refitted(W: Tensor, H: Tensor, columns: Tensor, R: Tensor) -> Tensor:
     """
     rest = W.clone()
     rest[:, columns] = 0.0
-    change = rest @ H[:, columns] @ R.t() @ R
+    missed = rest @ H[:, columns]
+    change = missed @ R.t() @ R
     # What it changes is smaller by 2 tr(change H[S, rest] W_rest^T) - tr(change H[S, S] change^T).
-    gain = 2 * float((change * (rest @ H[:, columns])).sum()) - float(quadratic(change, H[columns][:, columns]))
+    gain = 2 * float((change * missed).sum()) - float(quadratic(change, H[columns][:, columns]))
     return W[:, columns] + change if gain > 0 else W[:, columns]
 
 
-def round_all(weight: Tensor, hessian: Tensor, fmt: Format, dampening_frac: float) -> PackedWeight:
-    """Round all columns by GPTQ, in their order: what a format without zeros makes of the weight."""
-    R, _ = dampened_factor(hessian, dampening_frac)
-    return _round(weight.double(), hessian.double(), R, fmt)
+def round_columns(W: Tensor, H: Tensor, R: Tensor, fmt: Format) -> PackedWeight:
+    """Round by GPTQ, columns in their order, or to the nearest where that has no larger loss.
 
-
-def _round(W: Tensor, H: Tensor, R: Tensor, fmt: Format) -> PackedWeight:
-    """Round by GPTQ, or to the nearest where that has no larger loss: float64 [rows, columns]."""
+    Args:
+        W, H, R: float64 [rows, columns], the inputs' Hessian and its factor (:func:`dampened_factor`).
+        fmt: one that leaves nothing out.
+    """
     start = rtn_quantize(W.float(), fmt, chooser("mse", H.float(), fmt))
     columns = W.shape[1]
     blocks = list(column_blocks(columns, fmt.columns(columns), 128))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
-from compressor.numerics.obs import inverse_factor
+from compressor.numerics.obs import raised_factor
 from compressor.numerics.products.deterministic import half_product, product, quadratic
 from compressor.numerics.range_search import Work
 
@@ -68,14 +68,13 @@ def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
 
 def _inverse_factor(H: Tensor) -> Tensor:
     """Return upper R with (H + D)^-1 = R^T R, D the dampening, ten times larger as long as the factorisation fails."""
-    mean, damping = float(torch.diagonal(H).mean()) or 1.0, _DAMPING
-    dead, order = torch.zeros(len(H), dtype=torch.bool), torch.arange(len(H))
-    while damping <= 1:
-        try:
-            return inverse_factor(H, dead, order, mean, damping)
-        except CompressorError:
-            damping *= 10
-    raise CompressorError("the Hessian of the inputs is not positive definite; give other calibration samples")
+    mean = float(torch.diagonal(H).mean()) or 1.0
+    try:
+        return raised_factor(H, torch.zeros(len(H), dtype=torch.bool), mean, _DAMPING, 1.0)[0]
+    except CompressorError as error:
+        raise CompressorError(
+            "the Hessian of the inputs is not positive definite; give other calibration samples"
+        ) from error
 
 
 def only_columns(weight: Tensor, kept: Tensor) -> Tensor:

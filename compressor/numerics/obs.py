@@ -72,6 +72,24 @@ def inverse_factor(H: Tensor, dead: Tensor, order: Tensor, mean: float, damp: fl
     return R
 
 
+def raised_factor(H: Tensor, dead: Tensor, mean: float, damp: float, most: float) -> tuple[Tensor, float]:
+    """Return :func:`inverse_factor` of the columns in their order, and the dampening that it took.
+
+    That is ``damp``, or ten times more as long as the factorisation fails, up to ``most``.
+
+    Raises:
+        CompressorError: it fails with all of them.
+    """
+    order = torch.arange(len(H))
+    while True:
+        try:
+            return inverse_factor(H, dead, order, mean, damp), damp
+        except CompressorError:
+            damp = max(10 * damp, 1e-4)
+            if damp > most:
+                raise
+
+
 def column_blocks(in_features: int, group: int, blocksize: int) -> Iterator[tuple[int, int]]:
     """Yield column ranges, cut so that a group that spans several blocks begins with one and no group straddles two."""
     span = group if group > blocksize else blocksize // group * group

@@ -93,21 +93,8 @@ def cached_attention(
 
 
 @cached_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    chunk: int = 0,
-    slopes: Tensor | None = None,
-    biases: Tensor | None = None,
-) -> Tensor:
+def _outputs(q: Tensor, *_others: object, **_more: object) -> Tensor:
+    """Return outputs without values, float32 [B, S, H, D], of queries [B, H, S, D]."""
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)
 
@@ -155,16 +142,4 @@ def masked_attention(
     return (weights @ values).transpose(1, 2).contiguous()
 
 
-@masked_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    window: int = 0,
-    bias: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    batch, heads, sequence, width = q.shape
-    return q.new_empty(batch, sequence, heads, width)
+masked_attention.register_fake(_outputs)

@@ -6,17 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.fx import GraphModule
 
 from compressor.numerics.block_sparsity import largest_blocks
-from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.sparse_sites import Pruning
+from compressor.pipeline.sparse_sites import BlockPruning
 
 
 @dataclass(frozen=True)
-class Wanda(Pass):
+class Wanda(BlockPruning, Pass):
     """Leave out the blocks of 16 rows by one column that contribute least to the outputs, and round the others by GPTQ.
 
     A block contributes the sum of ``|w| ** 2 * ||x|| ** 2`` over its weights.
@@ -38,20 +35,6 @@ class Wanda(Pass):
     refit: bool = True
     dampening_frac: float = 0.01
 
-    def __post_init__(self) -> None:
-        self._pruning.check()
-
-    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Replace every matched linear; the record's error is that of the site's outputs over the samples."""
-        return self._pruning.run(graph, ctx, self, self.targets, self.ignore)
-
-    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Predict what :meth:`run` will do, on a graph without weights."""
-        return self._pruning.plan(graph, self.targets, self.ignore)
-
-    @property
-    def _pruning(self) -> Pruning:
-        return Pruning("wanda", self.scheme, self._choose, self.refit, self.dampening_frac)
-
-    def _choose(self, weight: Tensor, hessian: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+        """Return the columns that each tile keeps."""
         return largest_blocks(weight, hessian, count)

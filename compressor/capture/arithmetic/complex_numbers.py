@@ -9,11 +9,13 @@ view_as_real(a + bi)        becomes      stack([a, b], -1)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from compressor.graph.rewrite import call_before
 from compressor.graph.rules import why_not
 
 _aten = torch.ops.aten
@@ -75,15 +77,7 @@ class RealParts:
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
         """Compute both parts; a real result takes the operator's place."""
-
-        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            with graph.inserting_before(match):
-                made = graph.call_function(target, args, kwargs)
-            values = fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
-            with match.meta["val"].fake_mode:
-                made.meta = {**match.meta, "val": target(*values[0], **values[1])}
-            return made
-
+        call = partial(call_before, graph, match)
         args: list[Any] = [self._parts.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in match.args]
         found: Any
         if match.target in _CASTS:

@@ -17,10 +17,13 @@ clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+
+from compressor.graph.rewrite import call_before
 
 _aten = torch.ops.aten
 _Call = Callable[..., fx.Node]
@@ -204,7 +207,7 @@ class OperatorForm:
             return node if whole and None in _bounds(node) else None
         if _FORMS.get(node.target) is _gated and not isinstance(node.meta["val"].shape[_axis(node)], int):
             return None
-        return node if node.op == "call_function" and node.target in {**_SAME, **_FORMS} else None
+        return node if node.op == "call_function" and (node.target in _SAME or node.target in _FORMS) else None
 
     def check(self, match: fx.Node) -> str:
         """Ask for nothing."""
@@ -216,15 +219,7 @@ class OperatorForm:
             match.target = _SAME[match.target]
             return match
 
-        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            with graph.inserting_before(match):
-                made = graph.call_function(target, args, kwargs)
-            given = fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
-            with match.meta["val"].fake_mode:
-                made.meta = {**match.meta, "val": target(*given[0], **given[1])}
-            return made
-
-        made = _FORMS[match.target](match, call)
+        made = _FORMS[match.target](match, partial(call_before, graph, match))
         match.replace_all_uses_with(made)
         graph.erase_node(match)
         return made

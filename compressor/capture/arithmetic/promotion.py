@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compressor.graph.rewrite import call_before
 from compressor.graph.rules import why_not
 
 _aten = torch.ops.aten
@@ -50,7 +51,7 @@ class ExplicitTypes:
     def rewrite(self, graph: fx.Graph, match: Sequence[tuple[fx.Node, torch.dtype]]) -> fx.Node:
         """Cast the operands in front of the operator; a condition that is an operand as well stays as it is."""
         *wrong, (node, _) = match
-        cast = {x: _cast(graph, node, x, dtype) for x, dtype in wrong}
+        cast = {x: call_before(graph, node, _aten.to.dtype, x, dtype) for x, dtype in wrong}
         place = _CONDITIONS.get(node.target.overloadpacket)  # type: ignore[union-attr]
         node.args = tuple(
             arg if i == place else fx.node.map_arg(arg, lambda x: cast.get(x, x)) for i, arg in enumerate(node.args)
@@ -67,10 +68,3 @@ def _computed_in(packet: Any, given: Sequence[Any], result: torch.dtype) -> torc
 
 def _differs(value: Any, dtype: torch.dtype | None) -> bool:
     return isinstance(value, Tensor) and value.dtype != dtype
-
-
-def _cast(graph: fx.Graph, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    with graph.inserting_before(before):
-        made = graph.call_function(_aten.to.dtype, (x, dtype))
-    made.meta = {**before.meta, "val": x.meta["val"].to(dtype)}
-    return made

@@ -7,9 +7,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
-from compressor.graph.rewrite import set_parameter
+from compressor.graph.rewrite import call_before, set_parameter
 
 ATEN = torch.ops.aten
 CONVOLUTIONS = (
@@ -61,10 +60,7 @@ def to_first(rank: int) -> list[int]:
 
 def call(graph: GraphModule, before: Node, target: Any, *args: Any) -> Node:
     """Add a call in front of a node, whose provenance it gets; its value is that of its inputs' values."""
-    with graph.graph.inserting_before(before):
-        node = graph.graph.call_function(target, args)
-    node.meta = {**before.meta, "val": target(*map_arg(args, lambda source: source.meta["val"]))}
-    return node
+    return call_before(graph.graph, before, target, *args)
 
 
 def permuted(graph: GraphModule, before: Node, x: Node, order: list[int]) -> Node:

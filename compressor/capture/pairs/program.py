@@ -26,6 +26,7 @@ from compressor.capture.images.image_attention import plain_masks
 from compressor.capture.pairs.pooling_heads import heads_apart
 from compressor.capture.recognition.evaluator import Evaluator
 from compressor.errors import CaptureError
+from compressor.graph.kinds.halves import needed_nodes
 from compressor.graph.model import ModelInfo, PairInfo
 from compressor.host.json_files import read_object
 
@@ -137,13 +138,13 @@ def _similarity(
     for node in similarities.graph.nodes:
         reach[node] = {i for i, embedding in enumerate(embeddings) if node is embedding}
         reach[node].update(*(reach[source] for source in node.all_input_nodes))
-    needed = _ancestors(similarities) | {similarities}
+    needed = needed_nodes([similarities], set())
     products = [
         n for n in reach if n in needed and len(reach[n]) == 2 and all(len(reach[s]) < 2 for s in n.all_input_nodes)
     ]
     if len(products) != 1:
         raise CaptureError(f"{name}: its similarities are not products of one picture's and one text's embedding")
-    inside = _ancestors(products[0])
+    inside = needed_nodes([products[0]], set())
     stored = {str(n.target): read(str(n.target)) for n in needed - inside if n.op == "get_attr"}
     if any(tensor.is_meta for tensor in stored.values()):
         return 1.0, 0.0
@@ -153,16 +154,6 @@ def _similarity(
     if not abs(at[2] - (bias - 0.5 * scale)) <= 1e-5 * (abs(scale) + abs(bias)):
         raise CaptureError(f"{name}: its similarities are not a multiple of products, and a number")
     return scale, bias
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, ahead = set[fx.Node](), list(node.all_input_nodes)
-    while ahead:
-        source = ahead.pop()
-        if source not in found:
-            found.add(source)
-            ahead += source.all_input_nodes
-    return found
 
 
 def _filling(folder: Path | None, text_config: Any) -> tuple[int, bool]:

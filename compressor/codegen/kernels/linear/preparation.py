@@ -51,7 +51,7 @@ def preparation(
         prologue: what activations are of the inputs, where they are not the input.
     """
     fmt, integer = body.fmt, body.integer
-    fill, add_up = _fill(body, columns, prologue), _add_up(body)
+    fill, add_up = _fill(body, columns, prologue), adding_up(body)
 
     @T.inline
     def prepare(at, m):
@@ -60,7 +60,7 @@ def preparation(
             at.a[m, columns + k] = T.int8(0) if integer else T.float32(0)
         if not integer:
             at.factor[m, 0] = at.parts["tensor_scale"][0] if "tensor_scale" in at.parts else T.float32(1)
-        add_up(at, m)
+        add_up(at.a, at.sums, m, 0)
         if split is not None:
             split(at.halves, at.a, m)
         if has_planes:
@@ -185,24 +185,27 @@ def _span_rounding(integer: bool, act: Activations) -> Any:
     return round_span
 
 
-def _add_up(body: Products) -> Any:
-    """Make a macro that adds up a token's activations by groups, where zero points need the sums."""
-    every, integer = T.ramp(0, 1, 16), body.integer
+def adding_up(body: Products) -> Any:
+    """Make a macro that adds up a token's activations by groups, where zero points need the sums.
+
+    ``add_up(values, sums, m, n)`` reads and writes where :meth:`Products.at` says for token ``m`` and tile ``n``.
+    """
+    every, integer, size = T.ramp(0, 1, 16), body.integer, body.group_columns
     padded = body.chunks * body.fmt.chunk_columns
 
     @T.inline
-    def add_up(at, m):
+    def add_up(values, sums, m, n):
         for g in range(body.groups if body.has_zeros else 0):
             lane = T.alloc_buffer((16,), "int32" if integer else "float32")
             lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
-            length = T.meta_var(T.min(body.group_columns, padded - g * body.group_columns))
+            length = T.meta_var(T.min(size, padded - g * size))
             for k in range(length // 16):
-                chunk = T.meta_var(at.a[m, T.ramp(g * body.group_columns + k * 16, 1, 16)])
-                lane[every] = lane[every] + (T.Cast("int32x16", chunk) if integer else chunk)
+                some = T.meta_var(values[body.at(m, n, T.ramp(g * size + k * 16, 1, 16))])
+                lane[every] = lane[every] + (T.Cast("int32x16", some) if integer else some)
             for k in range(length % 16):
-                single = T.meta_var(at.a[m, g * body.group_columns + length // 16 * 16 + k])
+                single = T.meta_var(values[body.at(m, n, g * size + length // 16 * 16 + k)])
                 lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
             emit_tree_sum(lane, 16)
-            at.sums[m, g] = lane[0]
+            T.buffer_store(sums, lane[0], list(body.at(m, n, g)))
 
     return add_up

@@ -43,9 +43,9 @@ class Products:
                 for t in range(n_tokens):
                     yield t, n, T.ramp(part, 1, self.isa.lanes)
 
-    def read(self, values: Any, token: Any, tile: int, place: Any) -> Any:
-        """Return what a token has at a place, of [tokens, n]: activations and sums are the same for all tiles."""
-        return values[token, place]
+    def at(self, token: Any, tile: Any, place: Any) -> tuple[Any, ...]:
+        """Return the index of what a token has at a place: activations and sums [tokens, n] are those of all tiles."""
+        return token, place
 
     def _const(self, value: float) -> Any:
         return T.int32(int(value)) if self.integer else T.float32(value)
@@ -63,7 +63,7 @@ class Products:
             if not self.has_zeros:
                 T.buffer_store(acc[t], T.broadcast(T.float32(0), self.isa.lanes), [n, at])
                 continue
-            T.buffer_store(acc[t], self.minus_zeros(self.read(sums, m0 + t, n, g), zeros, first + n, g, at), [n, at])
+            T.buffer_store(acc[t], self.minus_zeros(sums[self.at(m0 + t, n, g)], zeros, first + n, g, at), [n, at])
 
     def minus_zeros(self, total: Any, zeros: Any, tile: Any, g: Any, at: Any) -> Any:
         """Minus the zero points of a register's rows times ``total``, the sum of a token's activations in the group."""
@@ -102,12 +102,12 @@ class Products:
                         value = code_values(last, i, fmt, self.isa, partial(_entry, table, n, at))
                         T.buffer_store(values, value, [i, at])
                 if self.integer:
-                    four = T.reinterpret(self.read(a, m0 + t, n, T.ramp(column, 1, 4)), dtype="int32")
+                    four = T.reinterpret(a[self.at(m0 + t, n, T.ramp(column, 1, 4))], dtype="int32")
                     value = dot4(acc[t][n, at], last, T.broadcast(four, lanes), fmt, self.isa)
                 else:
                     value = acc[t][n, at]
                     for i in range(4):
-                        value = value + values[i, at] * T.broadcast(self.read(a, m0 + t, n, column + i), lanes)
+                        value = value + values[i, at] * T.broadcast(a[self.at(m0 + t, n, column + i)], lanes)
                 T.buffer_store(acc[t], value, [n, at])
 
     def end_group(

@@ -13,8 +13,8 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
+from compressor.codegen.kernels.linear.preparation import adding_up
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.vector import emit_tree_sum
 
 LINE_BYTES = 64
 ROOM = 64
@@ -24,9 +24,9 @@ ROOM = 64
 class KeptProducts(Products):
     """Products of columns that are kept: every tile of a block of tiles has activations and sums of its own."""
 
-    def read(self, values: Any, token: Any, tile: int, place: Any) -> Any:
-        """Return what a token's tile has at a place, of [tokens, tiles, n]."""
-        return values[token, tile, place]
+    def at(self, token: Any, tile: Any, place: Any) -> tuple[Any, ...]:
+        """Return the index of what a token's tile has at a place, of [tokens, tiles, n]."""
+        return token, tile, place
 
 
 def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
@@ -36,7 +36,7 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
     the tokens from ``m0`` on and the tiles from ``first`` on, and zeros up to a whole chunk; totals[t, n, groups].
     """
     width = 64 if body.integer and isa.squeeze_bytes is not None else 16
-    one, add_up = _step(body.integer, width, isa), _sums(body)
+    one, add_up = _step(body.integer, width, isa), adding_up(body)
     tail = body.chunks * body.fmt.chunk_columns - kept
     steps, lines = -(-columns // width), body.chunks * body.fmt.chunk_words
     share = -(-lines // steps)
@@ -94,26 +94,3 @@ def _step(integer: bool, width: int, isa: Isa) -> Any:
     if integer and isa.squeeze_bytes is not None:
         return by_bytes
     return one_by_one if isa.squeeze is None else by_lanes
-
-
-def _sums(body: Products) -> Any:
-    """Make a macro that adds up a tile's activations by groups, where zero points need the sums."""
-    every, integer, size = T.ramp(0, 1, 16), body.integer, body.group_columns
-    padded = body.chunks * body.fmt.chunk_columns
-
-    @T.inline
-    def add_up(picked, totals, t, n):
-        for g in range(body.groups if body.has_zeros else 0):
-            lane = T.alloc_buffer((16,), "int32" if integer else "float32")
-            lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
-            length = T.meta_var(T.min(size, padded - g * size))
-            for k in range(length // 16):
-                some = T.meta_var(picked[t, n, T.ramp(g * size + k * 16, 1, 16)])
-                lane[every] = lane[every] + (T.Cast("int32x16", some) if integer else some)
-            for k in range(length % 16):
-                single = T.meta_var(picked[t, n, g * size + length // 16 * 16 + k])
-                lane[0] = lane[0] + (T.Cast("int32", single) if integer else single)
-            emit_tree_sum(lane, 16)
-            totals[t, n, g] = lane[0]
-
-    return add_up
