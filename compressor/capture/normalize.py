@@ -165,7 +165,7 @@ class AddedBias:
         """Ask for a linear without a bias that nothing else reads, and as many numbers as it has outputs."""
         linear, bias = match.args
         if not calls(linear, _ours.dense_linear.default):
-            return "what it is added to is no linear"
+            return "it is added to something other than a linear"
         return why_not(
             (linear.args[2] is not None, "the linear has a bias"),
             (len(linear.users) > 1, "the linear's outputs are read without it too"),
@@ -257,7 +257,7 @@ class OwnPlace:
         )
         return why_not(
             (not ordered or sizes[0] != sizes[1], "it does not read all entries in order"),
-            (places.target is not _aten.argmax.default or places.meta["val"].dim() != 1, "its places are no argmax"),
+            (places.target is not _aten.argmax.default or places.meta["val"].dim() != 1, "its places do not come from an argmax"),
         )
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:

@@ -30,7 +30,7 @@ _READS: Mapping[str, tuple[str, tuple[Kind, ...], tuple[str, ...]]] = {
     "sound": ("sound with its text", ("audio", "parquet", "hub"), (*_FOR_TEXT, *_FOR_IMAGES, *_FOR_PAIRS)),
     "text": ("text", ("text", "json", "parquet", "hub"), (*_FOR_IMAGES, *_FOR_PAIRS, "limit")),
 }
-"""What a model reads -> in words, sources of it, and keys that have no meaning for it."""
+"""Map what a model reads to its description, the sources that hold it, and the keys that it gives no meaning."""
 
 
 def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, EvaluationData | None]:

@@ -34,7 +34,7 @@ from compressor.graph.rules import why_not
 
 _OPS = torch.ops.compressor
 _MOST_TAPS = 128
-"""Of a depthwise convolution over repeated pixels: its kernel names each."""
+"""Taps that a depthwise convolution over repeated pixels may have: its kernel is unrolled over them."""
 
 
 @dataclass

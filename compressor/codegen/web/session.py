@@ -64,7 +64,7 @@ class WebBundle:
 
     @property
     def reads_source(self) -> bool:
-        """Whether it is an encoder-decoder."""
+        """Tell whether it is an encoder-decoder."""
         return "encode" in self._program.content
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""What attention kernels add to scores: biases for the distance of a key, and biases for each pair of tokens."""
+"""Add biases to the scores of attention: those of a key's distance, and those of each pair of tokens."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Loop:
         self.tiles, self.chunks, self.groups = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.groups(columns)
 
     def _tile(self) -> str:
-        """Of all experts' tiles, which lie behind each other."""
+        """Return the number of a tile among those of all experts, which lie one behind another."""
         own = f"min(id.x * TILES + $i$u, {self.tiles - 1}u)"
         return f"{self.expert} * {self.tiles}u + {own}" if self.expert else own
 
