@@ -257,7 +257,10 @@ class OwnPlace:
         )
         return why_not(
             (not ordered or sizes[0] != sizes[1], "it does not read all entries in order"),
-            (places.target is not _aten.argmax.default or places.meta["val"].dim() != 1, "its places do not come from an argmax"),
+            (
+                places.target is not _aten.argmax.default or places.meta["val"].dim() != 1,
+                "its places do not come from an argmax",
+            ),
         )
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:

@@ -88,9 +88,9 @@ def routed_rows(routing: Routing, is_few: bool) -> Rows:
 def sort_pairs(experts: int, each: int) -> Kernel:
     """Write the kernel that sorts pairs of token and expert by expert, those of one expert by token.
 
-    Buffers: index i32 [M, each], where other numbers than 0 to ``experts - 1`` mean that there is none; routes u32: where each expert's
-    slots begin (``experts + 2`` numbers: after the experts come the pairs without one, then the number of pairs), the
-    pair in each slot, and its expert, ``experts`` if it has none.  Sizes: M.
+    Buffers: index i32 [M, each], where other numbers than 0 to ``experts - 1`` mean that there is none; routes u32:
+    where each expert's slots begin (``experts + 2`` numbers: after the experts come the pairs without one, then the
+    number of pairs), the pair in each slot, and its expert, ``experts`` if it has none.  Sizes: M.
     """
     text = f"""
 var<workgroup> begin: array<u32, {experts + 2}>;
