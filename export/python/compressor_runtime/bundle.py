@@ -135,7 +135,7 @@ class Bundle:
         return dict(zip(names, result if isinstance(result, list) else [result], strict=True))
 
     def _run(self, arrays: list[NDArray[Any]], entry: str = "main") -> Any:
-        inputs = self.model.get("inputs")
+        inputs: Any = self.model.get("inputs")
         check_inputs(inputs if "pair" not in self.model else inputs[INPUTS[entry]], arrays)
         try:
             return self._run_parts(arrays, entry)
