@@ -146,7 +146,7 @@ class SkippedInputs:
     pattern: ClassVar[str] = r"(_SKIP)"
     suffix: ClassVar[str] = "_SKIP"
     text: ClassVar[str] = "below a stored threshold they count as zero, and codes are not read"
-    most_rows: ClassVar[int] = 256
+    most_bytes: ClassVar[int] = 512
 
     @classmethod
     def read(cls, text: str) -> SkippedInputs | None:
@@ -168,7 +168,7 @@ class SkippedInputs:
     def panel_rows(cls, out_features: int, bits: int) -> int:
         """Return the rows of a panel: whole units of 16 bytes, as many as waste the least, two panels at least."""
         unit = 128 // bits
-        units, most = -(-out_features // unit), cls.most_rows // unit
+        units, most = -(-out_features // unit), cls.most_bytes // 16
         sizes = range(min(most, max(1, units // 2)), 0, -1)
         sizes = [size for size in sizes if 2 * size >= min(most, max(1, units // 2))]
         return unit * min(sizes, key=lambda size: -units % size)

@@ -24,8 +24,9 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
 LINE_BYTES = 64
-AHEAD = 8
-"""Columns of the list between the one that is prefetched and the one that is multiplied."""
+BLOCK = 16
+"""Columns of the list that are multiplied by all of a panel before the next."""
+AHEAD = BLOCK
 
 
 @dataclass(frozen=True)
@@ -199,25 +200,56 @@ def _zeroing(columns: int) -> Any:
 
 
 def _one_token(panel: Panel) -> Any:
-    """Make a function that emits the products of a panel for the listed columns."""
+    """Make a function that emits the products of a panel for the listed columns.
+
+    A block of the list is multiplied by one piece of the panel after another.  Meanwhile the next block's codes are
+    prefetched in the order of their addresses: the processor sees no stream in them.
+    """
+    pieces = list(panel.pieces(16 if panel.isa.lanes == 16 else 8))
 
     def one(weight: Weight, p: Any, picked: Any, index: Any, starts: Any) -> None:
-        codes, lanes = weight.parts["codes"], panel.isa.lanes
-        for units in panel.pieces(16 if lanes == 16 else 8):
-            sums = _Sums(panel, weight, p, units, 1)
-
-            def add(g: Any, units: range = units, sums: _Sums = sums) -> None:
-                with T.serial(starts[g], starts[g + 1]) as i:
-                    for line in range(units.start * 16 // LINE_BYTES, -(-units.stop * 16 // LINE_BYTES)):
-                        prefetch(codes[p, index[i + AHEAD], 0], line * LINE_BYTES)
-                    for k, unit in enumerate(units):
-                        for v, value in enumerate(panel.values(codes, p, index[i], unit)):
-                            sums.add(0, k, v, value * T.broadcast(picked[i], lanes))
-
-            sums.over_groups(add)
-            sums.store([T.int64(0)], T.int64(1))
+        totals = T.alloc_buffer((panel.rows,), "float32")
+        with T.serial(0, panel.rows // 16) as r:
+            T.buffer_store(totals, splat_float(0.0, 16), [T.ramp(r * 16, 1, 16)])
+        with T.serial(0, panel.groups) as g, T.serial(0, (starts[g + 1] - starts[g] + (BLOCK - 1)) // BLOCK) as b:
+            first = T.bind(starts[g] + b * BLOCK)
+            last = T.bind(T.min(first + BLOCK, starts[g + 1]))
+            for n, units in enumerate(pieces):
+                _add_block(panel, weight, p, (n, len(pieces)), units, (picked, index), (first, last), g, totals)
+        _store_totals(panel, weight, p, totals)
 
     return one
+
+
+def _add_block(panel, weight, p, place, units, listed, span, g, totals):
+    codes, lanes = weight.parts["codes"], panel.isa.lanes
+    (number, count), (picked, index), (first, last) = place, listed, span
+    sums = _Sums(panel, weight, p, units, 1)
+    sums._clear(sums.acc)
+    width = len(units) * 16
+    with T.serial(first, last) as i:
+        turn = number * BLOCK + (i - first)
+        for line in range(-(-width // LINE_BYTES)):
+            prefetch(codes[p, index[last + turn // count], 0], T.Cast("int64", turn % count * width + line * LINE_BYTES))
+        for k, unit in enumerate(units):
+            for v, value in enumerate(panel.values(codes, p, index[i], unit)):
+                sums.add(0, k, v, value * T.broadcast(picked[i], lanes))
+    for k, unit in enumerate(units):
+        for v in range(panel.unit_vectors):
+            at = T.ramp(panel.first_row(unit, v), 1, lanes)
+            T.buffer_store(totals, totals[at] + sums.acc[k][v, sums.every] * sums._scale(k, v, g), [at])
+
+
+def _store_totals(panel, weight, p, totals):
+    token = T.int64(0)
+    with T.serial(0, panel.rows // 16) as r:
+        row = p * panel.rows + r * 16
+        with T.If(row + 16 <= weight.rows):
+            with T.Then():
+                place = T.ramp(row, 1, 16)
+                T.buffer_store(weight.y, weight.finish(totals[T.ramp(r * 16, 1, 16)], token, place), [token, place])
+            with T.Else(), T.serial(0, 16) as e, T.If(row + e < weight.rows), T.Then():
+                T.buffer_store(weight.y, weight.finish(totals[r * 16 + e], token, row + e), [token, row + e])
 
 
 def _tokens(panel: Panel, block: int) -> Any:
