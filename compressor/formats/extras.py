@@ -90,7 +90,7 @@ class ColumnBlocks:
 
     def __post_init__(self) -> None:
         if not 0 < self.percent < 100:
-            raise UsageError(f"format: {self.percent:g}% of the blocks of 16x1 are zero; give more than 0, below 100; 80 leaves a fifth")
+            raise UsageError(f"format: {self.percent:g}% of the blocks of 16x1 are zero; give more than 0, below 100")
 
     @property
     def suffix(self) -> str:
