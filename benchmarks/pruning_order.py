@@ -1,7 +1,8 @@
 """Compare the passes that leave out blocks, linear by linear, on the reference model.
 
-``python benchmarks/pruning_order.py`` prints Markdown.  All see the inputs of the dense model.  An error is that of a linear's outputs over the calibration samples, relative to
-their squared norm, with the blocks that are kept refitted and not rounded.
+``python benchmarks/pruning_order.py`` prints Markdown.  All passes see the inputs of the dense model.  An error is that
+of a linear's outputs over the calibration samples, relative to their squared norm, with the blocks that are kept
+refitted and not rounded.
 """
 
 from __future__ import annotations
