@@ -211,12 +211,6 @@ def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         yield which, unscaled(codes.T[: which.stop - begin], None, fmt).mul_(scale[which])
 
 
-def without_small(x: Tensor, packed: PackedWeight) -> Tensor:
-    """Return the inputs of a weight with zeros for those that it skips; NaN is not skipped."""
-    limit = packed.parts.get("thresholds")
-    return x if limit is None else torch.where(x.abs() < limit, torch.zeros_like(x), x)
-
-
 def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
     """Look codes [..., in] up in the codebooks of their groups, [..., groups, levels]."""
     groups = enumerate(torch.split(codes.long(), fmt.columns(codes.shape[-1]), dim=-1))

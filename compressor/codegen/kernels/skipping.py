@@ -7,7 +7,7 @@ different columns: all columns are read once for a block of tokens, and what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,9 @@ from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
-LINE_BYTES = 64
+LINE_BYTES, UNIT_BYTES = 64, 16
 BLOCK = 16
 """Columns of the list that are multiplied by all of a panel before the next."""
-AHEAD = BLOCK
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Panel:
         """Yield a unit's values of a column, but for their scale, float32 vector after vector."""
         lanes = self.isa.lanes
         for part in range(0, 16, lanes):
-            stored = codes[panel, column, T.ramp(unit * 16 + part, 1, lanes)]
+            stored = codes[panel, column, T.ramp(unit * UNIT_BYTES + part, 1, lanes)]
             if self.fmt.bits == 8:  # less their zero point, as signed bytes
                 yield T.Cast(f"float32x{lanes}", T.Cast(f"int32x{lanes}", T.reinterpret(stored, dtype=f"int8x{lanes}")))
                 continue
@@ -126,8 +125,8 @@ def skipping_linear(
         weight, _ = T.meta_var(weights.of_task(T.int64(0), 1))
         a = T.alloc_buffer((slots, columns), "float32")
         if tokens == 1:
-            picked = T.alloc_buffer((columns + AHEAD,), "float32")
-            index = T.alloc_buffer((columns + AHEAD,), "int32")
+            picked = T.alloc_buffer((columns + BLOCK,), "float32")
+            index = T.alloc_buffer((columns + BLOCK,), "int32")
             starts = T.alloc_buffer((panel.groups + 1,), "int32")
             fill(read, of_norm, a, T.int64(0))
             gather(a, weight.parts["thresholds"], picked, index, starts)
@@ -182,7 +181,7 @@ def _gathering(panel: Panel) -> Any:
                 is_small = T.meta_var(T.abs(a[0, column]) < thresholds[column])
                 count[0] = count[0] + (1 - T.Cast("int32", is_small))
         starts[groups] = count[0]
-        for k in range(AHEAD):
+        for k in range(BLOCK):
             index[count[0] + k] = 0
 
     return gather
@@ -205,139 +204,110 @@ def _one_token(panel: Panel) -> Any:
     A block of the list is multiplied by one piece of the panel after another.  Meanwhile the next block's codes are
     prefetched in the order of their addresses: the processor sees no stream in them.
     """
-    pieces = list(panel.pieces(16 if panel.isa.lanes == 16 else 8))
+    lanes = panel.isa.lanes
+    pieces = list(panel.pieces(16 if lanes == 16 else 8))
+
+    def add_piece(weight: Weight, p: Any, number: int, listed: Any, first: Any, last: Any, sums: _Sums) -> None:
+        codes, (picked, index), width = weight.parts["codes"], listed, len(sums.units) * UNIT_BYTES
+        with T.serial(first, last) as i:
+            turn = number * BLOCK + (i - first)
+            begin = T.Cast("int64", turn % len(pieces) * width)
+            for line in range(0, width, LINE_BYTES):
+                prefetch(codes[p, index[last + turn // len(pieces)], 0], begin + line)
+            for k, unit in enumerate(sums.units):
+                for v, value in enumerate(panel.values(codes, p, index[i], unit)):
+                    sums.add(0, k, v, value * T.broadcast(picked[i], lanes))
 
     def one(weight: Weight, p: Any, picked: Any, index: Any, starts: Any) -> None:
-        totals = T.alloc_buffer((panel.rows,), "float32")
-        with T.serial(0, panel.rows // 16) as r:
-            T.buffer_store(totals, splat_float(0.0, 16), [T.ramp(r * 16, 1, 16)])
+        totals = _cleared(1, panel.rows)
         with T.serial(0, panel.groups) as g, T.serial(0, (starts[g + 1] - starts[g] + (BLOCK - 1)) // BLOCK) as b:
             first = T.bind(starts[g] + b * BLOCK)
             last = T.bind(T.min(first + BLOCK, starts[g + 1]))
-            for n, units in enumerate(pieces):
-                _add_block(panel, weight, p, (n, len(pieces)), units, (picked, index), (first, last), g, totals)
-        _store_totals(panel, weight, p, totals)
+            for number, units in enumerate(pieces):
+                sums = _Sums(panel, units, 1)
+                add_piece(weight, p, number, (picked, index), first, last, sums)
+                sums.scale_into(totals, 0, weight, p, g)
+        _store(weight, totals, 0, T.int64(0), p * panel.rows, panel.rows)
 
     return one
-
-
-def _add_block(panel, weight, p, place, units, listed, span, g, totals):
-    codes, lanes = weight.parts["codes"], panel.isa.lanes
-    (number, count), (picked, index), (first, last) = place, listed, span
-    sums = _Sums(panel, weight, p, units, 1)
-    sums._clear(sums.acc)
-    width = len(units) * 16
-    with T.serial(first, last) as i:
-        turn = number * BLOCK + (i - first)
-        for line in range(-(-width // LINE_BYTES)):
-            prefetch(codes[p, index[last + turn // count], 0], T.Cast("int64", turn % count * width + line * LINE_BYTES))
-        for k, unit in enumerate(units):
-            for v, value in enumerate(panel.values(codes, p, index[i], unit)):
-                sums.add(0, k, v, value * T.broadcast(picked[i], lanes))
-    for k, unit in enumerate(units):
-        for v in range(panel.unit_vectors):
-            at = T.ramp(panel.first_row(unit, v), 1, lanes)
-            T.buffer_store(totals, totals[at] + sums.acc[k][v, sums.every] * sums._scale(k, v, g), [at])
-
-
-def _store_totals(panel, weight, p, totals):
-    token = T.int64(0)
-    with T.serial(0, panel.rows // 16) as r:
-        row = p * panel.rows + r * 16
-        with T.If(row + 16 <= weight.rows):
-            with T.Then():
-                place = T.ramp(row, 1, 16)
-                T.buffer_store(weight.y, weight.finish(totals[T.ramp(r * 16, 1, 16)], token, place), [token, place])
-            with T.Else(), T.serial(0, 16) as e, T.If(row + e < weight.rows), T.Then():
-                T.buffer_store(weight.y, weight.finish(totals[r * 16 + e], token, row + e), [token, row + e])
 
 
 def _tokens(panel: Panel, block: int) -> Any:
     """Make a function that emits the products of a panel for all tokens, ``block`` of them at a time."""
     size, lanes = panel.fmt.columns(panel.columns), panel.isa.lanes
 
+    def add_group(weight: Weight, p: Any, a: Any, first: Any, g: Any, sums: _Sums) -> None:
+        with T.serial(g * size, T.min((g + 1) * size, panel.columns)) as column:
+            for k, unit in enumerate(sums.units):
+                for v, value in enumerate(panel.values(weight.parts["codes"], p, column, unit)):
+                    for t in range(block):
+                        sums.add(t, k, v, value * T.broadcast(a[first + t, column], lanes))
+
     def several(weight: Weight, p: Any, a: Any, tokens: Any) -> None:
-        codes = weight.parts["codes"]
         for units in panel.pieces(4):
+            begin, rows = panel.first_row(units[0], 0), len(units) * panel.unit_rows
             with T.serial(T.int64(0), (tokens + (block - 1)) // block) as j:
-                sums = _Sums(panel, weight, p, units, block)
-
-                def add(g: Any, units: range = units, sums: _Sums = sums, j: Any = j) -> None:
-                    with T.serial(g * size, T.min((g + 1) * size, panel.columns)) as column:
-                        for k, unit in enumerate(units):
-                            for v, value in enumerate(panel.values(codes, p, column, unit)):
-                                for t in range(block):
-                                    sums.add(t, k, v, value * T.broadcast(a[j * block + t, column], lanes))
-
-                sums.over_groups(add)
-                sums.store([j * block + t for t in range(block)], tokens)
+                totals = _cleared(block, rows)
+                with T.serial(0, panel.groups) as g:
+                    sums = _Sums(panel, units, block)
+                    add_group(weight, p, a, j * block, g, sums)
+                    sums.scale_into(totals, begin, weight, p, g)
+                for t in range(block):
+                    with T.If(j * block + t < tokens), T.Then():
+                        _store(weight, totals, t, j * block + t, p * panel.rows + begin, rows)
 
     return several
 
 
 class _Sums:
-    """Sums of some units of a panel for some tokens, in registers: of a group of columns, and of all."""
+    """Sums of some units of a panel for some tokens over a group's columns, in registers; they begin at zero."""
 
-    def __init__(self, panel: Panel, weight: Weight, p: Any, units: range, tokens: int) -> None:
-        self.panel, self.weight, self.p, self.units, self.tokens = panel, weight, p, units, tokens
-        self.lanes, self.vectors = panel.isa.lanes, panel.unit_vectors
-        count, shape = tokens * len(units), (self.vectors, self.lanes)
-        self.acc = registers(count, shape)
-        self.out = registers(count, shape) if panel.groups > 1 else self.acc
+    def __init__(self, panel: Panel, units: range, tokens: int) -> None:
+        self.panel, self.units, self.tokens, self.lanes = panel, units, tokens, panel.isa.lanes
         self.every = T.ramp(0, 1, self.lanes)
-
-    def _clear(self, buffers: Sequence[Any]) -> None:
-        for buffer in buffers:
-            for v in range(self.vectors):
+        self.acc = registers(tokens * len(units), (panel.unit_vectors, self.lanes))
+        for buffer in self.acc:
+            for v in range(panel.unit_vectors):
                 T.buffer_store(buffer, splat_float(0.0, self.lanes), [v, self.every])
 
     def add(self, token: int, unit: int, vector: int, value: Any) -> None:
-        """Add to the sums of a group."""
+        """Add to a vector of sums."""
         acc = self.acc[token * len(self.units) + unit]
         T.buffer_store(acc, acc[vector, self.every] + value, [vector, self.every])
 
-    def over_groups(self, add: Any) -> None:
-        """Emit ``add(g)`` for every group, and what its scales make of its sums."""
-        if self.panel.groups == 1:
-            self._clear(self.acc)
-            add(0)
-            return
-        self._clear(self.out)
-        with T.serial(0, self.panel.groups) as g:
-            self._clear(self.acc)
-            add(g)
-            for k in range(len(self.units)):
-                for v in range(self.vectors):
-                    scale = self._scale(k, v, g)
-                    for t in range(self.tokens):
-                        acc, out = (buffers[t * len(self.units) + k] for buffers in (self.acc, self.out))
-                        value = out[v, self.every] + acc[v, self.every] * scale
-                        T.buffer_store(out, value, [v, self.every])
+    def scale_into(self, totals: Any, begin: int, weight: Weight, p: Any, g: Any) -> None:
+        """Add the sums, times the scales of group ``g``, to totals [tokens, rows], which begin with a row of a panel."""
+        scales = weight.parts["scales"]
+        for k, unit in enumerate(self.units):
+            for v in range(self.panel.unit_vectors):
+                first = self.panel.first_row(unit, v)
+                row = p * self.panel.rows + first
+                tile = T.min(row // TILE_ROWS, int(scales.shape[0]) - 1)  # of rows that fill up a panel, another's
+                stored = scales[tile, g, T.ramp(row % TILE_ROWS, 1, self.lanes)]
+                at = T.ramp(first - begin, 1, self.lanes)
+                for t in range(self.tokens):
+                    value = self.acc[t * len(self.units) + k][v, self.every] * T.Cast(f"float32x{self.lanes}", stored)
+                    T.buffer_store(totals, totals[t, at] + value, [t, at])
 
-    def _row(self, k: int, v: int) -> Any:
-        return self.p * self.panel.rows + self.panel.first_row(self.units[k], v)
 
-    def _scale(self, k: int, v: int, g: Any) -> Any:
-        """Return the scales of a vector's rows; of rows that fill up the panel, others'."""
-        scales, row = self.weight.parts["scales"], self._row(k, v)
-        tile = T.min(row // TILE_ROWS, int(scales.shape[0]) - 1)
-        return T.Cast(f"float32x{self.lanes}", scales[tile, g, T.ramp(row % TILE_ROWS, 1, self.lanes)])
+def _cleared(tokens: int, rows: int) -> Any:
+    """Allot totals, float32 [tokens, rows], and set them to zero."""
+    totals = T.alloc_buffer((tokens, rows), "float32")
+    for t in range(tokens):
+        with T.serial(0, rows // 16) as r:
+            T.buffer_store(totals, splat_float(0.0, 16), [t, T.ramp(r * 16, 1, 16)])
+    return totals
 
-    def store(self, places: Sequence[Any], tokens: Any) -> None:
-        """Store the outputs of the tokens that there are."""
-        for t, token in enumerate(places):
-            with T.If(token < tokens), T.Then():
-                for k in range(len(self.units)):
-                    for v in range(self.vectors):
-                        self._store(self.out[t * len(self.units) + k], token, k, v)
 
-    def _store(self, out: Any, token: Any, k: int, v: int) -> None:
-        weight, lanes, row = self.weight, self.lanes, self._row(k, v)
-        if self.panel.groups == 1:
-            T.buffer_store(out, out[v, self.every] * self._scale(k, v, 0), [v, self.every])
-        with T.If(row + lanes <= weight.rows):
+def _store(weight: Weight, totals: Any, t: int, token: Any, first: Any, rows: int) -> None:
+    """Store a token's outputs from row ``first`` on, as far as the weight has rows."""
+    with T.serial(0, rows // 16) as r:
+        row = first + r * 16
+        with T.If(row + 16 <= weight.rows):
             with T.Then():
-                place = T.ramp(row, 1, lanes)
-                T.buffer_store(weight.y, weight.finish(out[v, self.every], token, place), [token, place])
-            with T.Else(), T.serial(0, lanes) as r, T.If(row + r < weight.rows), T.Then():
-                T.buffer_store(weight.y, weight.finish(out[v, r], token, row + r), [token, row + r])
+                place = T.ramp(row, 1, 16)
+                value = weight.finish(totals[t, T.ramp(r * 16, 1, 16)], token, place)
+                T.buffer_store(weight.y, value, [token, place])
+            with T.Else(), T.serial(0, 16) as e, T.If(row + e < weight.rows), T.Then():
+                value = weight.finish(totals[t, r * 16 + e], token, row + e)
+                T.buffer_store(weight.y, value, [token, row + e])
