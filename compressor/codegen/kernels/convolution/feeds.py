@@ -17,8 +17,18 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
-from compressor.codegen.kernels.vector import VECTOR, emit_tree, finite_size, registers, size_bits, widen
+from compressor.codegen.kernels.linear.activations import inverse_scale, span_scale
+from compressor.codegen.kernels.vector import (
+    VECTOR,
+    at_least,
+    at_most,
+    emit_tree,
+    finite_size,
+    registers,
+    size_bits,
+    splat_float,
+    widen,
+)
 from compressor.formats.activations import Activations
 from compressor.ops.patches import outputs
 
@@ -29,6 +39,7 @@ ZERO = -128
 NAN = 0
 """The byte of NaN, which codes from -127 to 127 leave free.  A band that reads one has outputs of NaN alone."""
 _BAND_BYTES = 16384
+_ROUNDING = 1.5 * 2.0**23 - ZERO
 
 
 @dataclass(frozen=True)
@@ -156,12 +167,11 @@ class ImageFeed:
         """Emit a row of pixels of four bytes, from the row of each plane."""
 
         def pixels(k: Any, lanes: int) -> None:
-            whole, byte = (f"{kind}x{lanes}" if lanes > 1 else kind for kind in ("int32", "uint8"))
             blank = int.from_bytes([0] * len(planes) + [ZERO & 0xFF] * (4 - len(planes)), "little", signed=True)
             word = widen(T.int32(blank), lanes)
             for place, plane in enumerate(planes):
-                near = on_grid(x[_at(plane + k, lanes)], inverse, self.act, lanes)
-                value = T.Cast(whole, T.reinterpret(to_byte(near, lanes), dtype=byte))
+                bits = _byte_bits(x[_at(plane + k, lanes)], inverse, self.act, lanes)
+                value = T.bitwise_and(bits, widen(T.int32(0xFF), lanes))
                 word = T.bitwise_or(word, T.shift_left(value, widen(T.int32(8 * place), lanes)))
             four = T.reinterpret(word, dtype=f"int8x{4 * lanes}")
             T.buffer_store(feed, four, [T.ramp(to + 4 * k, 1, 4 * lanes)])
@@ -244,11 +254,23 @@ class PatchFeed:
         return factor[q]
 
 
-def to_byte(near: Any, lanes: int) -> Any:
-    """Whole numbers in float32, -127 to 127, as bytes: each plus 128, its sign bit turned over; NaN as :data:`NAN`."""
+def to_byte(x: Any, inverse: Any, act: Activations, lanes: int, *, is_positive: bool = False) -> Any:
+    """Round activations to bytes: each its code + 128, NaN :data:`NAN`; ``is_positive``: none is below zero."""
     kind = f"int8x{lanes}" if lanes > 1 else "int8"
-    byte = T.bitwise_xor(T.Cast(kind, near), widen(T.int8(ZERO), lanes))
-    return T.Select(size_bits(near, lanes) > widen(T.int32(0x7F800000), lanes), widen(T.int8(NAN), lanes), byte)
+    return T.Cast(kind, _byte_bits(x, inverse, act, lanes, is_positive))
+
+
+def _byte_bits(x: Any, inverse: Any, act: Activations, lanes: int, is_positive: bool = False) -> Any:
+    """Return int32 whose lowest byte is that of :func:`to_byte`.
+
+    A float32 of 2 ** 23 to 2 ** 24 has steps of one, so that adding one rounds as :func:`on_grid` does, to even, and
+    leaves the code in the lowest bits.  The last maximum makes -128 of NaN, of whatever bits.
+    """
+    number = x * widen(inverse, lanes)
+    if not is_positive:
+        number = at_least(number, -act.max_value, lanes)
+    number = T.max(at_most(number, act.max_value, lanes), splat_float(ZERO, lanes))
+    return T.reinterpret(number + splat_float(_ROUNDING, lanes), dtype=f"int32x{lanes}" if lanes > 1 else "int32")
 
 
 def _at(first: Any, lanes: int) -> Any:
@@ -268,8 +290,7 @@ def _each(length: int, emit: Any, widen: int) -> None:
 
 def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, act: Activations) -> None:
     def one(k: Any, lanes: int) -> None:
-        near = on_grid(x[_at(read + k, lanes)], inverse, act, lanes)
-        T.buffer_store(feed, to_byte(near, lanes), [_at(to + k, lanes)])
+        T.buffer_store(feed, to_byte(x[_at(read + k, lanes)], inverse, act, lanes), [_at(to + k, lanes)])
 
     _each(length, one, 1)
 

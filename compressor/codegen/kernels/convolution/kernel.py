@@ -18,7 +18,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import scale_values
 from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
 from compressor.codegen.kernels.convolution.products import BandProducts, is_aligned
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
+from compressor.codegen.kernels.linear.activations import inverse_scale
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import at_least, at_most, ramp, registers
 from compressor.formats.activations import Activations
@@ -248,4 +248,4 @@ def finish(value: Any, epilogue: Epilogue, residual: Any, inverse: Any, m: Any, 
         value = at_least(value, 0.0, lanes)
     if epilogue.ceiling is not None:
         value = at_most(value, epilogue.ceiling, lanes)
-    return value if act is None else to_byte(on_grid(value, inverse, act, lanes), lanes)
+    return value if act is None else to_byte(value, inverse, act, lanes, is_positive=epilogue.is_relu)
