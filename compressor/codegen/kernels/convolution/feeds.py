@@ -126,17 +126,17 @@ class ImageFeed:
             return block * SIDE
         return block // self._row_blocks * self.pitch + block % self._row_blocks * SIDE
 
-    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
-        """Emit what writes the bytes of a band, and its scales.
+    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, _rows: Any, input_scale: Any) -> tuple[Any, Any]:
+        """Emit what writes the bytes of a band, and its scales; return where they are: a buffer, and the first of them.
 
         Args:
-            feed: int8 [size].
             factor: float32 [factors].
             x: all images, float32 or int8 [n * height * width * channels].
             first_row: of the outputs.
             input_scale: where it is calibrated.
         """
         (high, wide), c = self.geometry.size, self.geometry.channels
+        feed = T.alloc_buffer((self.size,), "int8")
         _clear(feed, self.size)
         (kept,) = registers(1, (1,))
         T.buffer_store(kept, inverse_scale(input_scale), [0])
@@ -155,7 +155,9 @@ class ImageFeed:
                 else:
                     with T.serial(0, wide) as w:
                         self._copy(feed, to + w * self.pixel, x, read + w * c, c, inverse)
-        T.buffer_store(factor, T.if_then_else(_has_nan(feed, self.size), T.float32(math.nan), input_scale), [0])
+        is_broken = _has_nan(feed, 0, self.size, RUN_BYTES)
+        T.buffer_store(factor, T.if_then_else(is_broken, T.float32(math.nan), input_scale), [0])
+        return feed, 0
 
     def _copy(self, feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any) -> None:
         if self.is_rounded:
@@ -177,10 +179,6 @@ class ImageFeed:
             T.buffer_store(feed, four, [T.ramp(to + 4 * k, 1, 4 * lanes)])
 
         _each(self.geometry.size[1], pixels, 1)
-
-    def of(self, factor: Any, _q: Any) -> Any:
-        """Return the scale of an output's activations."""
-        return factor[0]
 
 
 class PatchFeed:
@@ -213,9 +211,9 @@ class PatchFeed:
         """As :meth:`ImageFeed.first`."""
         return block * SIDE
 
-    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
+    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, _rows: Any, input_scale: Any) -> tuple[Any, Any]:
         """As :meth:`ImageFeed.fill`; ``x`` is float32."""
-        geometry = self.geometry
+        geometry, feed = self.geometry, T.alloc_buffer((self.size,), "int8")
         (high, wide), c, (kh, kw) = geometry.size, geometry.channels, geometry.kernel
         (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
         peaks = T.alloc_buffer(self._pixels, "int32")  # of each pixel, in bits; zeros around the image
@@ -248,10 +246,39 @@ class PatchFeed:
                 with T.If(_inside(h, high, w, wide)), T.Then():
                     read = ((image * high + h) * wide + w) * c
                     _round(feed, out * self.step + (i * kw + j) * c, x, read, c, inverse[0], self.act)
+        return feed, 0
 
-    def of(self, factor: Any, q: Any) -> Any:
-        """As :meth:`ImageFeed.of`."""
-        return factor[q]
+
+class DirectFeed:
+    """The images themselves, where outputs are of 1 x 1 and these are bytes already."""
+
+    runs = factors = 1
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry, self.pitch = geometry, geometry.size[1]
+        self.pixel = self.step = self.run_bytes = geometry.channels
+
+    @staticmethod
+    def serves(geometry: Geometry) -> bool:
+        """Whether outputs read one pixel each, all of them in turn, and pixels are words."""
+        pairs = (geometry.kernel, geometry.stride, geometry.padding)
+        return pairs == ((1, 1), (1, 1), (0, 0)) and geometry.channels % 4 == 0
+
+    def column(self, _run: int, byte: int) -> int | None:
+        """As :meth:`ImageFeed.column`."""
+        return byte if byte < self.run_bytes else None
+
+    def offset(self, run: Any) -> Any:
+        """As :meth:`ImageFeed.offset`."""
+        return 0
+
+    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, rows: Any, input_scale: Any) -> tuple[Any, Any]:
+        """As :meth:`ImageFeed.fill`; nothing is written but the scale."""
+        row_bytes = self.pitch * self.pixel
+        base = (image * self.geometry.size[0] + first_row) * row_bytes
+        is_broken = _has_nan(x, base, rows * row_bytes, RUN_BYTES if row_bytes >= RUN_BYTES else 4)
+        T.buffer_store(factor, T.if_then_else(is_broken, T.float32(math.nan), input_scale), [0])
+        return x, base
 
 
 def to_byte(x: Any, inverse: Any, act: Activations, lanes: int, *, is_positive: bool = False) -> Any:
@@ -300,15 +327,16 @@ def _clear(feed: Any, size: int) -> None:
         T.buffer_store(feed, T.broadcast(T.int8(ZERO), RUN_BYTES), [T.ramp(k * RUN_BYTES, 1, RUN_BYTES)])
 
 
-def _has_nan(feed: Any, size: int) -> Any:
-    """Emit what looks for :data:`NAN` among bytes, a small part of what their products cost."""
-    (least,) = registers(1, (RUN_BYTES,), "uint8")
-    every = T.ramp(0, 1, RUN_BYTES)
-    T.buffer_store(least, T.broadcast(T.uint8(255), RUN_BYTES), [every])
-    with T.serial(0, size // RUN_BYTES) as k:
-        found = T.reinterpret(feed[T.ramp(k * RUN_BYTES, 1, RUN_BYTES)], dtype=f"uint8x{RUN_BYTES}")
+def _has_nan(source: Any, base: Any, length: Any, lanes: int) -> Any:
+    """Emit what looks for :data:`NAN` among ``length`` bytes, a small part of what their products cost."""
+    (least,) = registers(1, (lanes,), "uint8")
+    every = T.ramp(0, 1, lanes)
+    T.buffer_store(least, T.broadcast(T.uint8(255), lanes), [every])
+    with T.serial(0, (length + (lanes - 1)) // lanes) as k:
+        place = base + T.min(k * lanes, length - lanes)
+        found = T.reinterpret(source[T.ramp(place, 1, lanes)], dtype=f"uint8x{lanes}")
         T.buffer_store(least, T.min(least[every], found), [every])
-    emit_tree(T.min, least, RUN_BYTES)
+    emit_tree(T.min, least, lanes)
     return least[0] == T.uint8(NAN)
 
 
@@ -316,4 +344,5 @@ def _inside(h: Any, high: int, w: Any, wide: int) -> Any:
     return T.And(T.And(h >= 0, h < high), T.And(w >= 0, w < wide))
 
 
-Feed = ImageFeed | PatchFeed
+BandFeed = ImageFeed | PatchFeed
+Feed = BandFeed | DirectFeed
