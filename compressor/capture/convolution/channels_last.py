@@ -88,7 +88,9 @@ class MeanOfPixels:
 
     def rewrite(self, graph: Graph, match: Node) -> None:
         """Take the mean over the permutation's input; where dimensions are kept, permute it instead."""
-        (read, _, *keeps), rank = match.args, match.args[0].meta["val"].dim()  # type: ignore[union-attr, misc]
+        given: Any = match.args
+        read, _, *keeps = given
+        rank = read.meta["val"].dim()
         y = call(self.graph, match, ATEN.mean.dim, read.args[0], [*range(1, rank - 1)], *keeps)
         match.replace_all_uses_with(permuted(self.graph, match, y, to_first(rank)) if any(keeps) else y)
 
