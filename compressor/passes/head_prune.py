@@ -67,7 +67,7 @@ class HeadPrune(Pass):
         """Return the heads, and how many of each attention to remove.
 
         Raises:
-            UsageError: no heads can be removed, the ratio removes none or all of an attention's, or caches would differ.
+            UsageError: no heads can be removed, the ratio removes none or all of them, or caches would differ.
         """
         dependencies, found = choose_channels_of(graph, "head_prune", self.targets, self.ignore, self.remove)
         removed = []
@@ -75,11 +75,11 @@ class HeadPrune(Pass):
             size = one.family.count // one.groups
             left = int((1 - self.ratio) * size + 0.5)
             if not 0 < left < size:
-                what = "would lose its last head" if not left else "would lose none"
-                group = " of a group" if one.groups > 1 else ""
+                what = f"{size} heads{' of a group' if one.groups > 1 else ''}"
+                lost = "its last head" if not left else "none"
                 raise UsageError(
-                    f"head_prune: {one.readers[0]}: at ratio {self.ratio:g} of {size} heads{group}, the attention {what}; "
-                    f"a ratio of {1 / size:.3g} is one head: change `ratio`, or ignore it"
+                    f"head_prune: {one.readers[0]}: at ratio {self.ratio:g} of {what}, the attention would lose "
+                    f"{lost}; {1 / size:.3g} is one head: change `ratio`, or ignore it"
                 )
             removed.append((one, (size - left) * one.groups))
         self._check_caches(graph, dependencies, removed)
@@ -94,6 +94,6 @@ class HeadPrune(Pass):
         if len(set(left.values())) > 1:
             most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
             raise UsageError(
-                f"head_prune: caches of all layers have as many heads, and {most} would keep {left[most]} where {least} "
-                f"keeps {left[least]}: match all layers, or take `remove: query_heads`"
+                f"head_prune: caches of all layers have as many heads, and {most} would keep {left[most]} where "
+                f"{least} keeps {left[least]}: match all layers, or take `remove: query_heads`"
             )

@@ -34,16 +34,19 @@ from compressor.pipeline.sites import change_site, choose_sites, error_context, 
 _NAMED = 3  # reasons that a message gives
 
 What: TypeAlias = Literal["channels", "groups", "query_heads"]
-"""What goes: channels that no attention sees, heads of keys with all query heads that read them, or query heads alone."""
+"""What goes: channels that are not heads, heads of keys with all query heads that read them, or query heads alone."""
 
 
 class Removing(Protocol):
     """Options of a pass that removes channels between linears."""
 
     @property
-    def importance(self) -> Importance: ...
+    def importance(self) -> Importance:
+        """How a channel's loss is estimated."""
+
     @property
-    def refit(self) -> bool: ...
+    def refit(self) -> bool:
+        """Whether the columns that stay make up for the others."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ def choose_channels_of(
     chosen = [one for one in found if matched & {*one.names} and not protected & {*one.names}]
     if not chosen:
         why = "; ".join(reasons[:_NAMED]) if not found else "those of others do not match, or are ignored"
-        raise UsageError(f"{pass_name}: no {'channels' if what == 'channels' else 'heads'} of the matched linears can be removed{why and f': {why}'}")
+        kind = "channels" if what == "channels" else "heads"
+        raise UsageError(f"{pass_name}: no {kind} of the matched linears can be removed{why and f': {why}'}")
     return dependencies, chosen
 
 

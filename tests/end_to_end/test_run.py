@@ -41,6 +41,7 @@ from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.embedding import Embedding
 from compressor.passes.ffn_prune import FfnPrune
+from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import EvaluationSpec
@@ -63,7 +64,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 
 
-LOSES = {"ffn_prune_w4a16_x86": (0.3, 0.7), "sparsegpt_w8a16_x86": (0.6, 0.6)}
+LOSES = {"ffn_prune_w4a16_x86": (0.3, 0.7), "head_prune_w4a16_x86": (0.6, 0.6), "sparsegpt_w8a16_x86": (0.6, 0.6)}
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 
 
@@ -184,7 +185,7 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
     packed = [site for site in sites if site["format"]]
     assert {site["pass_name"] for site in sites if not site["format"]} == {
-        "ffn_prune" for step in result.recipe.passes if isinstance(step, FfnPrune)
+        PASSES.name_of(step) for step in result.recipe.passes if isinstance(step, FfnPrune | HeadPrune)
     }
     assert len(packed) - len(tables) == (
         len(match_sites(everything, step.targets, step.ignore)[0]) if is_whole(name) else 4

@@ -1,7 +1,10 @@
-"""The pass head_prune: whole heads go from every part that holds them, caches follow, and refusals name what they mean."""
+"""The pass head_prune: whole heads go from all that holds them, caches follow, and refusals name what they mean."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from compressor.errors import UsageError
 from compressor.graph.caches import attention_layers, empty_past
 from compressor.graph.dependencies.channels import Dependencies
 from compressor.graph.model import clone_graph, weight_bytes
+from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.numerics.column_removal import choose_channels
 from compressor.passes.ffn_prune import FfnPrune
@@ -35,6 +39,12 @@ SEVEN = {**SEVEN_SIZES, "hidden_size": 56, "num_attention_heads": 14, "num_key_v
 
 
 def captured(name: str) -> GraphModule:
+    """Return a graph to change, whose parameters other tests read."""
+    return clone_graph(_captured(name))
+
+
+@functools.cache
+def _captured(name: str) -> GraphModule:
     if name == "seven groups":
         return capture(make("Llama", SEVEN, True))
     decoder = name in DECODERS
@@ -57,7 +67,6 @@ CASES = [
     ("Phi 3", HeadPrune(0.5, "query_heads"), "2 of 4"),
     ("GPT-2", HeadPrune(0.25, importance="magnitude", refit=False), "3 of 4"),
     ("GPT-BigCode", HeadPrune(0.5, "query_heads"), "2 of 4"),
-    ("Falcon, ALiBi", HeadPrune(0.25), "3 of 4"),
     ("OPT", HeadPrune(0.3), "3 of 4"),
     ("BERT", HeadPrune(0.5, targets="re:.*layer.0.attention"), "2 of 4"),
     ("seven groups", HeadPrune(0.3), "5 of 7"),
@@ -95,8 +104,9 @@ def test_heads_that_nothing_reads_go_without_a_trace(by_query: bool) -> None:
         chosen.append((family, gone))
         for (name, axis), entries in family.places.items():
             if axis == 1:
-                with torch.no_grad():
-                    graph.get_parameter(name)[:, torch.from_numpy(entries[gone]).flatten()] = 0
+                weight = graph.get_parameter(name).detach().clone()
+                weight[:, torch.from_numpy(entries[gone]).flatten()] = 0
+                set_parameter(graph, name, weight)
     smaller = clone_graph(graph)
     Dependencies(smaller, by_query).remove(chosen)
     assert len(chosen) == 2 and weight_bytes(smaller) < weight_bytes(graph)
@@ -105,15 +115,12 @@ def test_heads_that_nothing_reads_go_without_a_trace(by_query: bool) -> None:
 
 def test_transformers_computes_the_same_with_as_many_heads() -> None:
     """The configuration says fewer heads; the weights are the pruned graph's."""
-    from transformers import AutoModelForCausalLM
-
-    folder = make(*DECODERS["Llama"], True)
-    graph = Pipeline([HeadPrune(0.5)]).run(capture(folder), Context(samples=SAMPLES))
-    dense = AutoModelForCausalLM.from_pretrained(folder)
-    config = dense.config
+    dense = make(*DECODERS["Llama"], True)
+    graph = Pipeline([HeadPrune(0.5)]).run(capture(dense), Context(samples=SAMPLES))
+    config = copy.deepcopy(dense.config)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
     model = type(dense)(config).eval()
-    model.load_state_dict({name: value for name, value in graph.named_parameters()}, strict=False)
+    model.load_state_dict(dict(graph.named_parameters()))
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % VOCAB
     with torch.no_grad():
         torch.testing.assert_close(output(graph), model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -169,8 +176,6 @@ def test_heads_are_chosen_in_each_group() -> None:
 
 
 def test_its_bundles_have_smaller_caches(write_module: Callable[..., Path], tmp_path: Path) -> None:
-    import json
-
     graph, ctx = captured("Qwen 3"), Context(samples=SAMPLES)
     dense = weight_bytes(graph)
     graph = Pipeline([HeadPrune(0.5), FfnPrune(0.5), Rtn("W8A16")], [VerifyStages()]).run(graph, ctx)
@@ -185,7 +190,7 @@ def test_its_bundles_have_smaller_caches(write_module: Callable[..., Path], tmp_
         ("Llama", {"ratio": 0.0}, "ratio 0 is not between 0 and 1"),
         ("Llama", {"ratio": 1.0}, "ratio 1 is not between 0 and 1"),
         ("Llama", {"ratio": 1.5}, "not between"),
-        ("Llama", {"ratio": 0.2}, "of 2 heads, the attention would lose none; a ratio of 0.5 is one head"),
+        ("Llama", {"ratio": 0.2}, "of 2 heads, the attention would lose none; 0.5 is one head"),
         ("Llama", {"ratio": 0.9}, "layers.0.self_attn.o_proj: .* would lose its last head"),
         ("Llama", {"ratio": 0.9, "remove": "query_heads"}, "of 2 heads of a group, .* its last head"),
         ("Llama", {"ratio": 0.5, "targets": "down_proj"}, "no heads of the matched linears can be removed"),
@@ -193,6 +198,7 @@ def test_its_bundles_have_smaller_caches(write_module: Callable[..., Path], tmp_
         ("Llama", {"ratio": 0.5, "targets": "o_prj"}, "nearest .*o_proj"),
         ("GPT-2", {"ratio": 0.5, "remove": "query_heads"}, "has one query head for each head of keys"),
         ("GPT-BigCode", {"ratio": 0.5}, "has one head of keys only"),
+        ("BLOOM", {"ratio": 0.5}, "read them in two places"),
         ("OLMo 2", {"ratio": 0.5}, "q_norm\\) takes the mean over it"),
     ],
 )

@@ -60,7 +60,7 @@ def _attended(node: Node, reading: Reading, query: str, rows: tuple[str, str]) -
             reading.keep([heads], f"{describe(node)} has one query head for each head of keys")
     else:
         of_groups = [None] if heads is None else list(heads.reshape(count, -1).T)
-        reading.meet([*of_groups, *shared], f"{describe(node)} has one head of keys only, or heads that are not channels")
+        reading.meet([*of_groups, *shared], f"{describe(node)} has one head of keys only, or no channels for heads")
     for name, axis in _PER_HEAD.items():
         one = args.get(name)
         if isinstance(one, Node) and len(shape_of(one)) >= -axis and is_fixed(one.meta["val"].shape[axis]):

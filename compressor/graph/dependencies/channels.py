@@ -163,6 +163,7 @@ class Dependencies:
             state_sizes(node, self._reading, gone)
             shapes = [left(axes, one, gone) for axes, one in zip(found, value, strict=True)]
             node.meta["val"] = type(value)(one.new_empty(shape) for one, shape in zip(value, shapes, strict=True))
-        elif isinstance(value, Tensor) and any(one is not None and gone[one].any() for one in found):
-            state_sizes(node, self._reading, gone)
-            node.meta["val"] = value.new_empty(left(found, value, gone))
+        elif isinstance(value, Tensor):
+            state_sizes(node, self._reading, gone)  # also where all that a slice takes stays: it may lie elsewhere
+            if any(one is not None and gone[one].any() for one in found):
+                node.meta["val"] = value.new_empty(left(found, value, gone))
