@@ -199,7 +199,8 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     info: ModelInfo = result.graph.meta["model"]
     if info.kind == "decoder":
         smaller = metrics["cache_bytes_per_token"] < metrics["dense_cache_bytes_per_token"]
-        assert smaller == (info.cache_format != DENSE_CACHE)
+        fewer_heads = any(isinstance(step, HeadPrune) for step in result.recipe.passes)
+        assert smaller == (info.cache_format != DENSE_CACHE or fewer_heads)
         most, least = LOSES.get(name, (0.05, 0.8))
         assert -0.02 < metrics["perplexity_increase"] < most
         assert least < metrics["top1_agreement"] <= 1

@@ -24,6 +24,7 @@ from compressor.graph.dependencies.channels import Dependencies
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
+from compressor.host.resources import resource
 from compressor.numerics.column_removal import choose_channels
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
@@ -173,6 +174,14 @@ def test_heads_are_chosen_in_each_group() -> None:
     assert choose_channels(weight, torch.eye(24), columns, 6, "magnitude", 3).tolist() == expected
     found = choose_channels(weight, torch.eye(24), columns, 6, "obs", 3).tolist()
     assert found == expected  # inputs that nothing relates cannot make up for one another
+
+
+def test_all_layers_of_the_reference_model_lose_heads() -> None:
+    """Sizes that the graph takes of a cache, to check them, keep no heads."""
+    graph = capture(resource("models") / "reference")
+    HeadPrune().plan(graph, Context())
+    assert {int(layer.queries.meta["val"].shape[1]) for layer in attention_layers(graph)} == {6}
+    assert graph.meta["model"].kv_heads == 3
 
 
 def test_its_bundles_have_smaller_caches(write_module: Callable[..., Path], tmp_path: Path) -> None:

@@ -226,6 +226,11 @@ def _index(node: Node, reading: Reading) -> Axes:
     return [None] * len(shape_of(node))
 
 
+def _size(node: Node, reading: Reading) -> Axes:
+    reading.keep([reading.of(node.args[0])[int(node.args[1])]], f"{describe(node)} is its size")  # type: ignore[arg-type]
+    return []
+
+
 MOVING: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default), _view),
     **dict.fromkeys(_PERMUTES, _permute),
@@ -240,5 +245,6 @@ MOVING: dict[Any, Rule] = {
     _ATEN.stack.default: _stack,
     _ATEN.pad.default: _pad,
     _ATEN.index.Tensor: _index,
+    _ATEN.sym_size.int: _size,
 }
 """Operator -> its rule."""
