@@ -63,7 +63,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     "abq_bip2a8_x86",  # the attention of one block in 2 bits costs a model of two more than 5% of its perplexity
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
-
+REMOVE = (FfnPrune, HeadPrune)
+"""Passes that make linears smaller, and leave them dense."""
 
 LOSES = {
     "ffn_prune_w4a16_x86": (0.3, 0.7),
@@ -191,7 +192,7 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
     packed = [site for site in sites if site["format"]]
     assert {site["pass_name"] for site in sites if not site["format"]} == {
-        PASSES.name_of(step) for step in result.recipe.passes if isinstance(step, FfnPrune | HeadPrune)
+        PASSES.name_of(step) for step in result.recipe.passes if isinstance(step, REMOVE)
     }
     assert len(packed) - len(tables) == (
         len(match_sites(everything, step.targets, step.ignore)[0]) if is_whole(name) else 4
@@ -241,7 +242,7 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
     formats = {site["site"]: Format.parse(site["format"]) for site in result.outcome.sites if site["format"]}
     graph = clone_graph(captured(result.recipe.model_source()))
     for step in result.recipe.passes:
-        if isinstance(step, FfnPrune):
+        if isinstance(step, REMOVE):
             step.plan(graph, Context())  # which makes the linears as small as they have to be
     dense = dict(graph.named_parameters())
     shapes = {site: tuple(dense.pop(f"{site}.weight").shape) for site in formats}
