@@ -146,11 +146,14 @@ class ActivationSparse(Pass):
         for site in chosen:
             if site.module_class == EXPERT:
                 raise UsageError(f"activation_sparse: {site.name} is an expert, which skips no inputs; `ignore` experts")
+            fmt = packed_weight(graph, site).format
+            if fmt.extra(SkippedInputs) is not None:
+                raise UsageError(f"activation_sparse: {site.name} skips inputs already; match each linear once")
             try:
-                packed_weight(graph, site).format.with_extra(SkippedInputs())
+                fmt.with_extra(SkippedInputs())
             except UsageError as error:
                 raise UsageError(
-                    f"activation_sparse: {site.name} is stored as {packed_weight(graph, site).format.name}: {error}; "
-                    "quantise it to W8A16 or W4A16_G128, or `ignore` it"
+                    f"activation_sparse: {site.name} is stored as {fmt.name}: {error}; quantise it to W8A16 or "
+                    "W4A16_G128, or `ignore` it"
                 ) from error
         return chosen
