@@ -25,7 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compressor.capture.attention import (
     ATTENTION_NAME,
-    MaskRule,
     Recorder,
     masks_left_out,
     recording,
@@ -39,6 +38,7 @@ from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
 from compressor.capture.kinds import auto_class, is_pair, seq2seq_kind
+from compressor.capture.recognition.masks import MaskRule
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
@@ -99,6 +99,7 @@ class DecoderProgram(nn.Module):
         leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}
         self.layers: list[int] = []  # those with keys and values
+        self.cache_size: tuple[int, int] | None = None  # heads and channels, where layers differ
         self.state_keys: list[StateKey] = []
 
     def forward(
@@ -126,6 +127,7 @@ class DecoderProgram(nn.Module):
             own_positions: let the model count by itself, from the first.
         """
         assert recorder.position is not None
+        recorder.cache_size = self.cache_size
         recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra |= (

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compressor.capture.attention import MaskRule, Recorder, mask_requests, recording
+from compressor.capture.attention import Recorder, mask_requests, recording
 from compressor.capture.meta_model import cache_argument
+from compressor.capture.recognition.masks import MaskRule
 
 _POSITIONS = ("decoder_position_ids",)
 _AUDIO = ("input_values", "input_features")
