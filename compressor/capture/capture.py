@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
+from compressor.capture.arithmetic.constants import fold_constants
 from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import (
@@ -171,6 +172,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
     argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
     graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
+    constants |= fold_constants(graph, constants)
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
     check_experts(graph, meta_model.name)

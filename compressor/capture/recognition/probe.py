@@ -14,15 +14,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.capture.attention import (
+from compressor.capture.attention.interface import (
     Recorder,
     SelfMadeAttention,
     mask_requests,
     masks_left_out,
 )
+from compressor.capture.attention.masks import MaskRequest, MaskRule, find_rule, mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import DecoderProgram, EncoderProgram, MetaModel, attend_as_written, cache_argument
-from compressor.capture.recognition.masks import MaskRequest, MaskRule, find_rule, mask_rules
 from compressor.errors import CaptureError
 from compressor.graph.provenance import module_path, source_line
 
@@ -114,7 +114,9 @@ def _cache_size(recorder: Recorder, program: DecoderProgram, name: str) -> tuple
     heads, width = (max(size[i] for size in sizes) for i in (0, 1))
     differ = f"layers differ in heads and channels of their keys and values, {sorted(sizes)}"
     if program.self_made or any(heads % own for own, _ in sizes):
-        raise CaptureError(f"{name}: {differ}, and some cannot be repeated or filled up to {(heads, width)}; not covered")
+        raise CaptureError(
+            f"{name}: {differ}, and some cannot be repeated or filled up to {(heads, width)}; not covered"
+        )
     program.cache_size = (heads, width)
     recorder.notes.add(f"{differ}: all are cached as {heads} heads of {width}, repeated or filled up with zeros")
     return heads, width

@@ -8,7 +8,7 @@ cannot express is refused by name: nothing that changes the result is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.capture.recognition.masks import AttentionCall, MaskFunction, MaskRequest, MaskRule
+from compressor.capture.attention.masks import AttentionCall, MaskFunction, MaskRequest, MaskRule
 from compressor.capture.recurrence.states import StateKey, StateRecorder
 from compressor.errors import CaptureError
 
@@ -37,6 +37,7 @@ class UnknownRequest(CaptureError, AttributeError):
 _NEUTRAL = frozenset(
     {"position_ids", "cache_position", "use_cache", "cache", "past_key_values", "position_embeddings", "return_dict"}
 )
+
 
 class Recorder(StateRecorder):
     """Stands in for a transformers cache, and collects what the layers do.
