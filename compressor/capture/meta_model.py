@@ -183,7 +183,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     kind = model_kind(config, str(config_file))
     autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
     auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
-    named = getattr(transformers, (config.architectures or [""])[0], None)
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
     half = kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel")  # without its decoder
     if half or (kind == "decoder" and named is not None and reads_more_than_text(named.__name__)):
         make = partial(named._from_config, config, dtype=torch.float32)

@@ -240,7 +240,15 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 3n": ("Gemma3nText", _GEMMA_3N),
     "Gemma 4": ("Gemma4Text", _GEMMA_4),
-    "Gemma 4, shared keys": ("Gemma4Text", {**_GEMMA_4, "num_kv_shared_layers": 2}),
+    "Gemma 4, shared keys": (
+        "Gemma4Text",
+        {
+            **_GEMMA_4,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
     "Gemma 4, experts": (
         "Gemma4Text",
         {**_GEMMA_4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},

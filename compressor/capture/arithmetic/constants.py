@@ -40,7 +40,7 @@ def fold_constants(graph: fx.Graph, constants: dict[str, Tensor]) -> dict[str, T
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
         with torch.no_grad():
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            known[node] = node.target(*args, **kwargs)
     for node, value in known.items():
         outside = [user for user in node.users if user not in known]
         if node.op == "get_attr" or not outside or not isinstance(value, Tensor):

@@ -203,17 +203,8 @@ def _attend(
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
     if is_causal is False and request is None:
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
-    width, stored_heads = value.shape[-1], recorder.stored[layer].shape[1]
-    query, key, value = _of_one_width(query, key, value, recorder.cache_size)
-    # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
-    if recorder.cache_size is None and width != key.shape[-1]:
-        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
-    if recorder.cache_size is None and stored_heads != key.shape[1]:
-        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
-    if layer in recorder.attended:  # another layer's, which it shares
-        key, value = recorder.keys[layer], recorder.values[layer]
-    recorder.attended.add(layer)
-    recorder.keys[layer], recorder.values[layer] = key, value
+    width = value.shape[-1]
+    query, key, value = _stored(recorder, layer, query, key, value)
     if recorder.k_cache is None or recorder.v_cache is None:
         k_cache, v_cache = key, value  # shapes only
     else:
@@ -222,6 +213,22 @@ def _attend(
     # Biases for pairs of new tokens: capture/recognition/distances.py puts those of distances in their place.
     out = torch.ops.compressor.cached_attention(*args, rule.chunk, None, position_bias)
     return out if width == out.shape[-1] else out[..., :width], None
+
+
+def _stored(recorder: Recorder, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give queries, keys and values the size of the cache, and keep keys and values as the layer's."""
+    width, heads = value.shape[-1], recorder.stored[layer].shape[1]
+    query, key, value = _of_one_width(query, key, value, recorder.cache_size)
+    # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
+    if recorder.cache_size is None and width != key.shape[-1]:
+        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
+    if recorder.cache_size is None and heads != key.shape[1]:
+        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
+    if layer in recorder.attended:  # another layer's, which it shares
+        key, value = recorder.keys[layer], recorder.values[layer]
+    recorder.attended.add(layer)
+    recorder.keys[layer], recorder.values[layer] = key, value
+    return query, key, value
 
 
 def _sum_biases(*given: Tensor | MaskRequest | None) -> Tensor | None:

@@ -23,7 +23,7 @@ _AUDIO = ("input_values", "input_features")
 
 
 class SourceRecorder(Recorder):
-    """A recorder that knows which layers attend in both directions; see :class:`compressor.capture.attention.interface.Recorder`.
+    """A recorder that knows which layers attend in both directions; its base is the one of decoders.
 
     Args:
         source_mask: float32 [B, N], of the source; None where it has no padding.
