@@ -46,10 +46,15 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
     size = weight.double().square()
     if hessian is not None:
         size = size * torch.diagonal(hessian).double()
-    return _largest(of_tiles(size), count)
+    return largest(of_tiles(size), count)
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
+def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
+    """Return the weight with zeros where the inputs are zero in all samples: blocks there cost nothing to leave out."""
+    return weight.masked_fill(torch.diagonal(hessian) <= 0, 0.0)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
     """Return the places of the largest values of each row, rising; of equal ones the first."""
     return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
@@ -68,7 +73,7 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     """
     W, rows = weight.double().t().contiguous(), torch.arange(len(weight)) // TILE_ROWS
     alone = of_tiles((W / R.square().sum(0)[:, None].sqrt()).t().square())
-    kept = torch.zeros_like(alone).scatter_(1, _largest(alone, count), 1.0)
+    kept = torch.zeros_like(alone).scatter_(1, largest(alone, count), 1.0)
     for first in range(0, len(W), blocksize):
         last = min(first + blocksize, len(W))
         quota = kept[:, first:last].sum(1, keepdim=True)
@@ -98,10 +103,11 @@ def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
 
 def round_kept(
     weight: Tensor, hessian: Tensor, kept: Tensor, fmt: Format, dampening_frac: float, *, refit: bool = True
-) -> PackedWeight:
+) -> tuple[PackedWeight, float]:
     """Store the columns that are kept, tile by tile: refitted to the outputs that all had, and rounded by GPTQ.
 
-    A tile is rounded to the nearest where GPTQ has no smaller loss.
+    A tile is rounded to the nearest where GPTQ has no smaller loss.  The most that a tile was dampened by is returned
+    as well.
 
     Args:
         weight: float [out, in].
@@ -112,16 +118,17 @@ def round_kept(
     blocks, in_features = fmt.extra(ColumnBlocks), weight.shape[1]
     assert blocks is not None
     H = hessian.double()
-    pieces = []
+    pieces, most = [], dampening_frac
     for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
         HS, W = H[columns][:, columns], rows[:, columns]
-        R, _ = dampened_factor(HS, dampening_frac)
+        R, damp = dampened_factor(HS, dampening_frac)
+        most = max(most, damp)
         if refit:
             W = refitted(rows, H, columns, R)
         pieces.append(round_columns(W, HS, R, fmt.of_kept))
     joined = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts if name in TILED}
     stored = PackedWeight(joined, fmt.of_kept, (len(weight), kept.shape[1]))
-    return leave_out(stored, kept, in_features, blocks)
+    return leave_out(stored, kept, in_features, blocks), most
 
 
 def refitted(W: Tensor, H: Tensor, columns: Tensor, R: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.resume import Blocks, cached_tensors
 from compressor.pipeline.sites import compress_site, error_context
 
+FEW_DAMPENING = 0.1  # at 256 tokens a W3 reference model has perplexity 17.3 with it, 18.4 with 0.01
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -38,6 +40,17 @@ class Quantized:
     error: float
     rtn_error: float | None
     notes: Sequence[str] = ()
+
+
+def enough_dampening(tokens: int, columns: int, dampening_frac: float) -> tuple[float, list[str]]:
+    """Return the fraction to dampen a Hessian by, at least 0.1 where it has not full rank, and a note that says so."""
+    if tokens >= columns:
+        return dampening_frac, []
+    dampening_frac = max(dampening_frac, FEW_DAMPENING)
+    return dampening_frac, [
+        f"calibrated on {tokens} tokens for {columns} inputs, so the Hessian has not full rank: dampening "
+        f"{dampening_frac:g}; give more samples"
+    ]
 
 
 def output_loss(W: Tensor, packed: PackedWeight, H: Tensor) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -19,7 +21,7 @@ from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
 from compressor.numerics.range_search import Work, observer_work
-from compressor.pipeline.calibrated_sites import Quantized, quantize_calibrated
+from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
@@ -27,6 +29,21 @@ from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
 from compressor.pipeline.sites import choose_sites
 
 _BETTER = "the error would be smaller in"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Moments of a linear's inputs.
+
+    Attributes:
+        hessian: float32 [in, in].
+        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+        dampening_frac: fraction of the mean diagonal that was added for that.
+    """
+
+    hessian: Tensor
+    factor: Tensor
+    dampening_frac: float
 
 
 class BlockPruning(Pass):
@@ -46,15 +63,18 @@ class BlockPruning(Pass):
     dampening_frac: float
 
     @abstractmethod
-    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps, rising: int64 [tiles, count].
 
         Args:
             weight: float32 [out, in].
-            hessian: float32 [in, in].
-            factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+            inputs: of the linear, as the samples have them.
             count: columns to keep.
         """
+
+    def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
+        """Return the work of :meth:`choose_blocks`, beyond what all of these passes do."""
+        return {}
 
     def __post_init__(self) -> None:
         fmt = Format.parse(self.scheme)
@@ -91,7 +111,7 @@ class BlockPruning(Pass):
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
         needs = CalibrationNeeds(True, True)
-        return plan_sites(graph, self._formats(graph), self.ignore, pruning_work, pruning_bytes, needs)
+        return plan_sites(graph, self._formats(graph), self.ignore, self._work, pruning_bytes, needs)
 
     def _formats(self, graph: GraphModule) -> dict[str, Format]:
         """Return the formats of the linears that are pruned."""
@@ -99,16 +119,26 @@ class BlockPruning(Pass):
         found = choose_sites(graph, self._name, fmt.of_kept, self.targets, self.ignore)
         return {site.name: fmt for site in found}
 
+    def _work(self, rows: int, columns: int, fmt: Format) -> Work:
+        return Counter(pruning_work(rows, columns, fmt)) + Counter(
+            self.choosing_work(rows, columns, fmt.stored_columns(columns))
+        )
+
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
-        hessian, cross = statistic.value, statistic.cross
+        hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
+        least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
-        factor, _ = dampened_factor(hessian, self.dampening_frac)
-        kept = self.choose_blocks(weight, hessian, factor, fmt.stored_columns(weight.shape[1]))
-        packed = round_kept(weight, hessian, kept, fmt, self.dampening_frac, refit=self.refit)
+        factor, damp = dampened_factor(hessian, least)
+        kept = self.choose_blocks(weight, Inputs(hessian, factor, damp), fmt.stored_columns(columns))
+        packed, damp = round_kept(weight, hessian, kept, fmt, damp, refit=self.refit)
+        if damp > least:
+            notes.append(f"dampening raised to {damp:g}: the Hessian is not positive definite with {least:g}")
+        if dead := int((torch.diagonal(hessian) <= 0).sum()):
+            notes.append(f"{dead} inputs are zero in all samples")
         norm = float(quadratic(weight.double(), hessian)) or 1.0
         error = float(quadratic(weight.double() - dequantize(packed), hessian)) / norm
-        notes, dense = [], smaller_dense(fmt, *weight.shape)
+        dense = smaller_dense(fmt, *weight.shape)
         if dense is not None:
             rounded = round_columns(weight.double(), hessian.double(), factor, dense)
             other = float(quadratic(weight.double() - dequantize(rounded), hessian)) / norm
