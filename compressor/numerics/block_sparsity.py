@@ -83,6 +83,31 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
+def left_blocks(weight: Tensor, count: int) -> Tensor | None:
+    """Return so many columns of each tile with all that are not zero, rising: int64 [tiles, count]; None if a tile has
+    more.
+
+    Args:
+        weight: float [out, in], pruned before.
+    """
+    is_left = of_tiles((weight != 0).double()) > 0
+    return None if int(is_left.sum(1).max()) > count else _largest(is_left.double(), count)
+
+
+def only_kept(weight: Tensor, hessian: Tensor, kept: Tensor, dampening_frac: float, *, refit: bool = True) -> Tensor:
+    """Return the weight with all blocks but the kept ones at zero, and these refitted: float32 [out, in].
+
+    Args:
+        weight, hessian, kept, refit: as for :func:`round_kept`.
+    """
+    H, found = hessian.double(), torch.zeros(weight.shape, dtype=torch.float64)
+    tiles = zip(torch.split(weight.double(), TILE_ROWS), torch.split(found, TILE_ROWS), kept, strict=True)
+    for rows, into, columns in tiles:
+        R, _ = dampened_factor(H[columns][:, columns], dampening_frac)
+        into[:, columns] = refitted(rows, H, columns, R) if refit else rows[:, columns]
+    return found.float()
+
+
 def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
     """Return R of the columns in their order, and the dampening it took: ten times more as long as that fails.
 

@@ -22,7 +22,7 @@ from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.resume import Blocks, cached_tensors
-from compressor.pipeline.sites import compress_site, error_context
+from compressor.pipeline.sites import change_site, compress_site, error_context
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Quantized:
     """A linear's weight as it will be stored, and what its record says.
 
     Attributes:
+        packed: the weight; floats, [out, in], stay a dense one.
         error, rtn_error: relative squared error of the outputs, and that of round to nearest, where it is measured.
         notes: whatever the user should know.
     """
 
-    packed: PackedWeight
+    packed: PackedWeight | Tensor
     error: float
     rtn_error: float | None
     notes: Sequence[str] = ()
@@ -92,6 +93,12 @@ def quantize_calibrated(
             weight = graph.get_parameter(site.weight_name).detach().float()
             with error_context(site):
                 quantized = quantize(weight, statistic, formats[site.name])
+            blocks.task.advance()
+            notes = [*expert_notes(site, statistic), *quantized.notes]
+            if isinstance(quantized.packed, Tensor):
+                stored = quantized.packed.to(graph.get_parameter(site.weight_name).dtype)
+                change_site(graph, ctx, site, stored, pass_name, error=quantized.error, error_of="output", notes=notes)
+                continue
             compress_site(
                 graph,
                 ctx,
@@ -101,7 +108,6 @@ def quantize_calibrated(
                 error=quantized.error,
                 error_of="output",
                 rtn_error=quantized.rtn_error,
-                notes=[*expert_notes(site, statistic), *quantized.notes],
+                notes=notes,
                 tokens=expert_tokens(site, statistic),
             )
-            blocks.task.advance()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
+from dataclasses import replace
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -14,7 +15,7 @@ from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.formats.weights import GroupScales, Integers
-from compressor.numerics.block_sparsity import dampened_factor, round_columns, round_kept
+from compressor.numerics.block_sparsity import dampened_factor, left_blocks, only_kept, round_columns, round_kept
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
@@ -23,10 +24,11 @@ from compressor.pipeline.calibrated_sites import Quantized, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites, plan_untouched
 from compressor.pipeline.sites import choose_sites
 
 _BETTER = "the error would be smaller in"
+_DENSE = "blocks become zero; it stays dense"
 
 
 class BlockPruning(Pass):
@@ -37,6 +39,7 @@ class BlockPruning(Pass):
         targets, ignore: patterns of linears.
         refit: whether what is kept is refitted to the outputs of the whole weight before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
+        pack: whether the weights are stored in the format; otherwise they stay dense, with zeros.
     """
 
     scheme: str
@@ -44,6 +47,7 @@ class BlockPruning(Pass):
     ignore: str | tuple[str, ...]
     refit: bool
     dampening_frac: float
+    pack: bool
 
     @abstractmethod
     def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
@@ -90,8 +94,16 @@ class BlockPruning(Pass):
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
-        needs = CalibrationNeeds(True, True)
-        return plan_sites(graph, self._formats(graph), self.ignore, pruning_work, pruning_bytes, needs)
+        needs, formats = CalibrationNeeds(True, True), self._formats(graph)
+        if self.pack:
+            return plan_sites(graph, formats, self.ignore, pruning_work, pruning_bytes, needs)
+        plans = plan_untouched(graph)
+        for number, plan in enumerate(plans):
+            if (fmt := formats.get(plan.site)) is not None:
+                shape = (plan.out_features, plan.in_features)
+                work, working_bytes = dict(pruning_work(*shape, fmt)), pruning_bytes(*shape, fmt)
+                plans[number] = replace(plan, note=_DENSE, work=work, working_bytes=working_bytes, needs=needs)
+        return plans
 
     def _formats(self, graph: GraphModule) -> dict[str, Format]:
         """Return the formats of the linears that are pruned."""
@@ -101,12 +113,18 @@ class BlockPruning(Pass):
 
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross = statistic.value, statistic.cross
+        count = fmt.stored_columns(weight.shape[1])
+        kept = left_blocks(weight, count)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         factor, _ = dampened_factor(hessian, self.dampening_frac)
-        kept = self.choose_blocks(weight, hessian, factor, fmt.stored_columns(weight.shape[1]))
-        packed = round_kept(weight, hessian, kept, fmt, self.dampening_frac, refit=self.refit)
+        if kept is None:
+            kept = self.choose_blocks(weight, hessian, factor, count)
         norm = float(quadratic(weight.double(), hessian)) or 1.0
+        if not self.pack:
+            pruned = only_kept(weight, hessian, kept, self.dampening_frac, refit=self.refit)
+            return Quantized(pruned, float(quadratic(weight.double() - pruned, hessian)) / norm, None)
+        packed = round_kept(weight, hessian, kept, fmt, self.dampening_frac, refit=self.refit)
         error = float(quadratic(weight.double() - dequantize(packed), hessian)) / norm
         notes, dense = [], smaller_dense(fmt, *weight.shape)
         if dense is not None:
