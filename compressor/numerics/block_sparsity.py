@@ -40,18 +40,25 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
 
     Args:
         weight: float [out, in].
-        hessian: float [in, in]; where it is given, a block's size is W^2 diag(H), the size of its contribution.
+        hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
+            contribution.
         count: columns to keep.
     """
     size = weight.double().square()
     if hessian is not None:
-        size = size * torch.diagonal(hessian).double()
+        size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
     return _largest(of_tiles(size), count)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
     """Return the places of the largest values of each row, rising; of equal ones the first."""
     return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def block_mask(kept: Tensor, rows: int, columns: int) -> Tensor:
+    """Return which entries of a weight the kept blocks hold: bool [rows, columns]."""
+    tiles = torch.zeros(len(kept), columns, dtype=torch.bool).scatter_(1, kept, True)
+    return tiles.repeat_interleave(TILE_ROWS, dim=0)[:rows]
 
 
 def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) -> Tensor:

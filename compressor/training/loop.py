@@ -36,7 +36,8 @@ class History:
 
     Attributes:
         step: steps done.
-        begun: held-out loss of the first weights that were worth keeping; NaN before there are any.
+        begun, begun_step: held-out loss of the first weights that were worth keeping, and the step it was seen after;
+            NaN before there are any.
         best, best_step: the smallest held-out loss, and the step it was seen after.
         since: evaluations since then.
         why: why it ended before its last step; empty if it did not.
@@ -44,6 +45,7 @@ class History:
 
     step: int = 0
     begun: float = math.nan
+    begun_step: int = -1
     best: float = math.inf
     best_step: int = -1
     since: int = 0
@@ -117,7 +119,7 @@ class Training:
             return
         self._optimiser.step(history.step + 1, settings.rate(history.step))
         history.step += 1
-        self._masks.after_step(history.step, weights, self._optimiser.second)
+        self._masks.after_step(history.step, weights)
 
     def _batch(self, number: int) -> Tensor:
         """Return the samples of a batch: each sample once before any comes again."""
@@ -145,8 +147,8 @@ class Training:
         for batch in torch.split(self._held_out, self._settings.batch):
             losses += float(self._objective(batch, self._model(batch, values))) * len(batch)
         loss = losses / len(self._held_out)
-        if math.isnan(history.begun):
-            history.begun = loss
+        if history.begun_step < 0:
+            history.begun, history.begun_step = loss, history.step
         if loss < history.best or history.best_step < 0:
             history.best, history.best_step, history.since, self.best = loss, history.step, 0, stored
             return

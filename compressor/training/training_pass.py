@@ -17,7 +17,7 @@ from compressor.graph.sites import Site, is_parameter
 from compressor.host.digests import digest
 from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context, SiteRecord
-from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_sites
 from compressor.training.checkpoints import Checkpoints
@@ -59,7 +59,7 @@ class TrainingPass(Pass):
     def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
         """Return the graph with the parameters of these names to train, and the loss of its outputs."""
 
-    def masks(self, graph: GraphModule, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
         """Return which entries are zero: those of the linears that are zero already."""
         return KeptZeros(weights, {site.weight_name for site in sites})
 
@@ -75,9 +75,9 @@ class TrainingPass(Pass):
         return type(self).__module__.rpartition(".")[2]
 
     @property
-    def runs_samples(self) -> bool:
-        """Return True: it learns from the calibration samples."""
-        return True
+    def training(self) -> TrainingNeeds:
+        """Return what it takes forwards and backwards."""
+        return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a model whose samples are not one tensor, and patterns that match nothing."""
@@ -101,7 +101,7 @@ class TrainingPass(Pass):
                 tensors, history = found.tensors, History(**found.records[0])
             else:
                 model, objective = self.prepare(graph, ctx, names)
-                masks = self.masks(graph, model.weights, sites)
+                masks = self.masks(graph, ctx, model.weights, sites)
                 training = Training(model, objective, samples.ids, self._settings(), masks, checkpoints, ctx.seed)
                 tensors = training.run(task)
                 history = training.history
@@ -139,11 +139,15 @@ class TrainingPass(Pass):
     def _notes(self, history: History) -> list[str]:
         if history.best_step < 0:
             raise CompressorError(f"{self.name}: {history.why}")
-        said = f"held-out loss {history.begun:.4f} at the start, {history.best:.4f} after step {history.best_step}"
-        if history.best_step == 0:
-            said = f"no state had a smaller held-out loss than the start ({history.begun:.4f}), so nothing changes"
         ended = f"; it ended after step {history.step}: {history.why}" if history.why else ""
-        return [f"{self.name}: {said} of {self.steps}{ended}"]
+        if history.best_step == 0:
+            loss = f"{history.begun:.4g}"
+            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: nothing changes{ended}"]
+        first = f"after step {history.begun_step}" if history.begun_step else "at the start"
+        return [
+            f"{self.name}: held-out loss {history.begun:.4g} {first}, {history.best:.4g} after step "
+            f"{history.best_step} of {self.steps}{ended}"
+        ]
 
     def _replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
         """Put trained weights in the place of the old ones, for all that read them, and record each linear."""
