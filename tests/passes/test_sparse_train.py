@@ -102,7 +102,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_pat
 def test_the_passes_of_the_shipped_recipes_run(name: str, step: str, llama: GraphModule) -> None:
     """Their bundles are made as those of other recipes, which test_run.py makes."""
     overrides = [f"passes.{step}.steps=2", f"passes.{step}.batch=1"]
-    overrides += ["passes.gptq.scheme=W4A16_G32"] if step == "finetune" else []
+    overrides += ["passes.gptq.scheme=W4A16_G32", "passes.ffn_prune.multiple=16"] if step == "finetune" else []
     recipe, ctx = load_recipe(name, overrides), Context(samples=SAMPLES)
     graph = Pipeline(recipe.passes, [VerifyStages()]).run(clone_graph(llama), ctx)
     assert {record.pass_name for record in ctx.records if not record.format} >= {step}
