@@ -86,7 +86,7 @@ class ColumnBlocks:
 
     percent: float
     label: ClassVar[str] = "sparsity"
-    pattern: ClassVar[str] = r"_B16X1@(\d{1,2}(?:\.\d{1,2})?)"
+    pattern: ClassVar[str] = r"_B16X1@(\d{1,3}(?:\.\d{1,2})?)"
 
     def __post_init__(self) -> None:
         if not 0 < self.percent < 100:

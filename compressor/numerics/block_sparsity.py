@@ -7,6 +7,7 @@ is that of W' plus tr((W' - Q_S) H_SS (W' - Q_S)^T): rounding the columns that a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import torch
@@ -47,10 +48,15 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
     size = weight.double().square()
     if hessian is not None:
         size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
-    return _largest(of_tiles(size), count)
+    return largest(of_tiles(size), count)
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
+def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
+    """Return the weight with zeros where the inputs are zero in all samples: blocks there cost nothing to leave out."""
+    return weight.masked_fill(torch.diagonal(hessian) <= 0, 0.0)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
     """Return the places of the largest values of each row, rising; of equal ones the first."""
     return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
@@ -75,7 +81,7 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     """
     W, rows = weight.double().t().contiguous(), torch.arange(len(weight)) // TILE_ROWS
     alone = of_tiles((W / R.square().sum(0)[:, None].sqrt()).t().square())
-    kept = torch.zeros_like(alone).scatter_(1, _largest(alone, count), 1.0)
+    kept = torch.zeros_like(alone).scatter_(1, largest(alone, count), 1.0)
     for first in range(0, len(W), blocksize):
         last = min(first + blocksize, len(W))
         quota = kept[:, first:last].sum(1, keepdim=True)
@@ -98,21 +104,34 @@ def left_blocks(weight: Tensor, count: int) -> Tensor | None:
         weight: float [out, in], pruned before.
     """
     is_left = of_tiles((weight != 0).double()) > 0
-    return None if int(is_left.sum(1).max()) > count else _largest(is_left.double(), count)
+    return None if int(is_left.sum(1).max()) > count else largest(is_left.double(), count)
 
 
-def only_kept(weight: Tensor, hessian: Tensor, kept: Tensor, dampening_frac: float, *, refit: bool = True) -> Tensor:
-    """Return the weight with all blocks but the kept ones at zero, and these refitted: float32 [out, in].
+def only_kept(
+    weight: Tensor, hessian: Tensor, kept: Tensor, dampening_frac: float, *, refit: bool = True
+) -> tuple[Tensor, float]:
+    """Return the weight with all blocks but the kept ones at zero, float32 [out, in], and the most that a tile was
+    dampened by.
 
     Args:
         weight, hessian, kept, refit: as for :func:`round_kept`.
     """
-    H, found = hessian.double(), torch.zeros(weight.shape, dtype=torch.float64)
-    tiles = zip(torch.split(weight.double(), TILE_ROWS), torch.split(found, TILE_ROWS), kept, strict=True)
-    for rows, into, columns in tiles:
-        R, _ = dampened_factor(H[columns][:, columns], dampening_frac)
-        into[:, columns] = refitted(rows, H, columns, R) if refit else rows[:, columns]
-    return found.float()
+    found, most = torch.zeros(weight.shape, dtype=torch.float64), dampening_frac
+    tiles = _tiles(weight, hessian.double(), kept, dampening_frac, refit)
+    for into, columns, (W, _, _, damp) in zip(torch.split(found, TILE_ROWS), kept, tiles, strict=True):
+        into[:, columns] = W
+        most = max(most, damp)
+    return found.float(), most
+
+
+def _tiles(
+    weight: Tensor, H: Tensor, kept: Tensor, dampening_frac: float, refit: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """Yield each tile's kept columns W, refitted if asked for, their H and R, and the dampening that R took."""
+    for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
+        HS = H[columns][:, columns]
+        R, damp = dampened_factor(HS, dampening_frac)
+        yield refitted(rows, H, columns, R) if refit else rows[:, columns], HS, R, damp
 
 
 def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
@@ -130,10 +149,11 @@ def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
 
 def round_kept(
     weight: Tensor, hessian: Tensor, kept: Tensor, fmt: Format, dampening_frac: float, *, refit: bool = True
-) -> PackedWeight:
+) -> tuple[PackedWeight, float]:
     """Store the columns that are kept, tile by tile: refitted to the outputs that all had, and rounded by GPTQ.
 
-    A tile is rounded to the nearest where GPTQ has no smaller loss.
+    A tile is rounded to the nearest where GPTQ has no smaller loss.  The most that a tile was dampened by is returned
+    as well.
 
     Args:
         weight: float [out, in].
@@ -143,17 +163,13 @@ def round_kept(
     """
     blocks, in_features = fmt.extra(ColumnBlocks), weight.shape[1]
     assert blocks is not None
-    H = hessian.double()
-    pieces = []
-    for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
-        HS, W = H[columns][:, columns], rows[:, columns]
-        R, _ = dampened_factor(HS, dampening_frac)
-        if refit:
-            W = refitted(rows, H, columns, R)
+    pieces, most = [], dampening_frac
+    for W, HS, R, damp in _tiles(weight, hessian.double(), kept, dampening_frac, refit):
+        most = max(most, damp)
         pieces.append(round_columns(W, HS, R, fmt.of_kept))
     joined = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts if name in TILED}
     stored = PackedWeight(joined, fmt.of_kept, (len(weight), kept.shape[1]))
-    return leave_out(stored, kept, in_features, blocks)
+    return leave_out(stored, kept, in_features, blocks), most
 
 
 def refitted(W: Tensor, H: Tensor, columns: Tensor, R: Tensor) -> Tensor:

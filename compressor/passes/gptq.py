@@ -25,7 +25,7 @@ from compressor.numerics.obs import column_blocks, gptq_work, gptq_working_bytes
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import quadratic, total
 from compressor.numerics.range_search import ChooseGrid, Observer, chooser
-from compressor.pipeline.calibrated_sites import Quantized, output_loss, quantize_calibrated
+from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, output_loss, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
@@ -34,7 +34,6 @@ from compressor.pipeline.sites import choose_format, choose_sites
 
 _MOST_DAMPENING = 1e3
 _EXACT_DAMPENING = 1e-6  # then the condition is at most 1e6 times the columns, and ||E||^2 exact but for 1e-5
-_FEW_DAMPENING = 0.1  # at 256 tokens a W3 reference model has perplexity 17.3 with it, 18.4 with 0.01
 _CLEAR = 0.99  # of the loss of round to nearest; what is above is computed once more by its definition
 
 
@@ -288,13 +287,7 @@ class Gptq(Pass):
         if isinstance(statistic, ChannelHessian):
             return self._quantize_channels(weight, statistic, fmt)
         hessian, cross, tokens = statistic.value, statistic.cross, statistic.tokens
-        dampening_frac, notes = self.dampening_frac, []
-        if tokens < len(hessian):
-            dampening_frac = max(dampening_frac, _FEW_DAMPENING)
-            notes.append(
-                f"calibrated on {tokens} tokens for {len(hessian)} inputs, so the Hessian has not full rank: dampening "
-                f"{dampening_frac:g}; give more samples"
-            )
+        dampening_frac, notes = enough_dampening(tokens, len(hessian), self.dampening_frac)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt]))
         packed, info = gptq_quantize(
@@ -319,7 +312,7 @@ class Gptq(Pass):
         hessian, cross = statistic.value, statistic.cross
         if cross is not None:
             weight = match_dense_channels(weight, hessian, cross)
-        damp = self.dampening_frac if statistic.tokens >= weight.shape[1] else max(self.dampening_frac, _FEW_DAMPENING)
+        damp, _ = enough_dampening(statistic.tokens, weight.shape[1], self.dampening_frac)
         packed, info = quantize_channels(
             weight, hessian, fmt, actorder=self.actorder, dampening_frac=damp, observer=self.observer
         )

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from compressor.numerics.block_sparsity import largest_blocks
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sparse_sites import BlockPruning
+from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
 class Magnitude(BlockPruning, Pass):
     """Leave out the blocks of 16 rows by one column with the smallest weights, and round the others by GPTQ.
 
-    A yardstick: `wanda` and `sparsegpt` look at the inputs as well.
+    A yardstick: `wanda`, `sparsegpt` and `alps` look at the inputs as well.
     The 16 rows of a tile keep the same columns, and all tiles of a weight as many.  A linear that would have a smaller
     error in a dense format of no more bytes has a note that says so.
 
@@ -37,6 +37,6 @@ class Magnitude(BlockPruning, Pass):
     dampening_frac: float = 0.01
     pack: bool = True
 
-    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""
         return largest_blocks(weight, None, count)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import surgeon_blocks
+from compressor.numerics.block_sparsity import surgeon_blocks, without_dead
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sparse_sites import BlockPruning
+from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class Sparsegpt(BlockPruning, Pass):
     dampening_frac: float = 0.01
     pack: bool = True
 
-    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""
-        return surgeon_blocks(weight, factor, count)
+        return surgeon_blocks(without_dead(weight, inputs.hessian), inputs.factor, count)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compressor.numerics.block_sparsity import largest_blocks
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sparse_sites import BlockPruning
+from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class Wanda(BlockPruning, Pass):
     dampening_frac: float = 0.01
     pack: bool = True
 
-    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""
-        return largest_blocks(weight, hessian, count)
+        return largest_blocks(weight, inputs.hessian, count)

@@ -40,8 +40,8 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
         )
     if fmt.extra(ColumnBlocks) is not None:
         raise UsageError(
-            f"scheme {scheme}: which blocks are left out is chosen by the passes magnitude, wanda and sparsegpt; use "
-            f"one of them, or {fmt.of_kept.name}"
+            f"scheme {scheme}: which blocks are left out is chosen by the passes magnitude, wanda, sparsegpt and alps; "
+            f"use one of them, or {fmt.of_kept.name}"
         )
     return fmt.with_group_size(group_size) if group_size else fmt
 
@@ -213,6 +213,10 @@ def site_notes(site: Site, packed: PackedWeight, bytes_before: int) -> list[str]
     ragged = site.in_features % packed.format.group_size if packed.format.group_size else 0
     if ragged:
         notes.append(f"last group has {ragged} of {packed.format.group_size} columns")
+    if packed.format.extra(ColumnBlocks) is not None and packed.format.stored_columns(site.in_features) == (
+        site.in_features
+    ):
+        notes.append(f"{packed.format.name} leaves nothing out of {site.in_features} columns, which fill whole chunks")
     if site.tied:
         notes.append(f"tied: the dense weight {site.weight_name} stays for the embedding")
     if packed.nbytes > bytes_before:

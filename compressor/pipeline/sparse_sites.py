@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -13,14 +14,14 @@ from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
-from compressor.formats.packing import dequantize
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.weights import GroupScales, Integers
 from compressor.numerics.block_sparsity import dampened_factor, left_blocks, only_kept, round_columns, round_kept
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
 from compressor.numerics.range_search import Work, observer_work
-from compressor.pipeline.calibrated_sites import Quantized, quantize_calibrated
+from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
@@ -29,6 +30,21 @@ from compressor.pipeline.sites import choose_sites
 
 _BETTER = "the error would be smaller in"
 _DENSE = "blocks become zero; it stays dense"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Moments of a linear's inputs.
+
+    Attributes:
+        hessian: float32 [in, in].
+        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+        dampening_frac: fraction of the mean diagonal that was added for that.
+    """
+
+    hessian: Tensor
+    factor: Tensor
+    dampening_frac: float
 
 
 class BlockPruning(Pass):
@@ -50,15 +66,18 @@ class BlockPruning(Pass):
     pack: bool
 
     @abstractmethod
-    def choose_blocks(self, weight: Tensor, hessian: Tensor, factor: Tensor, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps, rising: int64 [tiles, count].
 
         Args:
             weight: float32 [out, in].
-            hessian: float32 [in, in].
-            factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+            inputs: of the linear, as the samples have them.
             count: columns to keep.
         """
+
+    def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
+        """Return the work of :meth:`choose_blocks`, beyond what all of these passes do."""
+        return {}
 
     def __post_init__(self) -> None:
         fmt = Format.parse(self.scheme)
@@ -96,12 +115,12 @@ class BlockPruning(Pass):
         """Predict what :meth:`run` will do, on a graph without weights."""
         needs, formats = CalibrationNeeds(True, True), self._formats(graph)
         if self.pack:
-            return plan_sites(graph, formats, self.ignore, pruning_work, pruning_bytes, needs)
+            return plan_sites(graph, formats, self.ignore, self._work, pruning_bytes, needs)
         plans = plan_untouched(graph)
         for number, plan in enumerate(plans):
             if (fmt := formats.get(plan.site)) is not None:
                 shape = (plan.out_features, plan.in_features)
-                work, working_bytes = dict(pruning_work(*shape, fmt)), pruning_bytes(*shape, fmt)
+                work, working_bytes = dict(self._work(*shape, fmt)), pruning_bytes(*shape, fmt)
                 plans[number] = replace(plan, note=_DENSE, work=work, working_bytes=working_bytes, needs=needs)
         return plans
 
@@ -111,28 +130,39 @@ class BlockPruning(Pass):
         found = choose_sites(graph, self._name, fmt.of_kept, self.targets, self.ignore)
         return {site.name: fmt for site in found}
 
+    def _work(self, rows: int, columns: int, fmt: Format) -> Work:
+        return Counter(pruning_work(rows, columns, fmt)) + Counter(
+            self.choosing_work(rows, columns, fmt.stored_columns(columns))
+        )
+
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
-        hessian, cross = statistic.value, statistic.cross
-        count = fmt.stored_columns(weight.shape[1])
-        kept = left_blocks(weight, count)
+        hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
+        least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
+        kept = left_blocks(weight, fmt.stored_columns(columns))
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
-        factor, _ = dampened_factor(hessian, self.dampening_frac)
+        factor, damp = dampened_factor(hessian, least)
         if kept is None:
-            kept = self.choose_blocks(weight, hessian, factor, count)
+            kept = self.choose_blocks(weight, Inputs(hessian, factor, damp), fmt.stored_columns(columns))
+        stored: PackedWeight | Tensor
+        if self.pack:
+            stored, damp = round_kept(weight, hessian, kept, fmt, damp, refit=self.refit)
+            values, dense = dequantize(stored), smaller_dense(fmt, *weight.shape)
+        else:
+            stored, damp = only_kept(weight, hessian, kept, damp, refit=self.refit)
+            values, dense = stored, None
+        if damp > least:
+            notes.append(f"dampening raised to {damp:g}: the Hessian is not positive definite with {least:g}")
+        if dead := int((torch.diagonal(hessian) <= 0).sum()):
+            notes.append(f"{dead} inputs are zero in all samples")
         norm = float(quadratic(weight.double(), hessian)) or 1.0
-        if not self.pack:
-            pruned = only_kept(weight, hessian, kept, self.dampening_frac, refit=self.refit)
-            return Quantized(pruned, float(quadratic(weight.double() - pruned, hessian)) / norm, None)
-        packed = round_kept(weight, hessian, kept, fmt, self.dampening_frac, refit=self.refit)
-        error = float(quadratic(weight.double() - dequantize(packed), hessian)) / norm
-        notes, dense = [], smaller_dense(fmt, *weight.shape)
+        error = float(quadratic(weight.double() - values, hessian)) / norm
         if dense is not None:
             rounded = round_columns(weight.double(), hessian.double(), factor, dense)
             other = float(quadratic(weight.double() - dequantize(rounded), hessian)) / norm
             if other < error:
                 notes.append(f"{_BETTER} {dense.name}, which takes no more bytes")
-        return Quantized(packed, error, None, notes)
+        return Quantized(stored, error, None, notes)
 
 
 def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:

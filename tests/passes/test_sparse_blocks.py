@@ -1,4 +1,4 @@
-"""magnitude, wanda and sparsegpt: plan, records and weights agree; dense formats of the same bytes are named."""
+"""magnitude, wanda, sparsegpt and alps: plan, records and weights agree; dense formats of the same bytes are named."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from families import DECODERS, make
 from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
+from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
+from compressor.data.text import load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites, packed_weight_sites
+from compressor.passes.alps import Alps
 from compressor.passes.gptq import Gptq
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.sparsegpt import Sparsegpt
@@ -25,10 +28,11 @@ from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
 from compressor.pipeline.sparse_sites import smaller_dense
+from compressor.recipe.recipe import load_recipe
 
 SAMPLES = random_samples(97, 32)
 SCHEME = "W8A16_B16x1@50"
-PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME)]
+PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME), Alps(SCHEME)]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,31 @@ def test_dense_formats_that_do_better_are_named(llama: GraphModule) -> None:
     assert any("in a dense format of no more bytes" in note for note in ctx.notes)
 
 
+@pytest.mark.parametrize("step", [Sparsegpt(SCHEME), Alps(SCHEME), Wanda(SCHEME)], ids=lambda step: type(step).__name__)
+def test_dead_inputs_go_first_and_are_counted(step: Pass) -> None:
+    statistic, rng = Hessian(32), torch.Generator().manual_seed(3)
+    x = torch.randn(16, 32, generator=rng) * (torch.arange(32) % 2)
+    statistic.add(x, x)
+    weight = torch.randn(20, 32, generator=rng) * (3 - 2 * (torch.arange(32) % 2))
+    found = step._quantize(weight, statistic, Format.parse(SCHEME))  # type: ignore[attr-defined]
+    assert not bool(dequantize(found.packed)[:, ::2].any()) and found.error < 1e-3
+    assert "16 inputs are zero in all samples" in found.notes
+    assert any("16 tokens for 32 inputs" in note and "dampening 0.1" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["wanda_w8a16_x86", "magnitude_w8a16_x86"])
+def test_recipes_whose_kernels_are_another_ones(name: str, short_reference: Path) -> None:
+    """Their passes run on the shipped model; end_to_end/test_run.py runs sparsegpt's recipe of the same format."""
+    step, _, _ = name.partition("_")
+    short = [f"model={short_reference}", "calibration.samples=4", f"passes.{step}.targets=re:.*layers.0.self_attn.*"]
+    recipe = load_recipe(name, short)
+    assert recipe.calibration is not None
+    ctx = Context(samples=load_samples(recipe.calibration, short_reference))
+    Pipeline(recipe.passes, [VerifyStages()]).run(capture(short_reference), ctx)
+    pruned = [record for record in ctx.records if record.format == "W8A16_B16x1@30"]
+    assert len(pruned) == 4 and all(0 < record.error < 0.2 for record in pruned)
+
+
 def test_none_is_as_small_as_few_weights() -> None:
     assert smaller_dense(Format.parse("W4A16_G32_B16x1@90"), 256, 256) is None
 
@@ -105,8 +134,10 @@ def test_a_second_run_takes_what_the_first_made(llama: GraphModule, tmp_path: Pa
 @pytest.mark.parametrize(("make_step", "message"), [
     (lambda: Wanda("W8A16"), "leaves nothing out; say how much at its end, such as W8A16_B16x1@50"),
     (lambda: Sparsegpt("W8A16_B16x1@0"), "more than 0"),
+    (lambda: Alps("W8A16_B16x1@100"), "100% of the blocks of 16x1 are zero; give more than 0, below 100"),
+    (lambda: Wanda("W8A16_B16x1@180"), "below 100"),
     (lambda: Sparsegpt(SCHEME, dampening_frac=2.0), "not between 0 and 1"),
-    (lambda: Gptq(SCHEME), "chosen by the passes magnitude, wanda and sparsegpt"),
+    (lambda: Gptq(SCHEME), "chosen by the passes magnitude, wanda, sparsegpt and alps"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_before_work(make_step: type, message: str) -> None:
     with pytest.raises(UsageError, match=message):

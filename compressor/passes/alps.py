@@ -1,0 +1,50 @@
+"""ALPS: prune by the alternating direction method of multipliers (Meng et al. 2024, arXiv 2406.07831)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compressor.numerics.alps import alps_blocks, alps_work
+from compressor.numerics.block_sparsity import surgeon_blocks, without_dead
+from compressor.numerics.range_search import Work
+from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.sparse_sites import BlockPruning, Inputs
+
+
+@dataclass(frozen=True)
+class Alps(BlockPruning, Pass):
+    """Leave out the blocks of 16 rows by one column that ADMM finds, and round the others by GPTQ.
+
+    It begins with the blocks that `sparsegpt` keeps, and a tile stays with those where it finds none that lose less.
+    The 16 rows of a tile keep the same columns, and all tiles of a weight as many.  A linear that would have a smaller
+    error in a dense format of no more bytes has a note that says so.
+
+    Attributes:
+        scheme: format name that ends with what is left out: ``W8A16_B16x1@70``.
+        targets: class names, module names or ``re:`` patterns of the linears to compress.
+        ignore: patterns of linears to leave dense.
+        refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
+        dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal; ten times more as long as it is
+            not positive definite.
+        pack: store the weights in the format of ``scheme``.  Without it they stay dense, with blocks of zeros: for a
+            training that keeps these, and one of these passes behind it with the same ``scheme``, which then packs.
+    """
+
+    scheme: str
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    refit: bool = True
+    dampening_frac: float = 0.01
+    pack: bool = True
+
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
+        """Return the columns that each tile keeps."""
+        weight = without_dead(weight, inputs.hessian)
+        start = surgeon_blocks(weight, inputs.factor, count)
+        return alps_blocks(weight, inputs.hessian, start, inputs.dampening_frac, refit=self.refit)
+
+    def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
+        """Return the work of ADMM."""
+        return alps_work(rows, columns, kept)
