@@ -82,6 +82,20 @@ def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
     return found
 
 
+def restate_heads(graph: GraphModule) -> None:
+    """Say in the model's facts how many heads its float32 caches have by now.
+
+    Raises:
+        ValueError: layers have different numbers of them, which a bundle's caches cannot.
+    """
+    layers = attention_layers(graph)
+    counts = {int(layer.keys.meta["val"].shape[1]) for layer in layers}
+    if len(counts) > 1:
+        raise ValueError(f"the layers' caches would have {sorted(counts)} heads, and all have as many")
+    if counts:
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], kv_heads=counts.pop())
+
+
 def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
     """Make every layer store its keys and values in a format.
 
