@@ -145,7 +145,6 @@ def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
     return ("uint8", (_tiles(rows), -(-columns // 64) * 8)) if fmt.extra(ColumnBlocks) else None
 
 
-
 def _thresholds(fmt: Layout, _rows: int, columns: int) -> Stored | None:
     return ("float32", (columns,)) if fmt.extra(SkippedInputs) is not None else None
 

@@ -145,7 +145,9 @@ class ActivationSparse(Pass):
         chosen = choose_sites(graph, "activation_sparse", None, self.targets, self.ignore, packed_sites)
         for site in chosen:
             if site.module_class == EXPERT:
-                raise UsageError(f"activation_sparse: {site.name} is an expert, which skips no inputs; `ignore` experts")
+                raise UsageError(
+                    f"activation_sparse: {site.name} is an expert, which skips no inputs; `ignore` experts"
+                )
             fmt = packed_weight(graph, site).format
             if fmt.extra(SkippedInputs) is not None:
                 raise UsageError(f"activation_sparse: {site.name} skips inputs already; match each linear once")

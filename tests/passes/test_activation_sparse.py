@@ -34,15 +34,13 @@ def errors(two_blocks: Any) -> Any:
     return error
 
 
-
 def test_little_is_lost_and_more_of_more(errors: Any) -> None:
     packed, some, half = errors(), errors(0.2), errors(0.5)
     assert packed < some < half
 
 
-def test_greedy_and_norms_help(errors: Any) -> None:
+def test_greedy_shares_lose_less(errors: Any) -> None:
     assert errors(0.5) < errors(0.5, allocate="uniform")
-    assert errors(0.5, allocate="uniform") < errors(0.5, allocate="uniform", weight_aware=False)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, -0.1, 0.96, 1.0, float("nan")])

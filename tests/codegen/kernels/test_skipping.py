@@ -64,9 +64,7 @@ def test_nan_and_infinity_are_not_skipped(tokens: int) -> None:
 def test_inputs_are_computed_and_a_residual_added(tokens: int) -> None:
     isa, rng, name = WIDTHS[0], torch.Generator().manual_seed(5), "W8A16"
     packed = skip_inputs(random_packed(Format.parse(name), 33, 48, rng), torch.rand(48, generator=rng))
-    func = skipping_linear(
-        33, 48, packed.format, False, isa, prologue=Prologue("silu", gated=True), has_residual=True
-    )
+    func = skipping_linear(33, 48, packed.format, False, isa, prologue=Prologue("silu", gated=True), has_residual=True)
     gate, up = torch.randn(2, 1, tokens, 48, generator=rng)
     residual = torch.randn(1, tokens, 33, generator=rng)
     got = run(build(func, isa), gate, up, *packed.parts.values(), residual, out=(1, tokens, 33))
