@@ -44,8 +44,8 @@ def main() -> None:
     lines = [
         "# Inputs that are skipped, one token, one thread",
         "",
-        f"`python benchmarks/activation_sparsity.py`: {options.size} x {options.size} from memory, {cpu()}, kernels for",
-        f"{X86().resolve().name}; medians of {options.turns} turns, in brackets the lower and upper quartile; load",
+        f"`python benchmarks/activation_sparsity.py`: {options.size} x {options.size} from memory, {cpu()}, kernels",
+        f"for {X86().resolve().name}; medians of {options.turns} turns, in brackets the lower and upper quartile; load",
         f"average before {load:.1f}. Bound: bytes of the dense weight over bytes that are left.",
         "",
         "| format | skipped | microseconds | times as fast as dense | bound | of the bound |",
@@ -84,8 +84,8 @@ def rows(name: str, size: int, turns: int) -> Iterable[str]:
             yield f"| {name} | dense | {times} | 1.00 | | |"
             continue
         left = weight.nbytes - share * weight.parts["codes"].numel() * 4 + 4 * size
-        bound = weight.nbytes / left
-        yield f"| {name}_SKIP | {share:.0%} | {times} | {dense / middle:.2f} | {bound:.2f} | {dense / middle / bound:.0%} |"
+        bound, ratio = weight.nbytes / left, dense / middle
+        yield f"| {name}_SKIP | {share:.0%} | {times} | {ratio:.2f} | {bound:.2f} | {ratio / bound:.0%} |"
 
 
 def build(func: tvm.tirx.PrimFunc) -> tvm.runtime.Module:

@@ -1,8 +1,8 @@
 """What a format stores beside the codes and scales of a weight, as data: one class for each kind.
 
 Another kind is one more class in :data:`EXTRAS`, its tensors in :data:`compressor.formats.parts.PART_TABLE`, its
-meaning in :mod:`compressor.formats.packing`, and a kernel that reads it.  ``conflict(fmt)`` says why it cannot be part of
-a format (:class:`compressor.formats.format.Format`); an empty text if it can.
+meaning in :mod:`compressor.formats.packing`, and a kernel that reads it.  ``conflict(fmt)`` says why it cannot be part
+of a format (:class:`compressor.formats.format.Format`); an empty text if it can.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ class SkippedInputs:
         """Return the rows of a panel: whole units of 16 bytes, as many as waste the least, two panels at least."""
         unit = 128 // bits
         units, most = -(-out_features // unit), cls.most_bytes // 16
-        sizes = range(min(most, max(1, units // 2)), 0, -1)
-        sizes = [size for size in sizes if 2 * size >= min(most, max(1, units // 2))]
-        return unit * min(sizes, key=lambda size: -units % size)
+        largest = min(most, max(1, units // 2))
+        return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
 
 
 Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | SkippedInputs

@@ -204,7 +204,7 @@ def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         if fmt.bits == 8:
             codes = stored ^ 0x80
         else:
-            halves = stored.unflatten(-1, (-1, 1, 16))
+            halves = stored.view(len(stored), -1, 1, 16)
             codes = torch.cat([halves & 15, halves >> 4], dim=-2).flatten(-3)
         begin = panel * codes.shape[-1]
         which = slice(begin, min(rows, begin + codes.shape[-1]))

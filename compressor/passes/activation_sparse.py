@@ -1,4 +1,4 @@
-"""Activation sparsity without training: inputs that are small are skipped, and with them their columns of the weight."""
+"""Activation sparsity without training: small inputs are skipped, and with them their columns of the weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import MICRO_BATCH_TOKENS
 from compressor.calibration.segment_runner import SegmentRunner, split_samples
+from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import UsageError
 from compressor.formats.extras import SkippedInputs
 from compressor.formats.packing import dequantize, meta_packed, skip_inputs
 from compressor.graph.rewrite import packed_weight, replace_packed, set_parameter
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import EXPERT, Site, packed_sites
-from compressor.numerics.input_thresholds import MOST_SHARE, STEP, Sizes, greedy_shares, skipped
+from compressor.numerics.sparsity.input_thresholds import MOST_SHARE, STEP, Sizes, greedy_shares, skipped
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan

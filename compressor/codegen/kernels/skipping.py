@@ -276,7 +276,7 @@ class _Sums:
         T.buffer_store(acc, acc[vector, self.every] + value, [vector, self.every])
 
     def scale_into(self, totals: Any, begin: int, weight: Weight, p: Any, g: Any) -> None:
-        """Add the sums, times the scales of group ``g``, to totals [tokens, rows], which begin with a row of a panel."""
+        """Add the sums times the scales of group ``g`` to totals [tokens, rows], which begin with row ``begin``."""
         scales = weight.parts["scales"]
         for k, unit in enumerate(self.units):
             for v in range(self.panel.unit_vectors):

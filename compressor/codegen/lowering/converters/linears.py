@@ -123,8 +123,9 @@ class LinearConverter:
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
             if fmt.extra(SkippedInputs) is not None:
                 assert len(rows) == 1  # thresholds are of one weight
-                more = {"prologue": prologue, "has_residual": residual is not None}
-                func = skipping.skipping_linear(rows[0], columns, fmt, has_bias, self.isa, **more)
+                func = skipping.skipping_linear(
+                    rows[0], columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=residual is not None
+                )
                 return func, {"family": "packed_linear", "format": fmt.name}
             schedule = packed_linear.common_schedule(
                 self._schedule(rows[0], columns, fmt, has_bias), rows, fmt, self.isa

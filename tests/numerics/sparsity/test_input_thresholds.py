@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.numerics.input_thresholds import MOST_SHARE, Sizes, greedy_shares, skipped
+from compressor.numerics.sparsity.input_thresholds import MOST_SHARE, Sizes, greedy_shares, skipped
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
