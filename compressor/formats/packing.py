@@ -186,11 +186,11 @@ def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:
     """Store a weight column by column, with thresholds of its inputs, float32 [in]; what it stands for stays."""
     fmt, (codes, _, _) = packed.format.with_extra(SkippedInputs()), unpack(packed)
     rows = SkippedInputs.panel_rows(len(codes), fmt.bits)
-    panels = pad(codes, (0, 0, 0, -len(codes) % rows)).unflatten(0, (-1, rows)).mT  # [panels, in, rows]
+    panels = pad(codes, (0, 0, 0, -len(codes) % rows)).view(-1, rows, codes.shape[1]).mT  # [panels, in, rows]
     if fmt.bits == 8:
         stored = panels ^ 0x80
     else:
-        halves = panels.unflatten(-1, (-1, 2, 16))
+        halves = panels.reshape(*panels.shape[:2], -1, 2, 16)
         stored = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
     parts = {**packed.parts, "codes": stored.contiguous(), "thresholds": thresholds.float()}
     return PackedWeight(parts, fmt, packed.shape)
