@@ -1,4 +1,4 @@
-"""The pass channel_prune on fourteen kinds of graphs: counts are the plan's, budgets hold, and zeros go without a trace."""
+"""The pass channel_prune on 14 kinds of graphs: counts are the plan's, budgets hold, and zeros go without a trace."""
 
 from __future__ import annotations
 
@@ -59,13 +59,8 @@ class Mobile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.wide, self.deep, self.narrow = (
-            conv(3, 8),
-            conv(8, 24, 1),
-            conv(24, 24, groups=24),
-            conv(24, 8, 1),
-        )
-        self.head = nn.Linear(8, 5)
+        self.stem, self.wide, self.deep = conv(3, 8), conv(8, 24, 1), conv(24, 24, groups=24)
+        self.narrow, self.head = conv(24, 8, 1), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.relu6(self.stem(x))
@@ -115,12 +110,8 @@ class Vit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch, self.norm, self.qkv, self.proj = (
-            nn.Conv2d(3, 24, 4, 4),
-            nn.LayerNorm(24),
-            nn.Linear(24, 72),
-            nn.Linear(24, 24),
-        )
+        self.patch, self.norm = nn.Conv2d(3, 24, 4, 4), nn.LayerNorm(24)
+        self.qkv, self.proj = nn.Linear(24, 72), nn.Linear(24, 24)
         self.fc1, self.fc2, self.head = nn.Linear(24, 40), nn.Linear(40, 24), nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,6 +179,22 @@ def free(graph: GraphModule) -> list[Any]:
         for family in Dependencies(graph).families()
         if not family.reason and family.count > 1 and len(family.places) > 1 and family.places.keys() & columns
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("ResNet", [8, 8, 16, 8]),  # the last beside zeros that the shortcut adds
+        ("MobileNet", [8, 24]),
+        ("U-Net", [8, 12, 6, 8]),
+        ("beside itself", [10, 8]),
+        ("in groups", [8]),
+        ("ViT", [4, 40]),  # heads, which head_prune removes, and inner channels
+        ("Mixtral", [2, 64, 2, 64]),  # of all experts at once
+    ],
+)
+def test_families_are_found(name: str, counts: list[int]) -> None:
+    assert [family.count for family in free(captured(name))] == counts
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5])

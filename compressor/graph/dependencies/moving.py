@@ -245,6 +245,7 @@ def _size(node: Node, reading: Reading) -> Axes:
 
 MOVING: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default), _view),
+    _ATEN.flatten.using_ints: _view,
     **dict.fromkeys(_PERMUTES, _permute),
     _ATEN.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((_ATEN.squeeze.dim, _ATEN.squeeze.dims), _squeeze),
