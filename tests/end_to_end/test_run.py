@@ -39,8 +39,8 @@ from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites, packed_weight_sites
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
-from compressor.passes.embedding import Embedding
 from compressor.passes.channel_prune import ChannelPrune
+from compressor.passes.embedding import Embedding
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
