@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes
+from compressor.codegen.kernels.linear import bit_planes, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
@@ -189,6 +189,15 @@ def fused_linear(
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
+    turns = not prompts.supports(fmt, isa)
+    multiply = prompts.prompt_products(body, weights, columns, width, shape.kept, store) if turns else None
+
+    @T.inline
+    def by_vectors(at, tokens):
+        for i in T.parallel(weights.steps(schedule.gemm_tiles)):
+            weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
+            for j in range((tokens + (step - 1)) // step):
+                block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -198,7 +207,8 @@ def fused_linear(
         of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
-        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (round_to - 1)) // round_to * round_to))
+        filled = T.meta_var((tokens + (round_to - 1)) // round_to * round_to + (prompts.BLOCK if turns else 0))
+        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), filled))
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
@@ -210,6 +220,8 @@ def fused_linear(
         )  # of each group's activations
         # What an output, or a group's part of it, is multiplied by: the activations' scale...
         factor = T.alloc_buffer((slots, body.act_groups), "float32")
+        sizes = T.meta_var((prompts.blocks_of(tokens), width, prompts.BLOCK))
+        turned = T.meta_var(T.alloc_buffer(sizes, "int8") if turns else None)
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
         if tokens == 1:
             prepare(at, T.int64(0))
@@ -225,11 +237,13 @@ def fused_linear(
                 for task in T.parallel(blocks * steps):
                     weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
                     by_tiles(at, tokens, weight, first, task // steps * step)
+            elif turns:
+                if tokens >= prompts.FEWEST:
+                    multiply(at, tokens, turned)
+                else:
+                    by_vectors(at, tokens)
             else:
-                for i in T.parallel(steps):
-                    weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
-                    for j in range(blocks):
-                        block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
+                by_vectors(at, tokens)
 
     return kernel
 
