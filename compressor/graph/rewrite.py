@@ -32,6 +32,16 @@ def held_tensor(graph: GraphModule, name: str) -> Tensor:
     return found
 
 
+def set_tensor(graph: GraphModule, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer by another tensor, and leave it the kind that it is."""
+    path, _, leaf = name.rpartition(".")
+    module = graph.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    else:
+        set_parameter(graph, name, value)
+
+
 def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
     """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
 

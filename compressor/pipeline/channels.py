@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
+from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.sites import Site, linear_sites, match_sites
-from compressor.numerics.range_search import Work
+from compressor.numerics.column_removal import (
+    Importance,
+    choose_channels,
+    only_columns,
+    refit_columns,
+    removal_work,
+    removal_working_bytes,
+)
+from compressor.numerics.products.deterministic import quadratic
 from compressor.pipeline.context import Context, SiteRecord
+from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
-from compressor.pipeline.sites import choose_sites, patterns
+from compressor.pipeline.sites import change_site, choose_sites, error_context, patterns
 
 _NAMED = 3  # reasons that a message gives
+
+What: TypeAlias = Literal["channels", "groups", "query_heads"]
+"""What goes: channels that are not heads, heads of keys with all query heads that read them, or query heads alone."""
+
+
+class Removing(Protocol):
+    """Options of a pass that removes channels between linears."""
+
+    @property
+    def importance(self) -> Importance:
+        """How a channel's loss is estimated."""
+
+    @property
+    def refit(self) -> bool:
+        """Whether the columns that stay make up for the others."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +69,37 @@ class Channels:
 
     def note(self, removed: int) -> str:
         """Say how many are left once so many are gone."""
-        return f"{self.family.count - removed} of {self.family.count} channels are left"
+        what = "heads" if self.family.groups else "channels"
+        return f"{self.family.count - removed} of {self.family.count} {what} are left"
+
+    @property
+    def groups(self) -> int:
+        """Runs of channels that have to lose as many as one another."""
+        return self.family.groups or 1
+
+    def first_channels(self, count: int) -> NDArray[np.int64]:
+        """Return the first ``count`` channels, as many from each run."""
+        return self.first(np.arange(self.family.count), count)
+
+    def first(self, candidates: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the first ``count`` of some channels, as many from each run."""
+        run = candidates // (self.family.count // self.groups)
+        return np.concatenate([candidates[run == each][: count // self.groups] for each in range(self.groups)])
 
     def columns(self, site: Site) -> Tensor:
         """Return the columns of each channel in a reader's weight, int64 [channels, columns of one]."""
         return torch.from_numpy(self.family.places[site.weight_name, 1])
 
 
-def inner_channels(graph: GraphModule) -> tuple[Dependencies, list[Channels], list[str]]:
+def inner_channels(graph: GraphModule, what: What) -> tuple[Dependencies, list[Channels], list[str]]:
     """Find the channels that linears alone write and read, one reader's input each, and why others have to stay.
+
+    Heads may have more than linears: slopes, sinks and caches.
 
     Returns:
         The graph's dependencies, the channels in dataflow order, and a reason for each other family.
     """
-    dependencies = Dependencies(graph)
+    dependencies = Dependencies(graph, what == "query_heads")
     sites = linear_sites(graph)
     rows = {name: site for site in sites for name in (site.weight_name, site.bias_name) if name}
     columns = {site.weight_name: site for site in sites}
@@ -62,7 +107,7 @@ def inner_channels(graph: GraphModule) -> tuple[Dependencies, list[Channels], li
     for family in dependencies.families():
         readers = [columns[name] for name, axis in family.places if axis == 1 and name in columns]
         writers = [rows[name] for name, axis in family.places if axis == 0 and name in rows]
-        if not readers or not writers:
+        if not readers or not writers or bool(family.groups) != (what != "channels"):
             continue
         reason = family.reason or _why_not(family, readers, writers)
         if reason:
@@ -79,7 +124,7 @@ def _names(wanted: Sequence[Site], sites: Sequence[Site]) -> tuple[str, ...]:
 
 
 def _why_not(family: Family, readers: Sequence[Site], writers: Sequence[Site]) -> str:
-    if len(family.places) > len(readers) + len(writers):
+    if not family.groups and len(family.places) > len(readers) + len(writers):
         return "what is not a linear holds some of them"
     if len({site.input for site in readers}) > 1:
         return f"{readers[0].name} and {readers[1].name} read them in two places"
@@ -89,7 +134,11 @@ def _why_not(family: Family, readers: Sequence[Site], writers: Sequence[Site]) -
 
 
 def choose_channels_of(
-    graph: GraphModule, pass_name: str, targets: str | Sequence[str], ignore: str | Sequence[str]
+    graph: GraphModule,
+    pass_name: str,
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
+    what: What = "channels",
 ) -> tuple[Dependencies, list[Channels]]:
     """Return the inner channels of which a linear matches ``targets`` and none matches ``ignore``.
 
@@ -99,12 +148,79 @@ def choose_channels_of(
     sites = choose_sites(graph, pass_name, None, targets, ())
     matched = {site.name for site in sites}
     protected = {site.name for site in match_sites(linear_sites(graph), patterns(ignore))[0]}
-    dependencies, found, reasons = inner_channels(graph)
+    dependencies, found, reasons = inner_channels(graph, what)
     chosen = [one for one in found if matched & {*one.names} and not protected & {*one.names}]
     if not chosen:
         why = "; ".join(reasons[:_NAMED]) if not found else "those of others do not match, or are ignored"
-        raise UsageError(f"{pass_name}: no channels of the matched linears can be removed{why and f': {why}'}")
+        kind = "channels" if what == "channels" else "heads"
+        raise UsageError(f"{pass_name}: no {kind} of the matched linears can be removed{why and f': {why}'}")
     return dependencies, chosen
+
+
+def remove_inner(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    step: Removing,
+    dependencies: Dependencies,
+    removed: Sequence[tuple[Channels, int]],
+) -> GraphModule:
+    """Remove so many channels, chosen on calibration samples, and refit what reads the others if the pass says so.
+
+    Readers' columns are set to zero first, and go in the end, with the rows that make them: until then shapes stay, and
+    what follows sees the outputs that the smaller model will have.  Each reader's record has the relative squared error
+    of its outputs.
+
+    Args:
+        step: the pass, whose options are part of the cache's key.
+    """
+    samples, before, begin = ctx.calibration(pass_name), weight_bytes_of(graph), len(ctx.records)
+    of_reader = {name: entry for entry in removed for name in entry[0].readers}
+    sites = [site for site in linear_sites(graph) if site.name in of_reader]
+    with ctx.reporter.task(pass_name, len(sites)) as task:
+        store = Blocks(ctx, pass_name, step, task, decides=samples.sha256, chained=True)
+        options = CalibrationOptions(store=store, spill=ctx.spill)
+        for group, statistic in CalibrationRun(graph, samples.ids, sites, Hessian, options).groups():
+            _leave_out(graph, ctx, pass_name, step, group, of_reader[group[0].name], statistic.value)
+            task.advance(len(group))
+    dependencies.remove([(one.family, one.first(_unread(graph, one), count)) for one, count in removed])
+    record_removal(graph, ctx, pass_name, begin, removed, before)
+    return graph
+
+
+def _leave_out(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    step: Removing,
+    group: Sequence[Site],
+    entry: tuple[Channels, int],
+    hessian: Tensor,
+) -> None:
+    """Set the columns of so many channels to zero, in what reads them, and refit the others."""
+    channels, count = entry
+    weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
+    columns, left = channels.columns(group[0]), channels.family.count - count
+    with error_context(group[0]):
+        kept = choose_channels(torch.cat(weights), hessian, columns, left, step.importance, channels.groups)
+        kept_columns = columns[kept].flatten().sort().values
+        for site, weight in zip(group, weights, strict=True):
+            refitted = only_columns(weight, kept_columns)
+            if step.refit:
+                refitted = refit_columns(weight, hessian, kept_columns)
+            error, norm = (float(quadratic(each.double(), hessian)) for each in (weight - refitted, weight))
+            stored, relative = refitted.to(graph.get_parameter(site.weight_name).dtype), error / norm if norm > 0 else 0
+            change_site(graph, ctx, site, stored, pass_name, error=relative, error_of="output")
+
+
+def _unread(graph: GraphModule, channels: Channels) -> NDArray[np.int64]:
+    """Return the channels that no reader reads any more."""
+    sites = {site.name: site for site in linear_sites(graph)}
+    read = torch.zeros(channels.family.count, dtype=torch.bool)
+    for name in channels.readers:
+        weight = graph.get_parameter(sites[name].weight_name)
+        read |= (weight != 0).any(0)[channels.columns(sites[name])].any(1)
+    return (~read).nonzero()[:, 0].numpy()
 
 
 def record_removal(
@@ -141,18 +257,12 @@ def plan_removal(
     graph: GraphModule,
     dependencies: Dependencies,
     removed: Sequence[tuple[Channels, int]],
-    needs: CalibrationNeeds,
-    work: Callable[[int, int], Work],
-    working_bytes: Callable[[int, int], int],
+    importance: Importance,
 ) -> list[SitePlan]:
-    """Remove so many channels of a graph without weights, and return one plan per linear.
-
-    Args:
-        work, working_bytes: functions of a reader's (out_features, in_features) before the removal.
-    """
+    """Remove so many channels of a graph without weights, and return one plan per linear."""
     sites = {site.name: site for site in linear_sites(graph)}
     before = weight_bytes_of(graph)
-    dependencies.remove([(channels.family, np.arange(count)) for channels, count in removed])
+    dependencies.remove([(channels.family, channels.first_channels(count)) for channels, count in removed])
     after = weight_bytes_of(graph)
     notes = {name: (channels, count) for channels, count in removed for name in channels.names}
     plans = []
@@ -165,6 +275,7 @@ def plan_removal(
         plan = SitePlan(new.name, *shape, "", before[new.name], after[new.name], channels.note(count))
         if new.name in channels.readers:
             size = (old.out_features, old.in_features)
-            plan = replace(plan, work=work(*size), working_bytes=working_bytes(*size), needs=needs)
+            work, memory = dict(removal_work(*size, importance)), removal_working_bytes(*size)
+            plan = replace(plan, work=work, working_bytes=memory, needs=CalibrationNeeds(True, False))
         plans.append(plan)
     return plans
