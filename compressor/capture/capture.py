@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
+from compressor.capture.arithmetic.constants import fold_constants
 from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import (
@@ -168,9 +170,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     info = with_least_source(info, exported)
 
     groups = _tied_groups(model)
-    rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
-    argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
-    graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
+    graph, constants = _unlifted(exported, groups, list(inspect.signature(program.forward).parameters)[: len(args)])
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
     check_experts(graph, meta_model.name)
@@ -207,6 +207,15 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         return _as_module(captured, args, shapes, None)
     captured.meta["notes"] = [*meta_model.notes, *probed.notes, *bias_notes(graph), *gate_notes(captured)]
     return captured
+
+
+def _unlifted(
+    exported: ExportedProgram, groups: dict[str, list[str]], arguments: list[str]
+) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """Return a model's graph and its constants; what follows from constants alone is computed."""
+    rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
+    graph, constants = unlift(exported, {**rename, "": _WRAPPER}, arguments)
+    return graph, constants | fold_constants(graph, constants)
 
 
 def _program(
