@@ -62,7 +62,7 @@ def _frequencies(module: Any, kind: str, length: Tensor, layer_type: str | None,
     """Return the inverse frequencies of a text that is so long, float32 [half of the rotated channels]."""
     compute, named = ROPE_INIT_FUNCTIONS[kind], {} if layer_type is None else {"layer_type": layer_type}
     if kind != "longrope":
-        return compute(module.config, length.device, seq_len=length, **named)[0].float()  # type: ignore[no-any-return]
+        return compute(module.config, length.device, seq_len=length, **named)[0].float()
     parameters = module.config.rope_parameters
     trained = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
     short = getattr(module, f"{prefix}original_inv_freq")
