@@ -21,6 +21,7 @@ from compressor.capture.attention.interface import (
     masks_left_out,
 )
 from compressor.capture.attention.masks import MaskRequest, MaskRule, find_rule, mask_rules
+from compressor.capture.arithmetic.sizes import READS
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import DecoderProgram, EncoderProgram, MetaModel, attend_as_written, cache_argument
 from compressor.errors import CaptureError
@@ -223,7 +224,7 @@ def check_numbers(graph: fx.Graph, name: str) -> None:
         CaptureError: names the module and the line that do.
     """
     for node in graph.nodes:
-        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+        if node.target in READS:
             where = " at ".join(filter(None, (module_path(node), source_line(node))))
             raise CaptureError(
                 f"{name}: {where or node.name} reads a number out of a tensor, which no program can follow; rewrite "
