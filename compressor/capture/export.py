@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
 from torch._dynamo.exc import UserError
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
-from torch.fx.experimental import _config as shape_options
+from torch.fx.experimental import _config
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from compressor.capture.arithmetic.sizes import reads_numbers, sizes_stay_numbers
@@ -30,6 +30,7 @@ from compressor.graph.kinds.example_sources import source_call
 from compressor.graph.model import ModelInfo
 from compressor.host.resources import PACKAGE
 
+_SHAPES: Any = _config  # of torch.fx, whose types leave `patch` out
 _OWN = PACKAGE
 _TORCH = Path(torch.__file__).parent
 _STANDARD = Path(traceback.__file__).parent
@@ -50,7 +51,10 @@ def export_program(
     with torch.no_grad(), error_context(root or module, name, is_plain=root is None):
         program = _export(module, args, dynamic_shapes)
         if reads_numbers(program.graph):
-            with sizes_stay_numbers(module), suppress(Exception):  # where it cannot run so, the numbers are refused later
+            with (
+                sizes_stay_numbers(module),
+                suppress(Exception),
+            ):  # where it cannot run so, the numbers are refused later
                 program = _export(module, args, dynamic_shapes)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
@@ -74,7 +78,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Ex
     except UserError as error:
         if "!= 1" not in str(error):
             raise
-        with shape_options.patch(backed_size_oblivious=True):
+        with _SHAPES.patch(backed_size_oblivious=True):
             return torch.export.export(module, args, **given)
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from compressor.graph.rules import why_not
+
 READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 """Operators that read a number out of a tensor."""
 
@@ -44,8 +46,45 @@ def sizes_stay_numbers(module: nn.Module) -> Iterator[None]:
             del vars(module)["forward"]
 
 
-class _SizesStayNumbers(TorchFunctionMode):
+class KnownBound:
+    """The smaller or larger of a size and a number is the size or the number, where the size's range says so."""
 
+    name = "known bound"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match a minimum or maximum of a size and a number."""
+        if node.target not in (torch.sym_min, torch.sym_max) or len(node.args) != 2:
+            return None
+        return node if sum(isinstance(arg, int) for arg in node.args) == 1 else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for a range that lies on one side of the number."""
+        return why_not((_decided(match) is None, "the size may lie on both sides of the number"))
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> Any:
+        """Put the one or the other in its place."""
+        found = _decided(match)
+        for user in list(match.users):
+            user.args = fx.node.map_arg(user.args, lambda node: found if node is match else node)
+            user.kwargs = fx.node.map_arg(user.kwargs, lambda node: found if node is match else node)
+        graph.erase_node(match)
+        return found
+
+
+def _decided(node: fx.Node) -> Any:
+    """Return what a minimum or maximum always is; None if that varies."""
+    size, number = sorted(node.args, key=lambda arg: isinstance(arg, int))
+    known: Any = size.meta["val"].node  # type: ignore[union-attr]
+    span = known.shape_env.bound_sympy(known.expr)
+    smaller = node.target is torch.sym_min
+    if span.upper <= number:
+        return size if smaller else number
+    if span.lower >= number:
+        return number if smaller else size
+    return None
+
+
+class _SizesStayNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tensor and len(args) == 1 and isinstance(args[0], torch.SymInt) and not kwargs:
             return args[0]

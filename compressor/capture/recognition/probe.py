@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from compressor.capture.arithmetic.sizes import READS
 from compressor.capture.attention.interface import (
     Recorder,
     SelfMadeAttention,
@@ -21,7 +22,6 @@ from compressor.capture.attention.interface import (
     masks_left_out,
 )
 from compressor.capture.attention.masks import MaskRequest, MaskRule, find_rule, mask_rules
-from compressor.capture.arithmetic.sizes import READS
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import DecoderProgram, EncoderProgram, MetaModel, attend_as_written, cache_argument
 from compressor.errors import CaptureError
