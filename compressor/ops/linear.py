@@ -16,14 +16,14 @@ from compressor.ops.register import operator
 
 @operator("dense_linear")
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` in float32, whatever float type the weight is stored in.
+    """Compute ``x @ weight.T + bias`` in the type of x, whatever float type the weight is stored in.
 
     Args:
         x: float32 [..., in].
         weight: float32, float16 or bfloat16 [out, in].
         bias: float32 [out] or None.
     """
-    return linear(x, weight.float(), bias)
+    return linear(x, weight.to(x.dtype), bias)
 
 
 @dense_linear.register_fake

@@ -67,6 +67,8 @@ def test_the_operators_gradients_are_those_of_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda x, w: OPS.rms_norm(x, w, 1e-5), (x.requires_grad_(), weight.requires_grad_())
     )
+    matrix, bias = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((2, 6), (2,)))
+    assert torch.autograd.gradcheck(OPS.dense_linear, (x, matrix.requires_grad_(), bias.requires_grad_()))
     q, k, v = (torch.randn(1, heads, 3, 2, generator=rng, dtype=torch.float64) for heads in (4, 2, 2))
     empty, mask = torch.zeros(1, 2, 1, 2, dtype=torch.float64), torch.tensor([[1.0, 1.0, 0.0]])
 

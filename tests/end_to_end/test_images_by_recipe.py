@@ -15,11 +15,12 @@ from tiny_images import CLASSES, NAMED, SIDE, SIZES, classifier, pictures, resne
 from compressor.cli.commands import main
 from compressor.data.images import load_images
 from compressor.graph.model import ModelInfo
-from compressor.recipe.recipe import Recipe
+from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.run.job import run_recipe
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
-TARGETS = ["Conv2d", "Linear"]
+RECIPE = "gptq_w8a8_images_x86"
 
 
 def command(*words: str | Path) -> Result:
@@ -30,6 +31,11 @@ def answer(*words: str | Path) -> Any:
     done = command(*words, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def settings(**changes: Any) -> list[str]:
+    """Return options that change a shipped recipe."""
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def relabelled(model: Any, folder: Path, source: Path) -> Path:
@@ -49,22 +55,11 @@ def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str],
     model = classifier(resnet(stages=1))
     folder = save(model, tmp_path / "resnet")
     data = relabelled(model, folder, pictures(tmp_path / "pictures"))
-    file = tmp_path / "recipe.yaml"
-    file.write_text(
-        json.dumps(
-            {
-                "model": "resnet",
-                "calibration": {"images": "sorted", "samples": 8},
-                "evaluation": {"images": "sorted"},
-                "passes": [{"gptq": {"scheme": "W8A8", "targets": TARGETS}}],
-                "tune": "off",
-                "gates": {"accuracy": ">= 90%", "top1_agreement": ">= 90%", "batch_independent": True},
-            }
-        )
-    )
+    gates = {"accuracy": ">= 90%", "top1_agreement": ">= 90%", "batch_independent": True}
     bundle = tmp_path / "bundle"
-    result = answer("run", file, "-o", bundle)
-    assert set(result["gates"]) == {"accuracy", "top1_agreement", "batch_independent"} and result["dense_accuracy"] == 1
+    given = {"calibration": {"images": str(data), "samples": 8}, "evaluation": {"images": str(data)}, "gates": gates}
+    result = answer("run", RECIPE, "--model", folder, *settings(tune="off", **given), "-o", bundle)
+    assert set(result["gates"]) == set(gates) and result["dense_accuracy"] == 1
     assert result["images"] == 12
     assert (bundle / "preprocessor_config.json").read_bytes() == (folder / "preprocessor_config.json").read_bytes()
     lock = json.loads((bundle / "compress.lock").read_text())
@@ -109,18 +104,18 @@ def test_vit_is_planned_and_lowered_and_mistakes_end_before_any_work(tmp_path: P
 
 def test_an_archive_is_a_model_of_a_recipe(tmp_path: Path) -> None:
     net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 900, 3)
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.AvgPool2d(30), torch.nn.Flatten(), torch.nn.Linear(8, 3)
     )
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     example = (torch.zeros(2, 3, SIDE, SIDE),)
     torch.export.save(torch.export.export(net.eval(), example, dynamic_shapes=shapes), tmp_path / "net.pt2")
-    pictures(tmp_path / "pictures")
-    file = tmp_path / "recipe.yaml"
-    data = {"images": "pictures", "mean": 0.5, "std": 0.5, "resize": SIDE, "crop": SIDE}
-    content = {"model": "net.pt2", "calibration": {**data, "samples": 4}, "target": "null"}
-    file.write_text(json.dumps({**content, "passes": [{"rtn": {"scheme": "W8A8", "targets": TARGETS}}]}))
-    run = answer("run", file, "-o", tmp_path / "bundle")
-    assert [site["site"] for site in run["sites"]] == ["0", "3"]
+    data = {"images": str(pictures(tmp_path / "pictures")), "mean": 0.5, "std": 0.5, "resize": SIDE, "crop": SIDE}
+    content = {"calibration": {**data, "samples": 4}, "target": "null", "gates": None}
+    run = answer("run", RECIPE, "--model", tmp_path / "net.pt2", *settings(**content), "-o", tmp_path / "bundle")
+    assert [site["site"] for site in run["sites"]] == ["0", "4"]
     lock = json.loads((tmp_path / "bundle" / "compress.lock").read_text())
     assert set(lock["model"]["files"]) == {"net.pt2"}
-    assert [site["site"] for site in answer("inspect", tmp_path / "net.pt2")["linears"]] == ["0", "3"]
+    assert [site["site"] for site in answer("inspect", tmp_path / "net.pt2")["linears"]] == ["0", "4"]
+    recipe = load_recipe(RECIPE, settings(**content)[1::2])
+    python = run_recipe(recipe, tmp_path / "python", model=net, example=example, dynamic_shapes=shapes)
+    assert json.loads(json.dumps(python.sites)) == run["sites"]
