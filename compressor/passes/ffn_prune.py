@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.graph.dependencies.channels import Dependencies
-from compressor.numerics.column_removal import Importance
+from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan

@@ -22,7 +22,7 @@ from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
-from compressor.numerics.column_removal import choose_channels
+from compressor.numerics.sparsity.column_removal import choose_channels
 from compressor.passes.head_prune import HeadPrune
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages

@@ -33,7 +33,7 @@ from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProduct
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers
+from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -48,7 +48,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks)
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)  # the last by kernels.skipping
 
 
 def supports(fmt: Format, isa: Isa) -> str:
