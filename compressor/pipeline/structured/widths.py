@@ -17,8 +17,8 @@ from compressor.errors import UsageError
 from compressor.graph.dependencies.axes import shape_of
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.sites import Site, linear_sites, match_sites, weight_sites
-from compressor.numerics.sparsity.column_removal import only_columns, refit_columns, removal_work, removal_working_bytes
 from compressor.numerics.products.deterministic import quadratic
+from compressor.numerics.sparsity.column_removal import only_columns, refit_columns, removal_work, removal_working_bytes
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
