@@ -120,7 +120,8 @@ def _joined(node: fx.Node, call: _Call) -> fx.Node:
 
 def _is_nothing(x: Any) -> bool:
     """Return whether a tensor is the empty vector, which joins tensors of any rank and adds nothing."""
-    return tuple(x.meta["val"].shape) == (0,)
+    shape = x.meta["val"].shape
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0  # one that data decide is not asked
 
 
 def _windows(node: fx.Node, call: _Call) -> fx.Node:
