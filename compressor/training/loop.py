@@ -165,7 +165,9 @@ class Training:
             "best": self.best,
             "mask": self._masks.state(),
         }
-        return {f"{kind}/{name}": value.detach() for kind, found in kinds.items() for name, value in found.items()}
+        return {
+            f"{kind}/{name}": value.detach().cpu() for kind, found in kinds.items() for name, value in found.items()
+        }
 
     @torch.no_grad()
     def _restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import block_mask, largest_blocks
+from compressor.numerics.sparsity.block_sparsity import block_mask, largest_blocks
 
 _EVERY = 4  # steps between two choices of blocks
 
@@ -89,7 +89,8 @@ class GrowingBlocks(KeptZeros):
         self, weights: Mapping[str, Tensor], kept: Mapping[str, int], moments: Mapping[str, Tensor], steps: int
     ) -> None:
         self._masks = {name: weights[name].detach() != 0 for name in kept}
-        self._kept, self._moments, self._last = kept, moments, math.ceil(2 * steps / 3)
+        self._kept, self._last = kept, math.ceil(2 * steps / 3)
+        self._moments = {name: moments[name].to(weights[name].device) for name in kept}
 
     def is_final(self, step: int) -> bool:
         """Return whether two thirds of the steps are done."""
@@ -115,4 +116,4 @@ class GrowingBlocks(KeptZeros):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take a checkpoint's masks."""
-        self._masks = {name: mask.clone() for name, mask in state.items()}
+        self._masks = {name: mask.to(self._masks[name].device, copy=True) for name, mask in state.items()}

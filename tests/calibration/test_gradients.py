@@ -82,6 +82,20 @@ def test_the_operators_gradients_are_those_of_differences() -> None:
     assert torch.autograd.gradcheck(lambda *qkv: OPS.masked_attention(*qkv, mask, 0.5), inputs)
 
 
+def test_long_sums_have_the_same_bits_on_one_thread_and_on_two() -> None:
+    rng, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    x, weight, dy = (torch.randn(*shape, generator=rng) for shape in ((2048, 256), (2048, 256), (2048, 2048)))
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
+            found.append(torch.autograd.grad(OPS.dense_linear(*inputs, None), inputs, dy))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def test_bad_input(model: transformers.LlamaForCausalLM) -> None:
     graph = capture(model)
     with pytest.raises(UsageError, match="at least two tokens"):

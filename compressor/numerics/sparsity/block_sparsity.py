@@ -63,7 +63,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 def block_mask(kept: Tensor, rows: int, columns: int) -> Tensor:
     """Return which entries of a weight the kept blocks hold: bool [rows, columns]."""
-    tiles = torch.zeros(len(kept), columns, dtype=torch.bool).scatter_(1, kept, True)
+    tiles = torch.zeros(len(kept), columns, dtype=torch.bool, device=kept.device).scatter_(1, kept, True)
     return tiles.repeat_interleave(TILE_ROWS, dim=0)[:rows]
 
 
