@@ -124,6 +124,18 @@ def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
     return PackedWeight.of(parts, Format.parse(str(args[3])), (site.out_features, site.in_features))
 
 
+def replace_packed(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
+    """Store the packed weight of one of :func:`compressor.graph.sites.packed_sites` in another format."""
+    args: Any = site.node.args
+    with graph.graph.inserting_before(site.node):
+        stored = store_parts(graph, site.weight_name.removesuffix(".codes"), packed)
+    site.node.args = (args[0], stored, args[2], packed.format.name, *args[4:])
+    for old in args[1]:
+        graph.graph.erase_node(old)
+        if old.target.rpartition(".")[2] not in packed.parts:
+            delete_parameter(graph, old.target)
+
+
 def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:
     """Give one of :func:`compressor.graph.sites.packed_sites` another bias, float32 [out], or its first:
     ``<site>.bias``.

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, coded_rows, dequantize_rows, float_part
-from compressor.formats.rounded_activations import round_activations
+from compressor.formats.rounded_activations import round_activations, without_small
 from compressor.ops.register import operator
 
 _PIECE = 256  # products that are summed at once
@@ -73,6 +73,7 @@ def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
     """
     act, parts = packed.format.activations, packed.parts
     if act is None:
+        x = without_small(x, parts.get("thresholds"))
         return torch.cat([x @ values.to(x.dtype).T for _, values in dequantize_rows(packed)], dim=-1)
     columns = parts.get("float_columns")
     plain = x if columns is None else x.index_fill(-1, columns.long(), 0.0)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.alps import alps_blocks, alps_work
-from compressor.numerics.block_sparsity import surgeon_blocks, without_dead
 from compressor.numerics.range_search import Work
+from compressor.numerics.sparsity.alps import alps_blocks, alps_work
+from compressor.numerics.sparsity.block_sparsity import surgeon_blocks, without_dead
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 

@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.graph.dependencies.channels import Dependencies
-from compressor.numerics.column_removal import Importance
-from compressor.pipeline.channels import Channels, choose_channels_of, plan_removal, remove_inner
+from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
+from compressor.pipeline.structured.channels import Channels, choose_channels_of, plan_removal, remove_inner
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import largest_blocks
+from compressor.numerics.sparsity.block_sparsity import largest_blocks
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import surgeon_blocks, without_dead
+from compressor.numerics.sparsity.block_sparsity import surgeon_blocks, without_dead
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 

@@ -16,11 +16,17 @@ from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.weights import GroupScales, Integers
-from compressor.numerics.block_sparsity import dampened_factor, left_blocks, only_kept, round_columns, round_kept
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
 from compressor.numerics.range_search import Work, observer_work
+from compressor.numerics.sparsity.block_sparsity import (
+    dampened_factor,
+    left_blocks,
+    only_kept,
+    round_columns,
+    round_kept,
+)
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -38,7 +44,7 @@ class Inputs:
 
     Attributes:
         hessian: float32 [in, in].
-        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.sparsity.block_sparsity.dampened_factor`).
         dampening_frac: fraction of the mean diagonal that was added for that.
     """
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import block_mask, largest_blocks
+from compressor.numerics.sparsity.block_sparsity import block_mask, largest_blocks
 
 _EVERY = 4  # steps between two choices of blocks
 

@@ -14,7 +14,7 @@ from compressor.formats.packing import dequantize
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import packed_weight
 from compressor.graph.sites import linear_sites, packed_sites
-from compressor.numerics.block_sparsity import of_tiles
+from compressor.numerics.sparsity.block_sparsity import of_tiles
 from compressor.passes.distill import Distill
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.magnitude import Magnitude

@@ -15,7 +15,7 @@ from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
-from compressor.numerics.block_sparsity import of_tiles
+from compressor.numerics.sparsity.block_sparsity import of_tiles
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.sparse_train import SparseTrain
 from compressor.pipeline.context import Context

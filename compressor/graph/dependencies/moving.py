@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.graph.dependencies.axes import Axes, Reading, Rule, is_fixed, shape_of
 from compressor.graph.dependencies.labels import Labels
 from compressor.graph.provenance import describe
@@ -226,6 +227,17 @@ def _index(node: Node, reading: Reading) -> Axes:
     return [None] * len(shape_of(node))
 
 
+def _expert_rows(node: Node, reading: Reading) -> Axes:
+    return [None, reading.of(node.args[0])[-1]]
+
+
+def _join_experts(node: Node, reading: Reading) -> Axes:
+    """Join the channels of all experts: what they make lies in one tensor."""
+    parts: Any = node.args[1]
+    reason = f"{describe(node)} joins it with places that are not channels"
+    return [None, None, reading.meet([reading.of(part)[-1] for part in parts], reason)]
+
+
 def _size(node: Node, reading: Reading) -> Axes:
     reading.keep([reading.of(node.args[0])[int(node.args[1])]], f"{describe(node)} is its size")  # type: ignore[arg-type]
     return []
@@ -233,6 +245,7 @@ def _size(node: Node, reading: Reading) -> Axes:
 
 MOVING: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default), _view),
+    _ATEN.flatten.using_ints: _view,
     **dict.fromkeys(_PERMUTES, _permute),
     _ATEN.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((_ATEN.squeeze.dim, _ATEN.squeeze.dims), _squeeze),
@@ -246,5 +259,7 @@ MOVING: dict[Any, Rule] = {
     _ATEN.pad.default: _pad,
     _ATEN.index.Tensor: _index,
     _ATEN.sym_size.int: _size,
+    torch.ops.compressor.expert_rows.default: _expert_rows,
+    torch.ops.compressor.join_experts.default: _join_experts,
 }
 """Operator -> its rule."""

@@ -119,11 +119,10 @@ def depthwise(
 
 
 def _band_rows(geometry: Geometry) -> int:
-    """Rows of outputs a task; bands are as even as can be."""
+    """Rows of outputs a task."""
     row_bytes = 4 * VECTOR * (geometry.size[1] + 2 * geometry.padding[1])
     most = (_BAND_BYTES // row_bytes - (geometry.kernel[0] - 1) * geometry.dilation[0] - 1) // geometry.stride[0] + 1
-    bands = -(-geometry.outputs[0] // max(1, most))
-    return -(-geometry.outputs[0] // bands)
+    return geometry.band(most, geometry.least_bands)
 
 
 def _outputs_at_once(wide: int, isa: Isa) -> int:

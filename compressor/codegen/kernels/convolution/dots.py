@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import dot4
-from compressor.codegen.kernels.convolution.feeds import DirectFeed, Feed
+from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
 from compressor.codegen.kernels.convolution.weights import load_weights, run_quads
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.format import Format
@@ -24,8 +24,10 @@ from compressor.formats.parts import TILE_ROWS
 
 _GROUP_TILES = (2, 3, 1)
 _MOST_OUTPUTS = 16
-_TASKS = 4
-"""Parts of the tiles at least, where there are so many: threads share them."""
+_CHUNKS = 4
+"""Parts of the tiles at least, where an image is one band: threads share them."""
+_SMALL = 1 << 20
+"""Products below which threads take longer to wake."""
 
 
 class End(Protocol):
@@ -51,15 +53,13 @@ class DotProducts:
         self.n_tiles = next(n for n in _GROUP_TILES if tiles % n == 0)
         self.groups = tiles // self.n_tiles
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
-        high, wide = feed.geometry.outputs
-        divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
-        if isinstance(feed, DirectFeed):
-            self.chunks = next((n for n in divisors if n >= _TASKS), self.groups)
-            self.band = -(-high // min(high, 8 // self.chunks // 2 * 2 or 1))
-        else:  # each chunk rounds its band again, and each band its weights
-            self.band = feed.band
-            repeats = feed.band == high and high * wide < 2 * tiles
-            self.chunks = next((n for n in divisors if n > 1), 1) if repeats else 1
+        self.band, (high, wide) = feed.band, feed.geometry.outputs
+        self.chunks = 1
+        if self.band == high and high * wide * feed.geometry.columns * tiles * TILE_ROWS >= _SMALL:
+            # Each chunk rounds its band again, if not all is rounded before.
+            least = _CHUNKS if isinstance(feed, DirectFeed) else 2
+            divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
+            self.chunks = min(divisors, key=lambda n: (n < least, n % 2, abs(n - least)))
         self.is_flat = feed.pitch == wide
         last = high - (-(-high // self.band) - 1) * self.band
         length, shortest = (self.band * wide, last * wide) if self.is_flat else (wide, wide)

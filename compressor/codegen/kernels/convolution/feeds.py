@@ -39,6 +39,8 @@ ZERO = -128
 NAN = 0
 """The byte of NaN, which codes from -127 to 127 leave free.  A band that reads one has outputs of NaN alone."""
 _BAND_BYTES = 16384
+"""Of what a band reads, so that it stays in the first-level cache."""
+_BAND_ROWS, _BAND_OUTPUTS, _MOST_BANDS = 7, 96, 8
 _ROUNDING = 1.5 * 2.0**23 - ZERO
 
 
@@ -65,10 +67,20 @@ class Geometry:
         """Of the weight."""
         return self.kernel[0] * self.kernel[1] * self.channels
 
-    def band(self, row_bytes: int) -> int:
-        """Rows of outputs a task: what they read stays in the first-level cache, and bands are as even as can be."""
-        bands = -(-self.outputs[0] // max(1, _BAND_BYTES // row_bytes))
-        return -(-self.outputs[0] // bands)
+    @property
+    def least_bands(self) -> int:
+        """How many bands threads may share: of outputs enough to turn the weight into bytes for each."""
+        high, wide = self.outputs
+        return min(_MOST_BANDS, high // _BAND_ROWS, high * wide // _BAND_OUTPUTS) // 2 * 2 or 1
+
+    def band(self, most_rows: int, least: int = 1) -> int:
+        """Rows of outputs a task, ``most_rows`` at most; bands are as even as can be, and several are an even number.
+
+        Args:
+            least: bands.
+        """
+        bands = max(least, -(-self.outputs[0] // max(1, most_rows)))
+        return -(-self.outputs[0] // (bands if least == 1 else -(-bands // 2) * 2))
 
     def read_rows(self, rows: int) -> int:
         """Rows of the image that so many rows of outputs read, padding included."""
@@ -82,8 +94,16 @@ class ImageFeed:
     one is the left end of the next.
     """
 
-    def __init__(self, geometry: Geometry, act: Activations, *, is_rounded: bool, is_planar: bool = False) -> None:
-        """``is_rounded``: images come as bytes already; ``is_planar``: as planes of up to four channels, floats."""
+    def __init__(
+        self, geometry: Geometry, act: Activations, *, is_rounded: bool, is_planar: bool = False, bands: int = 1
+    ) -> None:
+        """Lay out the bytes of a band.
+
+        Args:
+            is_rounded: images come as bytes already.
+            is_planar: they come as planes of up to four channels, floats.
+            bands: of an image, at least.
+        """
         self.geometry, self.act, self.is_rounded, self.is_planar = geometry, act, is_rounded, is_planar
         (kh, kw), pw, (dh, dw) = geometry.kernel, geometry.padding[1], geometry.dilation
         self.pixel = -(-geometry.channels // 4) * 4
@@ -93,7 +113,7 @@ class ImageFeed:
         self.runs, self.run_bytes = kh * kw // self._taps, self._taps * self.pixel
         self._down, self._along = dh * self.pitch * self.pixel, dw * self.pixel
         row_bytes = geometry.stride[0] * self.pitch * self.pixel
-        self.band, wide = geometry.band(row_bytes), geometry.outputs[1]
+        self.band, wide = geometry.band(_BAND_BYTES // row_bytes, bands), geometry.outputs[1]
         # Blocks of 16 outputs run across the gaps between rows, or begin anew with each row if these are fewer.
         self._row_blocks = -(-wide // SIDE)
         self._goes_on = -(-((self.band - 1) * self.pitch + wide) // SIDE) <= self.band * self._row_blocks
@@ -155,7 +175,7 @@ class ImageFeed:
                 else:
                     with T.serial(0, wide) as w:
                         self._copy(feed, to + w * self.pixel, x, read + w * c, c, inverse)
-        is_broken = _has_nan(feed, 0, self.size, RUN_BYTES)
+        is_broken = has_nan(feed, 0, self.size, RUN_BYTES)
         T.buffer_store(factor, T.if_then_else(is_broken, T.float32(math.nan), input_scale), [0])
         return feed, 0
 
@@ -190,7 +210,7 @@ class PatchFeed:
         # A cache line more than whole runs, so that the outputs of a block do not meet in the same sets of the cache.
         self.step = (-(-geometry.columns // RUN_BYTES) + 1) * RUN_BYTES
         self.pitch = geometry.outputs[1]
-        self.band = geometry.band(self.pitch * self.step)
+        self.band = geometry.band(_BAND_BYTES // (self.pitch * self.step))
         self._pixels = (geometry.read_rows(self.band), geometry.size[1] + 2 * geometry.padding[1])
         self.size = (self.blocks(self.band) + 1) * SIDE * self.step
         self.factors = self.band * self.pitch
@@ -249,38 +269,6 @@ class PatchFeed:
         return feed, 0
 
 
-class DirectFeed:
-    """The images themselves, where outputs are of 1 x 1 and these are bytes already."""
-
-    runs = factors = 1
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry, self.pitch = geometry, geometry.size[1]
-        self.pixel = self.step = self.run_bytes = geometry.channels
-
-    @staticmethod
-    def serves(geometry: Geometry) -> bool:
-        """Whether outputs read one pixel each, all of them in turn, and pixels are words."""
-        pairs = (geometry.kernel, geometry.stride, geometry.padding)
-        return pairs == ((1, 1), (1, 1), (0, 0)) and geometry.channels % 4 == 0
-
-    def column(self, _run: int, byte: int) -> int | None:
-        """As :meth:`ImageFeed.column`."""
-        return byte if byte < self.run_bytes else None
-
-    def offset(self, run: Any) -> Any:
-        """As :meth:`ImageFeed.offset`."""
-        return 0
-
-    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, rows: Any, input_scale: Any) -> tuple[Any, Any]:
-        """As :meth:`ImageFeed.fill`; nothing is written but the scale."""
-        row_bytes = self.pitch * self.pixel
-        base = (image * self.geometry.size[0] + first_row) * row_bytes
-        is_broken = _has_nan(x, base, rows * row_bytes, RUN_BYTES if row_bytes >= RUN_BYTES else 4)
-        T.buffer_store(factor, T.if_then_else(is_broken, T.float32(math.nan), input_scale), [0])
-        return x, base
-
-
 def to_byte(x: Any, inverse: Any, act: Activations, lanes: int, *, is_positive: bool = False) -> Any:
     """Round activations to bytes: each its code + 128, NaN :data:`NAN`; ``is_positive``: none is below zero."""
     kind = f"int8x{lanes}" if lanes > 1 else "int8"
@@ -327,7 +315,7 @@ def _clear(feed: Any, size: int) -> None:
         T.buffer_store(feed, T.broadcast(T.int8(ZERO), RUN_BYTES), [T.ramp(k * RUN_BYTES, 1, RUN_BYTES)])
 
 
-def _has_nan(source: Any, base: Any, length: Any, lanes: int) -> Any:
+def has_nan(source: Any, base: Any, length: Any, lanes: int) -> Any:
     """Emit what looks for :data:`NAN` among ``length`` bytes, a small part of what their products cost."""
     (least,) = registers(1, (lanes,), "uint8")
     every = T.ramp(0, 1, lanes)
@@ -345,4 +333,3 @@ def _inside(h: Any, high: int, w: Any, wide: int) -> Any:
 
 
 BandFeed = ImageFeed | PatchFeed
-Feed = BandFeed | DirectFeed

@@ -16,11 +16,10 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import scale_values
+from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
 from compressor.codegen.kernels.convolution.dots import DotProducts
 from compressor.codegen.kernels.convolution.feeds import (
     BandFeed,
-    DirectFeed,
-    Feed,
     Geometry,
     ImageFeed,
     PatchFeed,
@@ -109,20 +108,23 @@ def kernel_name(
     return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 
-def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False) -> BandFeed:
+def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False, bands: int = 1) -> BandFeed:
     assert fmt.activations is not None
     if fmt.activations.granularity == "tensor":
-        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar)
+        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar, bands=bands)
     return PatchFeed(geometry, fmt.activations)
 
 
 def _products(
     fmt: Format, geometry: Geometry, tiles: int, isa: Isa, is_rounded: bool, is_planar: bool
 ) -> TileProducts | DotProducts:
-    banded = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar)
     if isa.matrix_unit == "amx":
-        return TileProducts(banded, fmt, tiles, isa)
-    return DotProducts(DirectFeed(geometry) if is_rounded and DirectFeed.serves(geometry) else banded, fmt, tiles, isa)
+        return TileProducts(_feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar), fmt, tiles, isa)
+    if is_rounded and DirectFeed.serves(geometry):
+        return DotProducts(DirectFeed(geometry), fmt, tiles, isa)
+    least = geometry.least_bands
+    feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar, bands=least)
+    return DotProducts(feed, fmt, tiles, isa)
 
 
 def convolution(
@@ -149,7 +151,7 @@ def convolution(
     kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, act is not None))
     body = _products(fmt, geometry, tiles, isa, is_rounded, is_planar)
     feed = body.feed
-    bands = -(-out_high // body.band)
+    count = -(-out_high // body.band)  # of bands
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -172,8 +174,8 @@ def convolution(
         def compute(task):
             # A band of an image, and a part of the weight's rows.
             factor = T.alloc_buffer((feed.factors,), "float32")
-            image = T.meta_var(task % (n * bands) // bands)
-            first_row = T.meta_var(task % bands * body.band)
+            image = T.meta_var(task // body.chunks // count)
+            first_row = T.meta_var(task // body.chunks % count * body.band)
             left = T.meta_var(T.min(T.int64(body.band), out_high - first_row))
             given = T.meta_var(input_scale[0] if is_calibrated else None)
             source, base = T.meta_var(feed.fill(factor, x, image, first_row, left, given))
@@ -181,13 +183,13 @@ def convolution(
             end = T.meta_var(
                 _End(epilogue, feed, fmt, isa, scales, factor, bias, residual, next_scale, y, output, left)
             )
-            body.multiply(source, base, left, task // (n * bands), end)
+            body.multiply(source, base, left, task % body.chunks, end)
 
         body.prepare(codes)
-        if n * bands * body.chunks == 1:  # waking threads would take longer
+        if n * count * body.chunks == 1:  # waking threads would take longer
             compute(T.int64(0))
         else:
-            for task in T.parallel(n * bands * body.chunks):
+            for task in T.parallel(n * count * body.chunks):
                 compute(task)
 
     return kernel

@@ -8,7 +8,8 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import centred, code_quad, dot4
-from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, Feed, PatchFeed
+from compressor.codegen.kernels.convolution.direct import Feed
+from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, PatchFeed
 from compressor.codegen.kernels.vector import splat
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS

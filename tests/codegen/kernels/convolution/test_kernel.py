@@ -41,6 +41,7 @@ CASES = {
     "one by one": ((6, 5), 36, 16, (1, 1), (2, 2), (0, 0), (1, 1)),
     "wide padding": ((5, 4), 8, 16, (3, 3), (1, 1), (2, 3), (1, 1)),
     "bands": ((70, 48), 32, 48, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "parts of the rows": ((7, 7), 64, 384, (1, 1), (1, 1), (0, 0), (1, 1)),
 }
 
 
@@ -86,7 +87,7 @@ def check(case: Any, fmt: Format, isa: Isa) -> None:
 
 
 # size, channels, out: some of one block, of blocks that overlap, of several bands, of several parts of the rows
-PIXELS = [((1, 1), 8, 16), ((5, 3), 20, 37), ((9, 7), 64, 24), ((13, 2), 4, 96), ((3, 3), 12, 170), ((4, 5), 18, 30)]
+PIXELS = [((1, 1), 8, 16), ((5, 3), 20, 37), ((15, 14), 12, 24), ((13, 2), 4, 96), ((7, 7), 64, 344), ((4, 5), 18, 30)]
 
 
 @pytest.mark.parametrize("isa", [x86.AVX512_VNNI, x86.AVX2], ids=lambda isa: isa.name)

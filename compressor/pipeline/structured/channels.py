@@ -17,7 +17,8 @@ from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.sites import Site, linear_sites, match_sites
-from compressor.numerics.column_removal import (
+from compressor.numerics.products.deterministic import quadratic
+from compressor.numerics.sparsity.column_removal import (
     Importance,
     choose_channels,
     only_columns,
@@ -25,7 +26,6 @@ from compressor.numerics.column_removal import (
     removal_work,
     removal_working_bytes,
 )
-from compressor.numerics.products.deterministic import quadratic
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
