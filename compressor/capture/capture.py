@@ -22,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
 from compressor.capture.convolution.rewrite import rewrite_convolutions
+from compressor.capture.ctc.program import ctc_notes, ctc_program
+from compressor.capture.ctc.weight_norms import fold_weight_norms
 from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import (
     error_context,
@@ -192,13 +194,15 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     weights = map_weights(meta_model.source, stored, needed, model.base_model_prefix, ignored, unstored)
-    slices = split_experts(graph)
+    slices, normed = split_experts(graph), fold_weight_norms(graph)
     layout.transposed |= {name for name, part in slices.items() if part.transposed}
 
     def read(name: str) -> Tensor:
         part = slices.get(name)
         if part is not None:
             return weights.read(part.stored, shapes_of[part.stored], part.expert)
+        if name in normed:
+            return normed[name].weight(read)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
     info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
@@ -217,6 +221,9 @@ def _program(
     if meta_model.kind == "pair":
         program, args, shapes = pair_program(model, meta_model.folder, meta_model.name, facts["max_positions"])
         return program, ModelInfo(**facts | {"kind": "module"}), (args, shapes), None
+    if meta_model.kind == "ctc":
+        program, info, args, shapes = ctc_program(meta_model, facts)
+        return program, info, (args, shapes), None
     if meta_model.kind == "module":
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
@@ -330,6 +337,8 @@ def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: 
     graph.meta["rules"] += rewrite_convolutions(graph)
     if graph.meta["model"].pair is not None:
         graph.meta["notes"], outputs = pair_notes(graph.meta["model"]), ["pictures", "texts"]
+    if graph.meta["model"].labels_frames:
+        graph.meta["notes"] = ctc_notes(graph.meta["model"])
     graph.meta["inputs"], graph.meta["outputs"] = (args, shapes), outputs
     read = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     given = [leaf.meta["val"] for leaf in graph.graph.output_node().all_input_nodes]

@@ -34,6 +34,7 @@ from compressor.capture.attention import (
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.checkpoints.ties import untie
+from compressor.capture.ctc.program import is_ctc
 from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
@@ -50,7 +51,8 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module", "pair"]
+Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module", "pair", "ctc"]
+_PLAIN = ("module", "pair", "ctc")  # they attend as their code says, without a cache
 """A module is an image classifier here, and a pair has a half for pictures and one for texts."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -173,13 +175,14 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         CaptureError: no such model, or its configuration or files cannot be used.
     """
     import transformers
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForCTC, AutoModelForImageClassification
 
     folder, name = _locate(model)
     checkpoint = open_checkpoint(folder, trust_remote_code, weights)
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
-    autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
+    images, auto_ctc = AutoModelForImageClassification, AutoModelForCTC
+    autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": images, "ctc": auto_ctc}
     auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
@@ -257,7 +260,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
     """
     register_attention()
     register_experts()
-    implementations = ("eager",) if kind in ("module", "pair") else (ATTENTION_NAME, "sdpa", "eager")
+    implementations = ("eager",) if kind in _PLAIN else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -279,7 +282,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
                     if implementation == ATTENTION_NAME and not isinstance(error, KeyError):
                         raise
                     continue
-                if kind in ("module", "pair"):
+                if kind in _PLAIN:
                     use_image_attention(built)
                 return cast("PreTrainedModel", built), implementation == ATTENTION_NAME
             raise AssertionError("eager raises or returns")
@@ -306,6 +309,8 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     architecture = architecture or (config.architectures or [""])[0]
     if getattr(config, "is_encoder_decoder", False):
         return seq2seq_kind(config, place, architecture)
+    if is_ctc(config, architecture):
+        return "ctc"
     if is_pair(config, architecture):
         return "pair"
     if is_image_classifier(config, architecture, place):

@@ -20,7 +20,8 @@ _UNROLLED = 16  # places of a scatter that are written out
 def slice_rows(node: fx.Node, importer: Any) -> Any:
     """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
 
-    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S).
+    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S); and no length
+    where the end counts from behind.
     """
     given: Any = node.args
     table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
@@ -29,6 +30,9 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
     whole = table.meta["val"].shape[axis]
     if isinstance(length, int) and not isinstance(whole, int) and isinstance(begin or 0, int) and step == 1:
         return picking.rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
+    if not begin and step == 1 and isinstance(end, int) and end < 0 and not isinstance(whole, int):
+        x = importer.env[table]
+        return picking.rows_in_a_row(importer, x, axis, 0, x.ty.shape[axis] + end)
     if begin or step != 1 or not _same_symbol(length, known):
         return importer._slice(node)
     return picking.rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
