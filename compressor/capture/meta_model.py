@@ -253,8 +253,6 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
 def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedModel, bool]:
     """Construct with parameters on the meta device and buffers in memory, with their true values.
 
-    Models of images attend as their code says, without a cache.
-
     Returns:
         The model, and whether it was built with our attention; else its class knows only attention of its own.
     """

@@ -1,7 +1,7 @@
 """Sounds with their texts: what models of speech are calibrated and evaluated on.
 
-The decoder reads what it begins with and then the text's tokens, and is to predict these tokens and the end.  A model that
-gives frames tokens (CTC) reads the sound alone.
+The decoder reads what it begins with and then the text's tokens, and is to predict these tokens and the end.  A model
+that gives frames tokens (CTC) reads the sound alone.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BundleProcess(Child):
         return self._outputs(ids, mask)
 
     def told(self, pair: Batch) -> Tensor:
-        """Return a model of speech's logits float32 [S, V] of the next token after each of a pair's, or of each frame."""
+        """Return a model of speech's logits float32 [S, V] of the next token after each of a pair's, or of frames."""
         if isinstance(pair, Tensor):
             return torch.from_numpy(self.classes(pair.numpy()))[0]
         source, ids = pair.source.numpy(), pair.ids.numpy()

@@ -19,8 +19,9 @@ PREPROCESSOR = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Facts about an encoder-decoder: what its encoder reads, and how its decoder begins and ends; or about a model that
-    gives each frame of a sound a token (CTC), which has a blank.
+    """Facts about an encoder-decoder: what its encoder reads, and how its decoder begins and ends; or about CTC.
+
+    A model with a CTC head gives each frame of a sound a token, one of which is blank.
 
     Attributes:
         reads: ``tokens``: ids int64 [B, N] and a mask float32 [B, N]; ``audio``: samples or features, float32.

@@ -87,8 +87,8 @@ class MixedPrecision(Pass):
         info: ModelInfo = graph.meta["model"]
         if info.labels_frames:
             raise UsageError(
-                f"mixed_precision: {info.name} gives frames of sounds tokens, and sensitivities are of texts or pictures of one "
-                "size; take gptq"
+                f"mixed_precision: {info.name} gives frames of sounds tokens, and sensitivities are of texts or "
+                "pictures of one size; take gptq"
             )
         if info.pair is not None:
             raise UsageError(

@@ -54,7 +54,7 @@ from compressor.verify.bundle import verify_bundle
 CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
 # test_page.py, test_speech.py, test_pictures_with_texts.py, test_images_by_recipe.py; passes/test_sparse_blocks.py: the
 # kernels are sparsegpt's
-ELSEWHERE = ("_webgpu", "_speech_x86", "_clip_x86", "_images_x86", "wanda_w8a16_x86", "magnitude_w8a16_x86")
+ELSEWHERE = ("_webgpu", "_speech_x86", "_ctc_x86", "_clip_x86", "_images_x86", "wanda_w8a16_x86", "magnitude_w8a16_x86")
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith(ELSEWHERE))
 FULL = "quickstart"  # most others, for time's sake, compress the first block's attention
 PROMPT = "Return the "

@@ -1,4 +1,4 @@
-"""Tiny random models that give each frame of a sound a token (CTC), from transformers' own configurations, as folders."""
+"""Tiny random models that give frames of sounds tokens (CTC), from transformers' own configurations, as folders."""
 
 from __future__ import annotations
 

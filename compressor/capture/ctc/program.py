@@ -55,7 +55,8 @@ def ctc_program(
     blank, vocab_size = getattr(model.config, "pad_token_id", None), facts["vocab_size"]
     if type(blank) is not int or not 0 <= blank < vocab_size:
         raise CaptureError(
-            f"{name}: config.json: pad_token_id is {blank!r:.40}; state the blank token there, from 0 to {vocab_size - 1}"
+            f"{name}: config.json: pad_token_id is {blank!r:.40}; state the blank token there, from 0 to "
+            f"{vocab_size - 1}"
         )
     if getattr(model.config, "adapter_attn_dim", None) is not None:
         raise CaptureError(
