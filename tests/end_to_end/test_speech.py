@@ -107,7 +107,7 @@ def test_a_model_of_frames(tmp_path: Path, require_tool: Callable[[str], Path]) 
     settings += ["target={x86: {isa: avx2}}", "gates={word_error_rate: '<= 1000%', top1_agreement: '>= 1%'}"]
     given = [word for setting in settings for word in ("--set", setting)]
     result = answer("run", "gptq_w4a16_ctc_x86", "--model", tmp_path / "model", *given, "-o", tmp_path / "bundle")
-    assert result["sounds"] == 3 and result["perplexity"] is None and result["kl_divergence"] > 0
+    assert result["sounds"] == 3 and "perplexity" not in result and result["kl_divergence"] > 0
     assert len(result["sites"]) == 7 and all(site["error"] < site["rtn_error"] * 1.01 for site in result["sites"])
 
     take_stored_weights(model, tmp_path / "bundle")
