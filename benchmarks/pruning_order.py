@@ -19,8 +19,8 @@ from compressor.data.text import load_samples
 from compressor.formats.format import Format
 from compressor.graph.sites import linear_sites
 from compressor.host.resources import resource
-from compressor.numerics.block_sparsity import dampened_factor, refitted
 from compressor.numerics.products.deterministic import quadratic
+from compressor.numerics.sparsity.block_sparsity import dampened_factor, refitted
 from compressor.passes.alps import Alps
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.sparsegpt import Sparsegpt

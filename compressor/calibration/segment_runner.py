@@ -181,7 +181,7 @@ class SegmentRunner:
         shape = (*tokens_of(batch).shape, *(batch.source.shape if isinstance(batch, Pair) else ()))
         if shape not in self.shared:
             graph = self.graph
-            env = dict(zip(graph.graph.find_nodes(op="placeholder"), _inputs(self.info, batch), strict=True))
+            env = dict(zip(graph.graph.find_nodes(op="placeholder"), flat_inputs(self.info, batch), strict=True))
             self.interpreter.env = env
             with torch.no_grad():
                 for node in shared_nodes(graph):
@@ -255,7 +255,7 @@ def run_outputs(stream: SegmentRunner, reporter: Reporter, first: int = 0) -> It
     stream.release(last)
 
 
-def _inputs(info: ModelInfo, given: Batch) -> list[Tensor]:
+def flat_inputs(info: ModelInfo, given: Batch) -> list[Tensor]:
     """Return the flat inputs of the captured forward for a first run: all tokens kept, empty caches."""
     ids = tokens_of(given)
     if isinstance(given, Pair) and info.pair is not None:

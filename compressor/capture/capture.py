@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compressor.capture.archive.program import archive_module
+from compressor.capture.arithmetic.constants import fold_constants
 from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.ctc.program import ctc_notes, ctc_program
 from compressor.capture.ctc.weight_norms import fold_weight_norms
@@ -47,7 +49,7 @@ from compressor.capture.recurrence.decays import store_decays
 from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.seq2seq.computed_weights import computed_weights
 from compressor.capture.seq2seq.probe import probe_seq2seq
-from compressor.capture.weights import map_weights
+from compressor.capture.weights import map_weights, named_tensors, tied_groups
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.kinds.example_sources import with_least_source
 from compressor.graph.kinds.gate_projections import gate_notes
@@ -169,10 +171,8 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     exported = export_program(program, args, shapes, meta_model.name, root=model)
     info = with_least_source(info, exported)
 
-    groups = _tied_groups(model)
-    rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
-    argument_names = list(inspect.signature(program.forward).parameters)[: len(args)]
-    graph, constants = unlift(exported, {**rename, "": _WRAPPER}, argument_names)
+    groups = tied_groups(model)
+    graph, constants = _unlifted(exported, groups, list(inspect.signature(program.forward).parameters)[: len(args)])
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
     check_experts(graph, meta_model.name)
@@ -185,7 +185,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
             constants |= recognize(graph, info, {**buffers, **constants}.get)
         check_positions(graph, probed.program, meta_model.name)
 
-    shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+    shapes_of = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
     made = computed_weights(model, meta_model.source.names) if meta_model.kind == "seq2seq" else {}
@@ -213,6 +213,15 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     return captured
 
 
+def _unlifted(
+    exported: ExportedProgram, groups: dict[str, list[str]], arguments: list[str]
+) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """Return a model's graph and its constants; what follows from constants alone is computed."""
+    rename = {f"{_WRAPPER}.{name}": first for first, names in groups.items() for name in names}
+    graph, constants = unlift(exported, {**rename, "": _WRAPPER}, arguments)
+    return graph, constants | fold_constants(graph, constants)
+
+
 def _program(
     meta_model: MetaModel, facts: dict[str, Any], mode: FakeTensorMode
 ) -> tuple[nn.Module, ModelInfo, tuple[tuple[Any, ...], Any], Probed | None]:
@@ -233,18 +242,6 @@ def _program(
     info = ModelInfo(**{**facts, **probed.facts})
     with mode:
         return probed.program, info, example_call(info, limited=probed.self_made), probed
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return the first name of each distinct parameter and buffer, with all its names."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return {names[0]: names for names in groups.values()}
 
 
 def _bind(
@@ -303,7 +300,7 @@ def _capture_module(
     name, args = given_name or type(module).__name__, _example(example)
     if isinstance(dynamic_shapes, list | tuple | dict) and not dynamic_shapes:  # torch.export takes it for None
         dynamic_shapes = None
-    tensors = _tensors(module)
+    tensors = named_tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
     if wrong:
         raise CaptureError(
@@ -317,7 +314,7 @@ def _capture_module(
     finally:
         for part, training in modes:
             part.training = training
-    rename = {alias: first for first, names in _tied_groups(module).items() for alias in names}
+    rename = {alias: first for first, names in tied_groups(module).items() for alias in names}
     named = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     names = named[: len(args)] if len(named) >= len(args) else [f"input_{i}" for i in range(len(args))]
     graph, constants = unlift(exported, rename, names)

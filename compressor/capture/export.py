@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
-from compressor.capture.attention import ATTENTION_NAME
+from compressor.capture.attention.interface import ATTENTION_NAME
 from compressor.errors import CaptureError, first_line
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.example_sources import source_call

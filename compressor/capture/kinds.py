@@ -1,4 +1,4 @@
-"""Tell models of two halves: encoder-decoders by transformers' tables of classes, others by their methods."""
+"""Tell what kind of model a configuration names: by transformers' tables of classes, and by methods of the classes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,35 @@ def is_pair(config: Any, architecture: str) -> bool:
     named: Any = architecture or MODEL_MAPPING_NAMES.get(config.model_type, "")
     cls = getattr(transformers, named, None) if isinstance(named, str) else None
     return all(hasattr(cls, half) for half in _HALVES)
+
+
+def is_decoder(config: Any, architecture: str) -> bool:
+    """Return whether a configuration names a model that predicts the next token; it may read pictures or sounds too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    if architecture:
+        causal = architecture in CAUSAL.values() or architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        return causal or reads_more_than_text(architecture)
+    return config.model_type in CAUSAL and config.model_type not in MASKED
+
+
+def reads_more_than_text(architecture: str) -> bool:
+    """Return whether a class reads pictures or sounds beside the tokens that it goes on with."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as PICTURES
+
+    text, speech = _classes()
+    return architecture in {*PICTURES.values(), *text.values()} - {*speech.values()}
+
+
+def text_notes(model: Any) -> tuple[str, ...]:
+    """Tell the user that the half of a model that reads texts is all that is captured."""
+    name = type(model).__name__
+    if not reads_more_than_text(name) or model.config is model.config.get_text_config():
+        return ()
+    return (
+        f"{name} reads more than texts: what it makes of pictures and sounds is left out, its text half is captured",
+    )
 
 
 def auto_class(config: Any) -> Any:

@@ -23,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compressor.capture.attention import (
+from compressor.capture.attention.interface import (
     ATTENTION_NAME,
-    MaskRule,
     Recorder,
     masks_left_out,
     recording,
     register_attention,
 )
+from compressor.capture.attention.masks import MaskRule
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.checkpoints.ties import untie
@@ -39,7 +39,7 @@ from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
-from compressor.capture.kinds import auto_class, is_pair, seq2seq_kind
+from compressor.capture.kinds import auto_class, is_decoder, is_pair, reads_more_than_text, seq2seq_kind, text_notes
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
@@ -101,6 +101,7 @@ class DecoderProgram(nn.Module):
         leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}
         self.layers: list[int] = []  # those with keys and values
+        self.cache_size: tuple[int, int] | None = None  # heads and channels, where layers differ
         self.state_keys: list[StateKey] = []
 
     def forward(
@@ -128,6 +129,7 @@ class DecoderProgram(nn.Module):
             own_positions: let the model count by itself, from the first.
         """
         assert recorder.position is not None
+        recorder.cache_size = self.cache_size
         recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
         extra |= (
@@ -184,9 +186,10 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
     images, auto_ctc = AutoModelForImageClassification, AutoModelForCTC
     autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": images, "ctc": auto_ctc}
     auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel"):
-        make = partial(named._from_config, config, dtype=torch.float32)  # without the decoder, which is the other half
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    half = kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel")  # without its decoder
+    if half or (kind == "decoder" and named is not None and reads_more_than_text(named.__name__)):
+        make = partial(named._from_config, config, dtype=torch.float32)
     else:
         make = partial(auto.from_config, config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     built, interface = _build(make, name, kind)
@@ -201,7 +204,7 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
             raise CaptureError(f"{generation} or {config_file}: {key} is {value!r:.80}; fetch the files again")
     source = renamed_source(checkpoint.source, built)
     eos_ids, bos_id = _ids(special["eos_token_id"]), special["bos_token_id"]
-    sha256, notes = checkpoint.config_sha256, untie(built, source)
+    sha256, notes = checkpoint.config_sha256, (*text_notes(built), *untie(built, source))
     return MetaModel(kind, built, interface, source, name, folder, sha256, eos_ids, bos_id, settings, notes)
 
 
@@ -218,7 +221,7 @@ def memory_meta_model(model: PreTrainedModel, weights: bool = True) -> MetaModel
     eos_ids = _ids(getattr(special, "eos_token_id", None))
     bos_id = getattr(special, "bos_token_id", None)
     source, name = module_source(whole), type(model).__name__
-    settings, notes = _generation(model), untie(built, source)
+    settings, notes = _generation(model), (*text_notes(built), *untie(built, source))
     return MetaModel(kind, built, interface, source, name, None, sha256, eos_ids, bos_id, settings, notes)
 
 
@@ -294,13 +297,6 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     Raises:
         CaptureError: it is none of them, or is quantised already; the message begins with ``place``.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
-    )
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
-    )
-
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise CaptureError(f"{place}: the model is already quantised; give the original, unquantised checkpoint")
@@ -313,11 +309,7 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
         return "pair"
     if is_image_classifier(config, architecture, place):
         return "module"
-    if architecture:
-        causal = architecture in CAUSAL.values() or architecture.endswith(("ForCausalLM", "LMHeadModel"))
-    else:
-        causal = config.model_type in CAUSAL and config.model_type not in MASKED
-    return "decoder" if causal else "encoder"
+    return "decoder" if is_decoder(config, architecture) else "encoder"
 
 
 def _locate(model: str | Path) -> tuple[Path, str]:

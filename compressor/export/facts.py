@@ -122,15 +122,17 @@ def weight_bytes_per_token(graph: GraphModule) -> int:
     """Bytes of parameters that one token reads.
 
     These are all but those that only an encoder-decoder's encoder reads; of a table that only an embedding uses one
-    row, and of experts as many as a token has.
+    row, of experts as many as a token has, and of codes whose inputs are skipped what tokens of the samples read.
     """
+    partly: dict[str, float] = graph.meta.get("read_shares", {})
     total, shares, once = 0, _expert_shares(graph), set(encoder_nodes(graph))
     rows = rows_of_tables(graph, once)
     read = {str(node.target) for node in graph.graph.find_nodes(op="get_attr") if set(node.users) - once}
     for name, parameter in graph.named_parameters():
         each, experts = shares.get(name, (1, 1))
         if name in read:
-            total += parameter.numel() * parameter.element_size() * each // experts // rows.get(name, 1)
+            size = parameter.numel() * parameter.element_size() * each // experts // rows.get(name, 1)
+            total += round(size * partly.get(name, 1.0))
     return total
 
 

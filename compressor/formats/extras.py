@@ -1,13 +1,14 @@
 """What a format stores beside the codes and scales of a weight, as data: one class for each kind.
 
 Another kind is one more class in :data:`EXTRAS`, its tensors in :data:`compressor.formats.parts.PART_TABLE`, its
-meaning in :mod:`compressor.formats.packing`, and a kernel that reads it.
+meaning in :mod:`compressor.formats.packing`, and a kernel that reads it.  ``conflict(fmt)`` says why it cannot be part
+of a format (:class:`compressor.formats.format.Format`); an empty text if it can.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from compressor.errors import UsageError
 
@@ -37,6 +38,10 @@ class Outliers:
     def text(self) -> str:
         """What it stores, in words."""
         return f"{self.percent:g}% of the weights, float16"
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand beside anything."""
+        return ""
 
     @classmethod
     def read(cls, text: str) -> Outliers | None:
@@ -69,6 +74,10 @@ class OutlierFeatures:
     def text(self) -> str:
         """What it stores, in words."""
         return f"{self.count} of the inputs, float16"
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand beside integers only."""
+        return "stands beside integers" if fmt.codebook or fmt.element is not None else ""
 
     @classmethod
     def read(cls, text: str) -> OutlierFeatures | None:
@@ -107,12 +116,63 @@ class ColumnBlocks:
         """Return the extra that the group of ``pattern`` names."""
         return cls(float(text))
 
+    def conflict(self, fmt: Any) -> str:
+        """Leave out columns of a format whose parts are of rows and columns."""
+        grouped = fmt.activations is not None and fmt.activations.group_size
+        wrong = {
+            "floats beside the codes": len(fmt.extras) > 1,
+            "bit planes": fmt.bit_planes is not None,
+            "scales of blocks or of the tensor": fmt.strategy in ("block", "tensor"),
+            "E4M3 scales": fmt.scale_type == "E4M3",
+            "activations in groups": bool(grouped),
+        }
+        found = next((what for what, is_there in wrong.items() if is_there), "")
+        return found and f"leaves columns out, and cannot have {found}"
+
     def kept(self, in_features: int, multiple: int) -> int:
         """Count the columns that a tile keeps, rounded up to a multiple (of a chunk) as far as there are as many."""
         left = max(1, in_features - round(self.percent / 100 * in_features))
         return min(in_features, -(-left // multiple) * multiple)
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks)
+@dataclass(frozen=True)
+class SkippedInputs:
+    """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
+
+    Codes lie column by column, in panels of up to 256 rows.
+    """
+
+    label: ClassVar[str] = "inputs"
+    pattern: ClassVar[str] = r"(_SKIP)"
+    suffix: ClassVar[str] = "_SKIP"
+    text: ClassVar[str] = "below a stored threshold they count as zero, and codes are not read"
+    most_bytes: ClassVar[int] = 512
+
+    @classmethod
+    def read(cls, text: str) -> SkippedInputs | None:
+        """Return the extra that the group of ``pattern`` names."""
+        return cls()
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand with symmetric integers of whole or half bytes and activations as they come."""
+        is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
+        if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
+            return "stands with symmetric integers of 4 or 8 bits"
+        if fmt.activations is not None:
+            return "compares activations as they come (A16)"
+        if fmt.strategy == "block":
+            return "has scales of groups, channels or the tensor"
+        return "stands with no other extra" if len(fmt.extras) > 1 else ""
+
+    @classmethod
+    def panel_rows(cls, out_features: int, bits: int) -> int:
+        """Return the rows of a panel: whole units of 16 bytes, as many as waste the least, two panels at least."""
+        unit = 128 // bits
+        units, most = -(-out_features // unit), cls.most_bytes // 16
+        largest = min(most, max(1, units // 2))
+        return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
+
+
+Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | SkippedInputs
+EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)
 """All kinds, in the order of their suffixes in a name."""

@@ -12,7 +12,7 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 (:mod:`compressor.formats.activations`). ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
-zero and not stored.
+zero and not stored.  ``_SKIP``: small activations count as zero, and their codes are not read.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -49,6 +49,13 @@ Where blocks are left out, every tile of 16 rows keeps as many columns, and all 
 groups are of kept columns. A bit says which: column ``c`` is bit ``c % 8`` of byte ``c // 8``::
 
     kept             uint8    [ceil(out / 16), 8 * ceil(in / 64)]
+
+Where inputs are skipped (``_SKIP``), codes lie column by column in panels of rows
+(:meth:`compressor.formats.extras.SkippedInputs.panel_rows`).  Of 8 bits, a byte is a row's code less its zero point,
+signed; of 4 bits, 16 bytes hold 32 rows, the first 16 in the lower halves::
+
+    codes            uint8    [panels, in, bytes of a panel's rows]    in place of the tiles
+    thresholds       float32  [in]    inputs of a smaller size count as zero
 
 Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
 FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
@@ -114,19 +121,9 @@ class Format:
         kinds = [type(extra) for extra in self.extras]
         if kinds != [kind for kind in EXTRAS if kind in kinds]:
             raise UsageError(f"format: extras {', '.join(kind.__name__ for kind in kinds)}; one of a kind, in order")
-        if OutlierFeatures in kinds and not isinstance(self.weights, Integers | BitPlanes):
-            raise UsageError("format: columns in float16 stand beside integers")
-        if ColumnBlocks in kinds:
-            self._check_blocks()
-
-    def _check_blocks(self) -> None:
-        wrong = "floats beside the codes" if len(self.extras) > 1 else ""
-        wrong = wrong or ("bit planes" if isinstance(self.weights, BitPlanes) else "")
-        wrong = wrong or ("scales of blocks or of the tensor" if self.strategy in ("block", "tensor") else "")
-        wrong = wrong or ("E4M3 scales" if self.scale_type == "E4M3" else "")
-        wrong = wrong or ("activations in groups" if self.activations and self.activations.group_size else "")
-        if wrong:
-            raise UsageError(f"format: {self.extras[-1].suffix} leaves columns out, and cannot have {wrong}")
+        for extra in self.extras:
+            if wrong := extra.conflict(self):
+                raise UsageError(f"format: {extra.suffix} {wrong}")
 
     def _check_scales(self) -> None:
         weights, scales = self.weights, self.scales

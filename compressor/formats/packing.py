@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.elements import Element
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TILED
 
@@ -144,6 +144,9 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         for which, values in coded_rows(kept_part(packed)):
             yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
         return
+    if fmt.extra(SkippedInputs) is not None:
+        yield from _panel_rows(packed)
+        return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
@@ -177,6 +180,35 @@ def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: Col
     if columns.shape != (-(-rows // TILE_ROWS), fmt.stored_columns(in_features)):
         raise ValueError(f"{fmt.name} of {rows} x {in_features} does not keep columns {tuple(columns.shape)}")
     return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features)}, fmt, (rows, in_features))
+
+
+def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:
+    """Store a weight column by column, with thresholds of its inputs, float32 [in]; what it stands for stays."""
+    fmt, (codes, _, _) = packed.format.with_extra(SkippedInputs()), unpack(packed)
+    rows = SkippedInputs.panel_rows(len(codes), fmt.bits)
+    panels = pad(codes, (0, 0, 0, -len(codes) % rows)).view(-1, rows, codes.shape[1]).mT  # [panels, in, rows]
+    if fmt.bits == 8:
+        stored = panels ^ 0x80
+    else:
+        halves = panels.reshape(*panels.shape[:2], -1, 2, 16)
+        stored = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    parts = {**packed.parts, "codes": stored.contiguous(), "thresholds": thresholds.float()}
+    return PackedWeight(parts, fmt, packed.shape)
+
+
+def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+    """Undo :func:`skip_inputs`, panel after panel: (which rows, float32 [rows, in])."""
+    fmt, (rows, columns) = packed.format, packed.shape
+    scale = _spread(_untile(packed.parts["scales"], fmt, rows).float(), fmt.columns(columns), columns)
+    for panel, stored in enumerate(packed.parts["codes"]):
+        if fmt.bits == 8:
+            codes = stored ^ 0x80
+        else:
+            halves = stored.view(len(stored), -1, 1, 16)
+            codes = torch.cat([halves & 15, halves >> 4], dim=-2).flatten(-3)
+        begin = panel * codes.shape[-1]
+        which = slice(begin, min(rows, begin + codes.shape[-1]))
+        yield which, unscaled(codes.T[: which.stop - begin], None, fmt).mul_(scale[which])
 
 
 def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from compressor.formats.extras import ColumnBlocks, Extra, OutlierFeatures
+from compressor.formats.extras import ColumnBlocks, Extra, OutlierFeatures, SkippedInputs
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
@@ -50,6 +50,9 @@ class Layout(Protocol):
     @property
     def levels(self) -> int: ...  # noqa: D102
 
+    @property
+    def bits(self) -> int: ...  # noqa: D102
+
     def chunks(self, in_features: int) -> int: ...  # noqa: D102
 
     def groups(self, in_features: int) -> int: ...  # noqa: D102
@@ -81,6 +84,9 @@ def _tiles(out_features: int) -> int:
 
 
 def _codes(fmt: Layout, rows: int, columns: int) -> Stored:
+    if fmt.extra(SkippedInputs) is not None:
+        panel = SkippedInputs.panel_rows(rows, fmt.bits)
+        return "uint8", (-(-rows // panel), columns, panel * fmt.bits // 8)
     return "int32", (_tiles(rows), fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
 
 
@@ -139,6 +145,10 @@ def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
     return ("uint8", (_tiles(rows), -(-columns // 64) * 8)) if fmt.extra(ColumnBlocks) else None
 
 
+def _thresholds(fmt: Layout, _rows: int, columns: int) -> Stored | None:
+    return ("float32", (columns,)) if fmt.extra(SkippedInputs) is not None else None
+
+
 PART_TABLE = (
     Part("codes", _codes, is_tiled=True),
     Part("scales", _scales, is_tiled=True, timing_fill=1),
@@ -152,6 +162,7 @@ PART_TABLE = (
     Part("float_columns", _float_columns),
     Part("float_values", _float_values),
     Part("kept", _kept, is_tiled=True, timing_fill=255),
+    Part("thresholds", _thresholds),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)

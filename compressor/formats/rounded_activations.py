@@ -86,3 +86,8 @@ def round_to_element(values: Tensor, element: Element) -> Tensor:
     exponent = (torch.frexp(values)[1] - 1).clamp(min=1 - element.bias)
     step = torch.ldexp(torch.ones_like(values), exponent - element.mantissa_bits)
     return torch.round(values / step) * step
+
+
+def without_small(x: Tensor, thresholds: Tensor | None) -> Tensor:
+    """Return activations, float [..., in], with zeros for those below their thresholds [in]; NaN is below none."""
+    return x if thresholds is None else torch.where(x.abs() < thresholds, torch.zeros_like(x), x)

@@ -82,6 +82,20 @@ def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
     return found
 
 
+def restate_heads(graph: GraphModule) -> None:
+    """Say in the model's facts how many heads its float32 caches have by now.
+
+    Raises:
+        ValueError: layers have different numbers of them, which a bundle's caches cannot.
+    """
+    layers = attention_layers(graph)
+    counts = {int(layer.keys.meta["val"].shape[1]) for layer in layers}
+    if len(counts) > 1:
+        raise ValueError(f"the layers' caches would have {sorted(counts)} heads, and all have as many")
+    if counts:
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], kv_heads=counts.pop())
+
+
 def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
     """Make every layer store its keys and values in a format.
 
@@ -92,22 +106,25 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
     info: ModelInfo = graph.meta["model"]
     caches, output = graph.graph.find_nodes(op="placeholder")[_INPUTS:], graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
+    made: dict[Node, tuple[Node, Node | None]] = {}  # by keys or values, which layers may share: packed, and the order
     for layer in attention_layers(graph):
-        old, stored = layer.node, dict[str, Node | None]()
+        old = layer.node
         with graph.graph.inserting_before(old):
-            rows = []
             for which, (kind, source) in enumerate((("k", layer.keys), ("v", layer.values))):
-                stored[kind] = None
+                if source in made:
+                    continue
+                order = None
                 if orders is not None:
                     set_parameter(graph, f"{layer.name}.{kind}_order", orders[layer.index][which])
-                    stored[kind] = graph.graph.get_attr(f"{layer.name}.{kind}_order")
-                packed = graph.graph.call_function(_PACK, (source, stored[kind], fmt.name))
+                    order = graph.graph.get_attr(f"{layer.name}.{kind}_order")
+                packed = graph.graph.call_function(_PACK, (source, order, fmt.name))
                 packed.meta = {**source.meta, "val": _packed(source.meta["val"], fmt)}
-                rows.append(packed)
+                made[source] = packed, order
                 place = layer.index + which * info.layers
                 results[1 + place] = packed
                 caches[place].meta["val"] = _packed(caches[place].meta["val"], fmt)
-            args = (old.args[0], *rows, *old.args[3:PACKABLE], stored["k"], stored["v"], fmt.name)
+            (keys, k_order), (values, v_order) = made[layer.keys], made[layer.values]
+            args = (old.args[0], keys, values, *old.args[3:PACKABLE], k_order, v_order, fmt.name)
             new = graph.graph.call_function(_PACKED, args)
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)

@@ -32,6 +32,16 @@ def held_tensor(graph: GraphModule, name: str) -> Tensor:
     return found
 
 
+def set_tensor(graph: GraphModule, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer by another tensor, and leave it the kind that it is."""
+    path, _, leaf = name.rpartition(".")
+    module = graph.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    else:
+        set_parameter(graph, name, value)
+
+
 def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
     """Make a site use a packed weight, stored as parameters ``<site>.codes``, ``<site>.scales``...
 
@@ -112,6 +122,18 @@ def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
     args: Any = site.node.args
     parts = [graph.get_parameter(node.target).detach() for node in args[1]]
     return PackedWeight.of(parts, Format.parse(str(args[3])), (site.out_features, site.in_features))
+
+
+def replace_packed(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
+    """Store the packed weight of one of :func:`compressor.graph.sites.packed_sites` in another format."""
+    args: Any = site.node.args
+    with graph.graph.inserting_before(site.node):
+        stored = store_parts(graph, site.weight_name.removesuffix(".codes"), packed)
+    site.node.args = (args[0], stored, args[2], packed.format.name, *args[4:])
+    for old in args[1]:
+        graph.graph.erase_node(old)
+        if old.target.rpartition(".")[2] not in packed.parts:
+            delete_parameter(graph, old.target)
 
 
 def set_bias(graph: GraphModule, site: Site, bias: Tensor) -> None:

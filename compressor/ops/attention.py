@@ -31,12 +31,13 @@ def attend(
     scores = (q @ keys.transpose(2, 3)) * scale  # [B, H, S, T]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    distance = position[:, None] - torch.arange(length)  # [S, T]
+    places = torch.arange(length, device=q.device)
+    distance = position[:, None] - places  # [S, T]
     hidden = distance < 0
     if window:
         hidden = hidden | (distance >= window)
     if chunk:
-        hidden = hidden | (torch.arange(length) // chunk != position[:, None] // chunk)
+        hidden = hidden | (places // chunk != position[:, None] // chunk)
     if slopes is not None:
         scores = scores - slopes.view(1, -1, 1, 1) * distance
     if biases is not None:
@@ -129,9 +130,10 @@ def masked_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    hidden = torch.zeros(length, dtype=torch.bool) if mask is None else mask[:, None, None, :] == 0
+    places = torch.arange(length, device=q.device)
+    hidden = places < 0 if mask is None else mask[:, None, None, :] == 0
     if window:
-        distance = torch.arange(length)[:, None] - torch.arange(length)
+        distance = places[:, None] - places
         hidden = hidden | (distance.abs() >= window)
         blind = hidden.all(dim=-1, keepdim=True)  # a query of padding around which all is padding
         hidden = hidden & ~blind

@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.nn.functional import linear
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, coded_rows, dequantize_rows, float_part
-from compressor.formats.rounded_activations import round_activations
+from compressor.formats.rounded_activations import round_activations, without_small
 from compressor.ops.register import operator
 
+_PIECE = 256  # products that are summed at once
 
-@operator("dense_linear")
+
+@custom_op("compressor::dense_linear", mutates_args=())
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weight.T + bias`` in float32, whatever float type the weight is stored in.
+    """Compute ``x @ weight.T + bias`` in the type of x, whatever float type the weight is stored in.
 
     Args:
         x: float32 [..., in].
         weight: float32, float16 or bfloat16 [out, in].
         bias: float32 [out] or None.
     """
-    return linear(x, weight.float(), bias)
+    return linear(x, weight.to(x.dtype), bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dX = dY W, dW = dY^T X and db, the sum of dY."""
+    x, weight = ctx.saved_tensors
+    for_x, for_weight, for_bias = ctx.needs_input_grad
+    dy = gradient.reshape(-1, weight.shape[0])
+    dx = _in_pieces(dy, weight.to(x.dtype)).view(x.shape) if for_x else None
+    dw = _in_pieces(dy.t(), x.reshape(len(dy), -1)).to(weight.dtype) if for_weight else None
+    return dx, dw, dy.sum(0) if for_bias else None
+
+
+def _in_pieces(A: Tensor, B: Tensor) -> Tensor:
+    """Return A @ B, with the same bits on 1, 2 and 4 threads: a long sum would be divided among them."""
+    found = A.new_zeros(len(A), B.shape[1])
+    for first in range(0, len(B), _PIECE):
+        piece = slice(first, first + _PIECE)
+        found.addmm_(A[:, piece], B[piece])
+    return found
+
+
+dense_linear.register_autograd(_gradients, setup_context=_keep)
 
 
 @dense_linear.register_fake
@@ -42,6 +73,7 @@ def packed_product(x: Tensor, packed: PackedWeight) -> Tensor:
     """
     act, parts = packed.format.activations, packed.parts
     if act is None:
+        x = without_small(x, parts.get("thresholds"))
         return torch.cat([x @ values.to(x.dtype).T for _, values in dequantize_rows(packed)], dim=-1)
     columns = parts.get("float_columns")
     plain = x if columns is None else x.index_fill(-1, columns.long(), 0.0)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.alps import alps_blocks, alps_work
-from compressor.numerics.block_sparsity import surgeon_blocks, without_dead
 from compressor.numerics.range_search import Work
+from compressor.numerics.sparsity.alps import alps_blocks, alps_work
+from compressor.numerics.sparsity.block_sparsity import surgeon_blocks, without_dead
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
@@ -28,6 +28,8 @@ class Alps(BlockPruning, Pass):
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal; ten times more as long as it is
             not positive definite.
+        pack: store the weights in the format of ``scheme``.  Without it they stay dense, with blocks of zeros: for a
+            training that keeps these, and one of these passes behind it with the same ``scheme``, which then packs.
     """
 
     scheme: str
@@ -35,6 +37,7 @@ class Alps(BlockPruning, Pass):
     ignore: str | tuple[str, ...] = ()
     refit: bool = True
     dampening_frac: float = 0.01
+    pack: bool = True
 
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""

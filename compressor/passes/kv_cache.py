@@ -117,13 +117,14 @@ def _choose_orders(graph: GraphModule, ctx: Context, fmt: CacheFormat) -> dict[i
     ids = ctx.calibration("kv_cache").ids
     stream = SegmentRunner(graph, split_samples(graph, ids, MICRO_BATCH_TOKENS), ctx.spill)
     layers, found = attention_layers(graph), dict[int, Orders]()
-    with ctx.reporter.task("kv_cache", len(layers)) as task:
+    caches = {layer.index for layer in layers}
+    with ctx.reporter.task("kv_cache", len(caches)) as task:
         for segment in segments(graph):
             for layer in layers:
-                if layer.node in segment.nodes:
+                if layer.node in segment.nodes and layer.index not in found:  # layers may share a cache
                     found[layer.index] = _layer_orders(stream, segment, layer, fmt)
                     task.advance()
-            if len(found) == len(layers):
+            if len(found) == len(caches):
                 stream.release(segment)
                 break
             stream.advance(segment)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.numerics.block_sparsity import largest_blocks
+from compressor.numerics.sparsity.block_sparsity import largest_blocks
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
@@ -26,6 +26,8 @@ class Magnitude(BlockPruning, Pass):
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal; ten times more as long as it is
             not positive definite.
+        pack: store the weights in the format of ``scheme``.  Without it they stay dense, with blocks of zeros: for a
+            training that keeps these, and one of these passes behind it with the same ``scheme``, which then packs.
     """
 
     scheme: str
@@ -33,6 +35,7 @@ class Magnitude(BlockPruning, Pass):
     ignore: str | tuple[str, ...] = ()
     refit: bool = True
     dampening_frac: float = 0.01
+    pack: bool = True
 
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""

@@ -15,14 +15,14 @@ from compressor.calibration.guided_rows import guided_rows
 from compressor.calibration.statistics import ChannelHessian, Hessian, expert_notes, expert_tokens
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.graph.sites import weight_sites
+from compressor.graph.sites import Site, weight_sites
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import Observer
 from compressor.pipeline.context import Context
 from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.resume import Blocks, cached_tensors
-from compressor.pipeline.sites import compress_site, error_context
+from compressor.pipeline.sites import change_site, compress_site, error_context
 
 FEW_DAMPENING = 0.1  # at 256 tokens a W3 reference model has perplexity 17.3 with it, 18.4 with 0.01
 
@@ -32,11 +32,12 @@ class Quantized:
     """A linear's weight as it will be stored, and what its record says.
 
     Attributes:
+        packed: the weight; floats, [out, in], stay a dense one.
         error, rtn_error: relative squared error of the outputs, and that of round to nearest, where it is measured.
         notes: whatever the user should know.
     """
 
-    packed: PackedWeight
+    packed: PackedWeight | Tensor
     error: float
     rtn_error: float | None
     notes: Sequence[str] = ()
@@ -105,16 +106,34 @@ def quantize_calibrated(
             weight = graph.get_parameter(site.weight_name).detach().float()
             with error_context(site):
                 quantized = quantize(weight, statistic, formats[site.name])
-            compress_site(
-                graph,
-                ctx,
-                site,
-                quantized.packed.with_input_scale(scales.get(site.name)),
-                pass_name,
-                error=quantized.error,
-                error_of="output",
-                rtn_error=quantized.rtn_error,
-                notes=[*expert_notes(site, statistic), *quantized.notes],
-                tokens=expert_tokens(site, statistic),
-            )
             blocks.task.advance()
+            _store(graph, ctx, site, quantized, pass_name, statistic, scales.get(site.name))
+
+
+def _store(
+    graph: GraphModule,
+    ctx: Context,
+    site: Site,
+    quantized: Quantized,
+    pass_name: str,
+    statistic: Any,
+    input_scale: Tensor | None,
+) -> None:
+    """Put a weight in the place of a site's, and record it."""
+    notes, stored = [*expert_notes(site, statistic), *quantized.notes], quantized.packed
+    if isinstance(stored, Tensor):
+        stored = stored.to(graph.get_parameter(site.weight_name).dtype)
+        change_site(graph, ctx, site, stored, pass_name, error=quantized.error, error_of="output", notes=notes)
+        return
+    compress_site(
+        graph,
+        ctx,
+        site,
+        stored.with_input_scale(input_scale),
+        pass_name,
+        error=quantized.error,
+        error_of="output",
+        rtn_error=quantized.rtn_error,
+        notes=notes,
+        tokens=expert_tokens(site, statistic),
+    )

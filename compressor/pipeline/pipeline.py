@@ -67,6 +67,26 @@ class Pass(ABC):
         """
         return False
 
+    @property
+    def training(self) -> TrainingNeeds | None:
+        """Return what :meth:`run` takes forwards and backwards, if it trains."""
+        return None
+
+
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """Runs of the graph that a training takes.
+
+    Attributes:
+        samples: taken forwards and backwards, each time counted.
+        batch: of them that run at once.
+        has_teacher: whether the dense model runs on each as well.
+    """
+
+    samples: int
+    batch: int
+    has_teacher: bool
+
 
 Observer: TypeAlias = "Callable[[int, str, GraphModule, Context], None]"
 """Called after capture and after every pass with (index, name, graph, context); raises to stop the run."""

@@ -101,6 +101,10 @@ class SegmentCache:
                     raise
         return Block(mapped, records)
 
+    def remove(self, key: str) -> None:
+        """Remove an entry that nothing needs any more, if it is there."""
+        shutil.rmtree(self.folder / key, ignore_errors=True)
+
     def _has(self, key: str) -> bool:
         return (self.folder / key / _ENTRY).is_file()
 

@@ -104,6 +104,16 @@ def plan_sites(
     return plans
 
 
+def plan_untouched(graph: GraphModule) -> list[SitePlan]:
+    """Return one plan per dense linear, in dataflow order, that says that it stays as it is."""
+    plans = []
+    for site in weight_sites(graph):
+        weight = graph.get_parameter(site.weight_name)
+        size = weight.numel() * weight.element_size()
+        plans.append(SitePlan(site.name, site.out_features, site.in_features, "", size, size, "stays as it is"))
+    return plans
+
+
 def why_unmatched(site: Site) -> str:
     """Say why no target matches a linear: patterns of classes leave routers alone."""
     if site.module_class == ROUTER:

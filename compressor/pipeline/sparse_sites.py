@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,21 +14,28 @@ from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
-from compressor.formats.packing import dequantize
+from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.weights import GroupScales, Integers
-from compressor.numerics.block_sparsity import dampened_factor, round_columns, round_kept
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
 from compressor.numerics.range_search import Work, observer_work
+from compressor.numerics.sparsity.block_sparsity import (
+    dampened_factor,
+    left_blocks,
+    only_kept,
+    round_columns,
+    round_kept,
+)
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
-from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites, plan_untouched
 from compressor.pipeline.sites import choose_sites
 
 _BETTER = "the error would be smaller in"
+_DENSE = "blocks become zero; it stays dense"
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Inputs:
 
     Attributes:
         hessian: float32 [in, in].
-        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.block_sparsity.dampened_factor`).
+        factor: of its inverse, float64 [in, in] (:func:`compressor.numerics.sparsity.block_sparsity.dampened_factor`).
         dampening_frac: fraction of the mean diagonal that was added for that.
     """
 
@@ -54,6 +61,7 @@ class BlockPruning(Pass):
         targets, ignore: patterns of linears.
         refit: whether what is kept is refitted to the outputs of the whole weight before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
+        pack: whether the weights are stored in the format; otherwise they stay dense, with zeros.
     """
 
     scheme: str
@@ -61,6 +69,7 @@ class BlockPruning(Pass):
     ignore: str | tuple[str, ...]
     refit: bool
     dampening_frac: float
+    pack: bool
 
     @abstractmethod
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
@@ -110,8 +119,16 @@ class BlockPruning(Pass):
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
-        needs = CalibrationNeeds(True, True)
-        return plan_sites(graph, self._formats(graph), self.ignore, self._work, pruning_bytes, needs)
+        needs, formats = CalibrationNeeds(True, True), self._formats(graph)
+        if self.pack:
+            return plan_sites(graph, formats, self.ignore, self._work, pruning_bytes, needs)
+        plans = plan_untouched(graph)
+        for number, plan in enumerate(plans):
+            if (fmt := formats.get(plan.site)) is not None:
+                shape = (plan.out_features, plan.in_features)
+                work, working_bytes = dict(self._work(*shape, fmt)), pruning_bytes(*shape, fmt)
+                plans[number] = replace(plan, note=_DENSE, work=work, working_bytes=working_bytes, needs=needs)
+        return plans
 
     def _formats(self, graph: GraphModule) -> dict[str, Format]:
         """Return the formats of the linears that are pruned."""
@@ -127,24 +144,31 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
+        kept = left_blocks(weight, fmt.stored_columns(columns))
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         factor, damp = dampened_factor(hessian, least)
-        kept = self.choose_blocks(weight, Inputs(hessian, factor, damp), fmt.stored_columns(columns))
-        packed, damp = round_kept(weight, hessian, kept, fmt, damp, refit=self.refit)
+        if kept is None:
+            kept = self.choose_blocks(weight, Inputs(hessian, factor, damp), fmt.stored_columns(columns))
+        stored: PackedWeight | Tensor
+        if self.pack:
+            stored, damp = round_kept(weight, hessian, kept, fmt, damp, refit=self.refit)
+            values, dense = dequantize(stored), smaller_dense(fmt, *weight.shape)
+        else:
+            stored, damp = only_kept(weight, hessian, kept, damp, refit=self.refit)
+            values, dense = stored, None
         if damp > least:
             notes.append(f"dampening raised to {damp:g}: the Hessian is not positive definite with {least:g}")
         if dead := int((torch.diagonal(hessian) <= 0).sum()):
             notes.append(f"{dead} inputs are zero in all samples")
         norm = float(quadratic(weight.double(), hessian)) or 1.0
-        error = float(quadratic(weight.double() - dequantize(packed), hessian)) / norm
-        dense = smaller_dense(fmt, *weight.shape)
+        error = float(quadratic(weight.double() - values, hessian)) / norm
         if dense is not None:
             rounded = round_columns(weight.double(), hessian.double(), factor, dense)
             other = float(quadratic(weight.double() - dequantize(rounded), hessian)) / norm
             if other < error:
                 notes.append(f"{_BETTER} {dense.name}, which takes no more bytes")
-        return Quantized(packed, error, None, notes)
+        return Quantized(stored, error, None, notes)
 
 
 def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:

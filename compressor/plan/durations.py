@@ -117,6 +117,14 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     return list(found.values())
 
 
+def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:
+    """Say of formats that leave blocks out where prompts would take less time in their dense twins."""
+    from compressor.codegen.kernels.linear.prompts import slower
+
+    formats = {kernel.format for kernel in linear_kernels(graph) if kernel.format is not None}
+    return sorted(filter(None, (slower(fmt, isa) for fmt in formats)))
+
+
 def _candidates(kernel: LinearKernel, isa: Isa) -> tuple[int, int]:
     """Schedules that there are for one token, and for many."""
     from compressor.codegen.kernels.linear import dense as dense_linear

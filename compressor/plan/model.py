@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressor.host.machine import Memory
+from compressor.pipeline.pipeline import TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan
 from compressor.plan.durations import Estimate
 from compressor.plan.memory import StageMemory
@@ -26,6 +27,7 @@ class PassPlan:
         cost_known: False for a pass without ``plan``: its time, memory and effect are not in the figures.
         runs_samples: it takes the calibration samples through the whole graph, beside what the sites' plans say.
         notes: what it has to say beside the sites.
+        training: runs of the graph that it takes, if it trains.
     """
 
     index: int
@@ -35,6 +37,7 @@ class PassPlan:
     cost_known: bool
     runs_samples: bool = False
     notes: tuple[str, ...] = ()
+    training: TrainingNeeds | None = None
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,13 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
     step.requires(graph, context)
     planned = step.plan(graph, context)
     sites = tuple(planned or ())
-    if recipe.calibration is None and (step.runs_samples or any(site.needs for site in sites)):
+    if recipe.calibration is None and (step.runs_samples or step.training or any(site.needs for site in sites)):
         scales = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
         context.calibration(name, scales and f"stored scales of {scales}")  # raises, as in the run
     notes = tuple(context.notes[said:])
-    return PassPlan(index, name, sites, weight_bytes(graph), planned is not None, step.runs_samples, notes)
+    return PassPlan(
+        index, name, sites, weight_bytes(graph), planned is not None, step.runs_samples, notes, step.training
+    )
 
 
 def _without_weights(graph: GraphModule) -> GraphModule:

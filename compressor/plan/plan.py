@@ -20,7 +20,7 @@ from compressor.errors import GateError, ResourceError
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import available_memory, free_disk
-from compressor.plan.durations import estimate
+from compressor.plan.durations import estimate, slower_prompts
 from compressor.plan.memory import needed, peak
 from compressor.plan.model import Plan
 from compressor.plan.passes import PlannedPasses, plan_passes
@@ -127,6 +127,7 @@ def _notes(planned: PlannedPasses, costs: Costs, target: str, spill: bool, dense
         if not step.cost_known
     ]
     notes += dense_convolutions(planned.final)
+    notes += slower_prompts(planned.final, costs.isa) if costs.isa is not None else []
     if spill:
         notes.append(f"hidden states go to {cache_folder()}: {_size(costs.spilled_bytes)} do not fit in memory")
     if not dense_speed and costs.times_dense:

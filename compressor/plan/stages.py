@@ -29,7 +29,7 @@ from compressor.plan.durations import (
 from compressor.plan.memory import Amounts, StageMemory, memory_stages
 from compressor.plan.prices import Prices
 from compressor.plan.roofline import PROMPT_TOKENS, Roofline
-from compressor.plan.streaming import Streaming, plan_calibration, plan_forward
+from compressor.plan.streaming import Streaming, plan_calibration, plan_forward, plan_training
 from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
 
@@ -225,11 +225,13 @@ def _session_bytes(info: ModelInfo) -> int:
 
 def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming | None:
     spec, info = recipe.calibration, graph.meta["model"]
-    if spec is None or not (step.runs_samples or any(site.needs for site in step.sites)):
+    if spec is None or not (step.runs_samples or step.training or any(site.needs for site in step.sites)):
         return None
     length = 0 if info.kind == "module" else _SPOKEN_TOKENS if info.hears else spec.sequence_length
     if any(site.needs for site in step.sites):
         return plan_calibration(graph, step.sites, spec.samples, length)
+    if step.training is not None:
+        return plan_training(graph, step.training, step.sites, length)
     return plan_forward(graph, spec.samples, length)
 
 

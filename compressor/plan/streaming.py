@@ -18,13 +18,16 @@ from compressor.calibration.segment_runner import ancestors
 from compressor.calibration.steps import MICRO_BATCH_TOKENS, calibration_steps, linears
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, eager_work, node_costs
+from compressor.graph.model import weight_bytes
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product
 from compressor.numerics.range_search import Work
+from compressor.pipeline.pipeline import TrainingNeeds
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
 
+_TRAINED_RUNS = 4  # as long as one: forwards; again, since operators keep no values; and backwards, twice the products
 _VECTOR_BYTES = 60  # of element-wise traffic, an input of calibration.Inputs
 
 
@@ -216,6 +219,19 @@ def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
     hidden = max((runs_bytes(segment, costs, windows) for segment in cut), default=0)
     working = max(peak_bytes(segment.nodes, costs) for segment in cut)
     return Streaming(work, hidden, working, max(_weight_bytes(segment.nodes, costs) for segment in cut), hidden)
+
+
+def plan_training(graph: GraphModule, needs: TrainingNeeds, plans: Sequence[SitePlan], length: int) -> Streaming:
+    """Price a training: each sample forwards, and backwards, which runs operators again and twice as much behind.
+
+    A batch's values are all kept until gradients have passed, and have gradients themselves.
+    """
+    costs = node_costs(graph, needs.batch, length)
+    runs = needs.samples / needs.batch * (_TRAINED_RUNS + needs.has_teacher)
+    work = {unit: runs * amount for unit, amount in eager_work(costs.values()).items()}
+    nodes = [node for segment in segments(graph) for node in segment.nodes]
+    working = 2 * sum(costs[node].held_bytes for node in nodes) + max(plan.working_bytes for plan in plans)
+    return Streaming(work, 0, working, weight_bytes(graph), 0)
 
 
 def runs_bytes(segment: Segment, costs: Mapping[Node, NodeCost], runs: float) -> int:

@@ -67,6 +67,8 @@ def test_the_operators_gradients_are_those_of_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda x, w: OPS.rms_norm(x, w, 1e-5), (x.requires_grad_(), weight.requires_grad_())
     )
+    matrix, bias = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((2, 6), (2,)))
+    assert torch.autograd.gradcheck(OPS.dense_linear, (x, matrix.requires_grad_(), bias.requires_grad_()))
     q, k, v = (torch.randn(1, heads, 3, 2, generator=rng, dtype=torch.float64) for heads in (4, 2, 2))
     empty, mask = torch.zeros(1, 2, 1, 2, dtype=torch.float64), torch.tensor([[1.0, 1.0, 0.0]])
 
@@ -78,6 +80,20 @@ def test_the_operators_gradients_are_those_of_differences() -> None:
     inputs = tuple(value.requires_grad_() for value in (q, k, v))
     assert torch.autograd.gradcheck(cached, inputs)
     assert torch.autograd.gradcheck(lambda *qkv: OPS.masked_attention(*qkv, mask, 0.5), inputs)
+
+
+def test_long_sums_have_the_same_bits_on_one_thread_and_on_two() -> None:
+    rng, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    x, weight, dy = (torch.randn(*shape, generator=rng) for shape in ((2048, 256), (2048, 256), (2048, 2048)))
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
+            found.append(torch.autograd.grad(OPS.dense_linear(*inputs, None), inputs, dy))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_bad_input(model: transformers.LlamaForCausalLM) -> None:

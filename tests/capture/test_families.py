@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.codegen.lowering.experts.stack import stack_experts
 from compressor.errors import CaptureError
-from compressor.graph.caches import empty_past
+from compressor.formats.cache import CacheFormat
+from compressor.graph.caches import empty_past, pack_caches
 
 TOLERANCE = 1e-5  # relative, root mean square: float32 sums in another order
 # One or two of each cause; benchmarks/families.py runs them all, with kernels.
@@ -48,6 +49,8 @@ SHOWN = {
     "Phi",
     "SmolLM 3",
     "Starcoder 2",
+    "Gemma 4, shared keys",  # a layer that shares another's keys, layers of different heads and widths
+    "Qwen 3 VL, text",  # the half for texts, assignments to slices
     "DeepSeek 3",  # experts chosen by groups, shared experts, layers without experts
 }
 SHOWN_RECURRENT = {  # with the operators that have a state
@@ -136,7 +139,8 @@ def test_decoder(name: str, tmp_path: Path) -> None:
     model: Any = save(tmp_path, *DECODERS[name], True)
     graph, ids = capture(tmp_path), tokens()
     assert relative(logits(graph, ids, [LENGTH]), model(ids).logits) < TOLERANCE
-    assert sum(node.target is torch.ops.compressor.cached_attention.default for node in graph.graph.nodes) == 2
+    layers = DECODERS[name][1].get("num_hidden_layers", 2)
+    assert sum(node.target is torch.ops.compressor.cached_attention.default for node in graph.graph.nodes) == layers
     if name not in NOT_QUANTISED:
         check_quantised(graph, model)
 
@@ -171,6 +175,17 @@ def test_what_is_refused_says_why(name: str) -> None:
     decoder, table = name in REFUSED, {**DECODERS, **RECURRENT} if name in REFUSED else ENCODERS
     with pytest.raises(CaptureError, match={**REFUSED, **REFUSED_ENCODERS}[name]):
         capture(make(*table[name], decoder))
+
+
+def test_packed_caches_are_shared_as_plain_ones_are() -> None:
+    graph = capture(make(*DECODERS["Gemma 4, shared keys"], True))
+    pack_caches(graph, CacheFormat.parse("INT8"), None)
+    caches = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[3:]]
+    assert "all are cached as 2 heads of 32" in " ".join(graph.meta["notes"])
+    assert len(caches) == 4 and {cache.dtype for cache in caches} == {torch.uint8}
+    assert len({cache.shape[-1] for cache in caches}) == 1
+    packed = torch.ops.compressor.packed_attention.default
+    assert len(graph.graph.find_nodes(op="call_function", target=packed)) == 3
 
 
 def test_what_takes_more_memory_is_said(tmp_path: Path) -> None:

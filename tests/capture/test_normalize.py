@@ -126,3 +126,24 @@ def test_convolutions_and_the_reasons_of_those_that_stay() -> None:
     assert "" in reasons(graph, "element-wise operator with channels last")
     (module_path,) = {o.module for o in graph.meta["rules"] if o.rule.startswith("convolution") and not o.matched}
     assert module_path == "two"
+
+
+class Means(nn.Module):
+    """Means over pixels, kept or not, and one over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.one(x)
+        return y.mean((2, 3)), y.mean((-1, -2), keepdim=True) * y, y.mean(1)
+
+
+def test_means_of_pixels_read_channels_last() -> None:
+    torch.manual_seed(0)
+    module, x = Means().eval().requires_grad_(False), torch.randn(2, 3, 6, 5)
+    graph = capture(module, (x,))
+    for got, expected in zip(graph(x), module(x), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    assert reasons(graph, "mean of pixels with channels last") == ["", "", "it is not the mean of an image's pixels"]

@@ -37,6 +37,43 @@ _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LATENT_EXPERTS = {**_SIZES, **_LATENT, "num_key_value_heads": 4, **_GROUPS, **_LOCAL, "moe_intermediate_size": 32}
 
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_SECTIONS = {
+    **_WIDE,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+}
+_GEMMA_3N = {
+    **_WIDE,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "intermediate_size": [64] * 4,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+}
+_GEMMA_4 = {
+    **_WIDE,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+}
+
 _HALF = {  # an encoder-decoder's decoder alone
     "vocab_size": VOCAB,
     "d_model": 64,
@@ -201,6 +238,43 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "interleave_moe_layer_step": 1,
         },
     ),
+    "Gemma 3n": ("Gemma3nText", _GEMMA_3N),
+    "Gemma 4": ("Gemma4Text", _GEMMA_4),
+    "Gemma 4, shared keys": (
+        "Gemma4Text",
+        {
+            **_GEMMA_4,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "Gemma 4, experts": (
+        "Gemma4Text",
+        {**_GEMMA_4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "MiMo 2": ("MiMoV2Flash", {**_WIDE, **_EXPERTS, **_GROUPS, "num_attention_heads": 8, "sliding_window": 4}),
+    "LLaVA, text": ("Llava", {"text_config": {**_GROUPED, "model_type": "llama"}, "vision_config": _VISION}),
+    "Gemma 3, text": ("Gemma3", {"text_config": {**_WIDE, "sliding_window": 4}, "vision_config": _VISION}),
+    "Mistral 3, text": (
+        "Mistral3",
+        {
+            "text_config": {**_WIDE, "model_type": "mistral"},
+            "vision_config": {**_VISION, "model_type": "pixtral"},
+        },
+    ),
+    "Qwen 2.5 VL, text": ("Qwen2_5_VL", {"text_config": _SECTIONS, "vision_config": _QWEN_VISION}),
+    "Qwen 3 VL, text": (
+        "Qwen3VL",
+        {"text_config": _SECTIONS, "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
+    ),
+    "Ministral 3": ("Ministral3", _WIDE),
+    "ModernBERT, decoder": ("ModernBertDecoder", {**_SIZES, "local_attention": 8, "global_attn_every_n_layers": 2}),
+    "NanoChat": ("NanoChat", _WIDE),
+    "InternLM 3": ("InternLM3", _WIDE),
+    "EXAONE": ("Exaone", _GROUPED),
+    "HyperCLOVA X": ("HyperCLOVAX", _WIDE),
+    "CWM": ("Cwm", {**_WIDE, "sliding_window": 4}),
     "BERT, decoder": ("Bert", {**_SIZES, "is_decoder": True, "architectures": ["BertLMHeadModel"]}),
     "RoBERTa, decoder": ("Roberta", {**_SIZES, "is_decoder": True, "architectures": ["RobertaForCausalLM"]}),
     "OpenAI GPT": ("OpenAIGPT", _N),
@@ -240,6 +314,11 @@ _DELTA = {
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {  # with states, some with attention as well
     "LFM2": ("Lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
     "Mamba": ("Mamba", {**_STATES, "time_step_rank": 8}),
+    "LFM2, experts": (
+        "Lfm2Moe",
+        {**_GROUPED, **_EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "num_dense_layers": 1},
+    ),
+    "Qwen 3.5, experts": ("Qwen3_5MoeText", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}),
     "Falcon Mamba": ("FalconMamba", {**_STATES, "time_step_rank": 8}),
     "Mamba 2": ("Mamba2", {**_STATES, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 4}),
     "Qwen3-Next, dense": ("Qwen3Next", {**_DELTA, "num_experts": 0, "mlp_only_layers": [0, 1]}),
@@ -398,6 +477,8 @@ def make(cls: str, options: dict[str, Any], decoder: bool) -> nn.Module:
     """Build a random model whose weights are large enough for biases, windows and norms to matter."""
     config = getattr(transformers, f"{cls}Config")(**options)
     auto: Any = transformers.AutoModelForCausalLM if decoder else transformers.AutoModel
+    if decoder and "vision_config" in options:
+        auto = transformers.AutoModelForImageTextToText
     if cls == "T5":
         auto = transformers.T5EncoderModel
     with torch.random.fork_rng(devices=[]):

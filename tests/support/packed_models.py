@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import GraphModule
+from torch.nn.functional import linear
 
 from compressor.data.text import Samples, tokens_sha256
 from compressor.graph.rewrite import set_parameter
@@ -42,8 +44,11 @@ def by_gptq(graph: GraphModule, heads: list[str], samples: Samples) -> GraphModu
 
 
 def take_packed_weights(model: Any, graph: Any) -> None:
-    """Give the model the weights that the packed ones of a graph stand for; its experts are stacked."""
-    modules = dict(model.named_modules())
+    """Give the model the weights that the packed ones of a graph stand for; its experts are stacked.
+
+    A linear that is read again and again, and is packed for each call, takes its weights in turn.
+    """
+    modules, calls = dict(model.named_modules()), dict[Any, list[torch.Tensor]]()
     for node in graph.graph.find_nodes(op="call_function", target=_ROUTED):
         _take_packed_experts(model, graph, node)
     for node in graph.graph.nodes:
@@ -56,6 +61,11 @@ def take_packed_weights(model: Any, graph: Any) -> None:
         is_turned = type(module).__name__ == "Conv1D"
         with torch.no_grad():
             module.weight.copy_((dense if is_turned else dense.t()).reshape(module.weight.shape))
+        calls.setdefault(module, []).append(module.weight.detach().clone())
+    for module, weights in calls.items():
+        if len(weights) > 1:
+            turns = cycle(weights)
+            module.forward = lambda x, turns=turns, bias=module.bias: linear(x, next(turns).to(x.dtype), bias)
 
 
 def _take_packed_experts(model: Any, graph: Any, node: Any) -> None:

@@ -10,12 +10,14 @@ new_full(x, shape, 0.5)             becomes      full(shape, 0.5)
 take(x, i)                          becomes      index(reshape(x, -1), i)
 narrow(x, d, begin, length)         becomes      slice(x, d, begin, begin + length)
 glu(x, d)                           becomes      the first half of x along d, times the sigmoid of the second
+std(x, d), var(x, d)                become      the mean of (x - mean(x, d))^2, its root for std
 multiply, subtract, divide, ...     become       mul, sub, div, ...
 clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int64)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,6 +156,25 @@ def _gated(node: fx.Node, call: _Call) -> fx.Node:
     return call(_aten.mul.Tensor, values, call(_aten.sigmoid.default, gates))
 
 
+def _spread(node: fx.Node, call: _Call) -> fx.Node:
+    x, axes, over, keep = _spread_arguments(node)
+    count = math.prod(x.meta["val"].shape[axis] for axis in axes)
+    away = call(_aten.sub.Tensor, x, call(_aten.mean.dim, x, axes, True))
+    mean = call(_aten.mean.dim, call(_aten.mul.Tensor, away, away), axes, keep)
+    variance = mean if not over else call(_aten.mul.Tensor, mean, count / (count - over))
+    return call(_aten.sqrt.default, variance) if node.target.__name__.startswith("std") else variance  # type: ignore[union-attr]
+
+
+def _spread_arguments(node: fx.Node) -> tuple[Any, list[int], float, bool]:
+    """Return what a variance or deviation is of, over which dimensions, what its divisor is less by, and keepdim."""
+    names = ("self", "dim", "unbiased", "keepdim")
+    given: dict[str, Any] = {"dim": None, "unbiased": True, "keepdim": False, "correction": None}
+    given |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    over = given["correction"] if given["correction"] is not None else int(given["unbiased"])
+    axes = given["dim"] or list(range(given["self"].meta["val"].dim()))
+    return given["self"], axes, over, given["keepdim"]
+
+
 def _bounds(node: fx.Node) -> tuple[Any, Any]:
     """Return the bounds of a clamp by numbers."""
     if node.target is _aten.clamp_min.default:
@@ -182,6 +203,10 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.im2col.default: _windows,
     _aten.take.default: _taken,
     _aten.glu.default: _gated,
+    _aten.std.dim: _spread,
+    _aten.std.correction: _spread,
+    _aten.var.dim: _spread,
+    _aten.var.correction: _spread,
     _aten.clamp.default: _clamped,
     _aten.clamp_min.default: _clamped,
     _aten.clamp_max.default: _clamped,
@@ -205,6 +230,9 @@ class OperatorForm:
         if _FORMS.get(node.target) is _clamped:
             whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
             return node if whole and None in _bounds(node) else None
+        if _FORMS.get(node.target) is _spread:
+            x, axes, *_ = _spread_arguments(node)
+            return node if all(isinstance(x.meta["val"].shape[axis], int) for axis in axes) else None
         if _FORMS.get(node.target) is _gated and not isinstance(node.meta["val"].shape[_axis(node)], int):
             return None
         return node if node.op == "call_function" and (node.target in _SAME or node.target in _FORMS) else None

@@ -67,6 +67,34 @@ class ChannelsLast:
         match.replace_all_uses_with(permuted(self.graph, match, y, to_first(rank)))
 
 
+@dataclass
+class MeanOfPixels:
+    """A mean over pixels reads images whose channels are last: these stay beside each other, and no image is moved."""
+
+    graph: GraphModule
+    name = "mean of pixels with channels last"
+
+    def pattern(self, node: Node) -> Node | None:
+        """Match a mean of images that were permuted to channels first."""
+        is_mean = node.target is ATEN.mean.dim and bool(node.args[1])
+        return node if is_mean and _is_permute(node.args[0], to_first) else None
+
+    def check(self, match: Node) -> str:
+        """Ask for all pixels of an image, and for nothing else."""
+        read: Any = match.args
+        rank = read[0].meta["val"].dim()
+        over = sorted(dim % rank for dim in read[1])
+        return why_not((over != [*range(2, rank)] or bool(match.kwargs), "it is not the mean of an image's pixels"))
+
+    def rewrite(self, graph: Graph, match: Node) -> None:
+        """Take the mean over the permutation's input; where dimensions are kept, permute it instead."""
+        given: Any = match.args
+        read, _, *keeps = given
+        rank = read.meta["val"].dim()
+        y = call(self.graph, match, ATEN.mean.dim, read.args[0], [*range(1, rank - 1)], *keeps)
+        match.replace_all_uses_with(permuted(self.graph, match, y, to_first(rank)) if any(keeps) else y)
+
+
 def _is_permute(node: Any, order: Callable[[int], list[int]]) -> bool:
     """Return whether a node permutes images of pixels in two dimensions or more."""
     is_call = isinstance(node, Node) and node.target is ATEN.permute.default

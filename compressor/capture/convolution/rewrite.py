@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from compressor.capture.convolution.batch_norms import BatchNorm
-from compressor.capture.convolution.channels_last import ChannelsLast, DropPermutes
+from compressor.capture.convolution.channels_last import ChannelsLast, DropPermutes, MeanOfPixels
 from compressor.capture.convolution.images import Conv2d, obstacle
 from compressor.capture.convolution.nodes import ATEN, CONVOLUTIONS, SHARED
 from compressor.capture.convolution.ranks import Conv1d, Conv3d, UnevenPadding, why_not_images
@@ -42,7 +42,7 @@ def rewrite_convolutions(graph: GraphModule) -> list[Outcome]:
     outcomes = apply([BatchNorm(graph)], graph.graph)
     for rule in (Transposed(graph), UnevenPadding(graph), Conv3d(graph), Conv1d(graph), Conv2d(graph)):
         outcomes += apply([rule], graph.graph)
-    outcomes += apply([DropPermutes(), ChannelsLast(graph)], graph.graph)
+    outcomes += apply([DropPermutes(), ChannelsLast(graph), MeanOfPixels(graph)], graph.graph)
     for node in graph.graph.nodes:
         if node.target in _VIEWS:  # permuted images have other strides than the model's, which no view takes
             node.target = ATEN.reshape.default

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compressor.capture.attention import MaskRule, find_rule
+from compressor.capture.attention.masks import MaskRule, find_rule
 from compressor.capture.recognition.evaluator import Evaluator
 from compressor.capture.recognition.replace import agree, replace
 from compressor.capture.recognition.written_out import WrittenOut, strip, written_out

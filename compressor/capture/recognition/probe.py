@@ -14,16 +14,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.capture.attention import (
-    MaskRequest,
-    MaskRule,
+from compressor.capture.attention.interface import (
     Recorder,
     SelfMadeAttention,
-    find_rule,
     mask_requests,
-    mask_rules,
     masks_left_out,
 )
+from compressor.capture.attention.masks import MaskRequest, MaskRule, find_rule, mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import DecoderProgram, EncoderProgram, MetaModel, attend_as_written, cache_argument
 from compressor.errors import CaptureError
@@ -93,21 +90,36 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
             "layer must, or keep a state that it computes by one of the functions that our operators replace "
             "(docs/decisions/0058-recurrent-layers.md)"
         )
-    if not self_made and len(recorder.calls) != layers:
+    if not self_made and len(recorder.attended) != layers:
         raise SelfMadeAttention(f"{meta_model.name}: a layer does not attend through transformers' interface")
-    sizes = {(int(x.shape[1]), int(x.shape[3])) for x in (*recorder.keys.values(), *recorder.values.values())}
-    if layers and len(sizes) != 1:
-        raise CaptureError(
-            f"{meta_model.name}: layers differ in key-value heads and width: {sorted(sizes)}; not covered"
-        )
+    kv_heads, head_dim = _cache_size(recorder, program, meta_model.name)
     if not self_made:
         with error_context(None, meta_model.name):
             program.rules = mask_rules(recorder.calls, causal=True, positions=positions or _LONGEST)
-    kv_heads, head_dim = next(iter(sizes), (0, 0))
     states = tuple(tuple(map(int, recorder.new_states[key].shape[1:])) for key in program.state_keys)
     facts = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "states": states}
     notes = tuple(sorted(recorder.notes))
     return Probed(program, facts | _usable(positions, program.first_position), self_made, notes)
+
+
+def _cache_size(recorder: Recorder, program: DecoderProgram, name: str) -> tuple[int, int]:
+    """Return heads and channels of the caches: one size for all, the largest where layers differ.
+
+    Raises:
+        CaptureError: heads of one layer cannot be repeated to be as many as another's.
+    """
+    sizes = {(int(x.shape[1]), int(x.shape[3])) for x in (*recorder.keys.values(), *recorder.values.values())}
+    if len(sizes) < 2:
+        return next(iter(sizes), (0, 0))
+    heads, width = (max(size[i] for size in sizes) for i in (0, 1))
+    differ = f"layers differ in heads and channels of their keys and values, {sorted(sizes)}"
+    if program.self_made or any(heads % own for own, _ in sizes):
+        raise CaptureError(
+            f"{name}: {differ}, and some cannot be repeated or filled up to {(heads, width)}; not covered"
+        )
+    program.cache_size = (heads, width)
+    recorder.notes.add(f"{differ}: all are cached as {heads} heads of {width}, repeated or filled up with zeros")
+    return heads, width
 
 
 def _probe_encoder(meta_model: MetaModel, positions: int, self_made: bool) -> Probed:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.capture.attention import MaskRequest, mask_rules
+from compressor.capture.attention.masks import MaskRequest, mask_rules
 from compressor.capture.export import error_context
 from compressor.capture.meta_model import MetaModel
 from compressor.capture.recognition.probe import Probed

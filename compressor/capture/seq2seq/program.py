@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compressor.capture.attention import MaskRule, Recorder, mask_requests, recording
+from compressor.capture.attention.interface import Recorder, mask_requests, recording
+from compressor.capture.attention.masks import MaskRule
 from compressor.capture.meta_model import cache_argument
 
 _POSITIONS = ("decoder_position_ids",)
@@ -22,7 +23,7 @@ _AUDIO = ("input_values", "input_features")
 
 
 class SourceRecorder(Recorder):
-    """A recorder that knows which layers attend in both directions; see :class:`compressor.capture.attention.Recorder`.
+    """A recorder that knows which layers attend in both directions; its base is the one of decoders.
 
     Args:
         source_mask: float32 [B, N], of the source; None where it has no padding.

@@ -66,19 +66,26 @@ def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
             continue
         outer = loops[:spatial]
         extent = sch.get(outer[-1]).extent
-        if spatial == len(loops) and isinstance(extent, tirx.IntImm):
+        if isinstance(extent, tirx.IntImm) and (spatial == len(loops) or _reads_along(sch.get(block), spatial - 1)):
             width = next((n for n in (16, 8, 4) if int(extent) % n == 0), 1)
             if width > 1:
                 head, lane = sch.split(outer[-1], [None, width])
+                sch.reorder(*loops[spatial:], lane)
                 sch.vectorize(lane)
                 outer[-1] = head
-                if len(outer) > 1:
+                if len(outer) > 1 and spatial == len(loops):
                     # Out of what is fused: the indices that a fused loop is divided into cost more than a vector.
                     outer.pop()
                     if int(extent) // width <= _UNROLLED:
                         sch.unroll(head)  # the branches of a concatenation are decided for each vector
         sch.parallel(sch.fuse(*outer) if len(outer) > 1 else outer[0])
     return sch.mod["main"]
+
+
+def _reads_along(block: Any, axis: int) -> bool:
+    """Whether neighbours along one axis of a reduction read neighbours in memory."""
+    along = block.iter_vars[axis].var
+    return all(len(read.region) > 0 and read.region[-1].min.same_as(along) for read in block.reads)
 
 
 def _unrolled(func: tirx.PrimFunc) -> tirx.PrimFunc:

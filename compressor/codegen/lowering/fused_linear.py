@@ -22,6 +22,7 @@ _OWN_PREPARATION = {
     "tensor_scale": "a scale of the whole tensor",
     "input_scale": "a calibrated scale of activations",
     "float_columns": "columns in float16",
+    "thresholds": "thresholds of its inputs",
 }
 """Parts of a weight that prepare its activations, which other weights cannot share."""
 

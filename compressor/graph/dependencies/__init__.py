@@ -4,6 +4,7 @@
     axes.py        the labels of each tensor's axes
     computing.py   what operators that compute do to the axes of their inputs
     moving.py      and those that move entries
+    attention.py   attention: whole heads
     rules.py       the rule of each operator
     resizing.py    sizes that a node states, once channels are gone
     channels.py    the families of channels of a graph; removing some

@@ -15,11 +15,19 @@ Axes: TypeAlias = "list[Labels | None]"
 
 
 class Reading:
-    """Labels of the axes of the tensors that have been read so far."""
+    """Labels of the axes of the tensors that have been read so far.
 
-    def __init__(self) -> None:
-        self.labels = LabelSet()
+    Args:
+        by_query: whether query heads may go while the keys and values that they share stay; else a head of keys and
+            values goes with all query heads that read it.
+    Attributes:
+        heads: of each attention, the labels of its query heads, and how many heads of keys they share.
+    """
+
+    def __init__(self, by_query: bool = False) -> None:
+        self.labels, self.by_query = LabelSet(), by_query
         self.axes: dict[Node, Axes | tuple[Axes, ...]] = {}
+        self.heads: list[tuple[Labels, int]] = []
 
     def of(self, value: Any) -> Axes:
         """Return the axes of an input; none of a number."""

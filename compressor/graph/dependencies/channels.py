@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compressor.graph.caches import restate_heads
+from compressor.graph.dependencies.attention import cached_heads, why_unequal
 from compressor.graph.dependencies.axes import Axes, Reading, is_fixed
 from compressor.graph.dependencies.labels import Labels
 from compressor.graph.dependencies.resizing import left, state_sizes
 from compressor.graph.dependencies.rules import rule_of
 from compressor.graph.provenance import describe
-from compressor.graph.rewrite import held_tensor, set_parameter
+from compressor.graph.rewrite import held_tensor, set_tensor
 
 Place = tuple[str, int]
 """A parameter's name and one of its axes."""
@@ -34,10 +36,12 @@ class Family:
     Attributes:
         places: parameter and axis -> entries of each channel, int64 [channels, entries of one].
         reason: why none of them can go; empty if they can.
+        groups: of attention heads, how many runs of them have to lose as many; 0 if they are not heads.
     """
 
     places: Mapping[Place, NDArray[np.int64]]
     reason: str
+    groups: int = 0
 
     @property
     def count(self) -> int:
@@ -50,15 +54,23 @@ class Dependencies:
 
     Args:
         graph: captured; nodes have ``meta["val"]``.
+        by_query: whether query heads may go while keys and values stay, as many from each group that shares some; else
+            whole groups go.
     """
 
-    def __init__(self, graph: GraphModule) -> None:
-        self.graph, self._reading = graph, Reading()
+    def __init__(self, graph: GraphModule, by_query: bool = False) -> None:
+        self.graph, self._reading = graph, Reading(by_query)
         self._parameters: dict[Place, Labels] = {}
+        self._cached = {} if by_query else dict(cached_heads(graph.graph))
         for node in graph.graph.nodes:
             self._reading.axes[node] = self._axes(node)
         self._channels = self._reading.labels.channels()
         self._reasons = self._reading.labels.reasons(self._channels)
+        self._groups = {
+            channel: count if by_query else 1
+            for heads, count in self._reading.heads
+            for channel in self._channels[heads].tolist()
+        }
 
     def _axes(self, node: Node) -> Axes | tuple[Axes, ...]:
         labels = self._reading.labels
@@ -70,13 +82,17 @@ class Dependencies:
             value = node.meta.get("val")
             sizes = value.shape if isinstance(value, Tensor) else ()
             found: Axes = [labels.fresh(size) if is_fixed(size) else None for size in sizes]
-            self._reading.keep(found, f"{node.target} is an input of the model")
+            self._keep_ends(node, found, f"{node.target} is an input of the model")
             return found
         if node.op == "output":
             for source in node.all_input_nodes:
-                self._reading.keep(self._reading.of(source), f"{describe(source)} is an output of the model")
+                self._keep_ends(source, self._reading.of(source), f"{describe(source)} is an output of the model")
             return []
         return rule_of(node)(node, self._reading)
+
+    def _keep_ends(self, node: Node, axes: Axes, reason: str) -> None:
+        """Keep what the model reads or returns, but for heads of caches, which get smaller with it."""
+        self._reading.keep([one for axis, one in enumerate(axes) if self._cached.get(node) != axis], reason)
 
     def families(self) -> list[Family]:
         """List the families, in the order of the parameters; channels of one family lie in the same places."""
@@ -87,10 +103,10 @@ class Dependencies:
         alike: dict[Any, list[int]] = defaultdict(list)
         for channel, held in entries.items():
             signature = tuple((place, len(found)) for place, found in held.items())
-            alike[signature, self._reasons.get(channel, "")].append(channel)
+            alike[signature, self._reasons.get(channel, ""), self._groups.get(channel, 0)].append(channel)
         return [
-            Family({place: np.array([entries[c][place] for c in channels]) for place, _ in signature}, reason)
-            for (signature, reason), channels in alike.items()
+            Family({place: np.array([entries[c][place] for c in channels]) for place, _ in signature}, reason, groups)
+            for (signature, reason, groups), channels in alike.items()
         ]
 
     def remove(self, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> None:
@@ -99,20 +115,35 @@ class Dependencies:
         Args:
             chosen: families and the channels to remove, as places in the family.
         Raises:
-            ValueError: a family's channels have to stay.
+            ValueError: a family's channels have to stay, heads are left that no attention can group, or caches of one
+                model would differ.
         """
+        gone = self._gone(chosen)
+        for heads, count in self._reading.heads:
+            if why := why_unequal(heads, count, gone):
+                raise ValueError(why)
+        for name in dict.fromkeys(name for name, _ in self._parameters):
+            self._shorten(name, gone)
+        for node in self.graph.graph.nodes:
+            self._resize(node, gone)
+        restate_heads(self.graph)
+        self.graph.recompile()
+
+    def shape_left(self, node: Node, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> list[Any]:
+        """Return the shape that a node's value will have without some channels (:meth:`remove`)."""
+        axes = self._reading.axes[node]
+        assert isinstance(axes, list), "a node of several values"
+        return left(axes, node.meta["val"], self._gone(chosen))
+
+    def _gone(self, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> NDArray[np.bool_]:
+        """Return for each label whether its channel goes."""
         gone = np.zeros(self._reading.labels.count, bool)
         for family, removed in chosen:
             if family.reason:
                 raise ValueError(f"these channels have to stay: {family.reason}")
             for place, entries in family.places.items():
                 gone[self._channels[self._parameters[place][entries[removed]]]] = True
-        gone = gone[self._channels]
-        for name in dict.fromkeys(name for name, _ in self._parameters):
-            self._shorten(name, gone)
-        for node in self.graph.graph.nodes:
-            self._resize(node, gone)
-        self.graph.recompile()
+        return gone[self._channels]
 
     def _shorten(self, name: str, gone: NDArray[np.bool_]) -> None:
         old = value = held_tensor(self.graph, name)
@@ -121,7 +152,7 @@ class Dependencies:
             if gone[labels].any():
                 value = value.index_select(axis, torch.from_numpy(np.flatnonzero(~gone[labels])).to(value.device))
         if value is not old:
-            set_parameter(self.graph, name, value.contiguous())
+            set_tensor(self.graph, name, value.contiguous())
 
     def _resize(self, node: Node, gone: NDArray[np.bool_]) -> None:
         """Give a node the sizes that are left, in its arguments and in what is known of its value."""
@@ -132,6 +163,7 @@ class Dependencies:
             state_sizes(node, self._reading, gone)
             shapes = [left(axes, one, gone) for axes, one in zip(found, value, strict=True)]
             node.meta["val"] = type(value)(one.new_empty(shape) for one, shape in zip(value, shapes, strict=True))
-        elif isinstance(value, Tensor) and any(one is not None and gone[one].any() for one in found):
-            state_sizes(node, self._reading, gone)
-            node.meta["val"] = value.new_empty(left(found, value, gone))
+        elif isinstance(value, Tensor):
+            state_sizes(node, self._reading, gone)  # also where all that a slice takes stays: it may lie elsewhere
+            if any(one is not None and gone[one].any() for one in found):
+                node.meta["val"] = value.new_empty(left(found, value, gone))

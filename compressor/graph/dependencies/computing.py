@@ -110,6 +110,7 @@ COMPUTING: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.amax.default), _reduce),
     _ATEN.softmax.int: _softmax,
     **dict.fromkeys((_ATEN.max_pool2d.default, _ATEN.avg_pool2d.default, _ATEN.adaptive_avg_pool2d.default), _pool),
+    **dict.fromkeys((_ATEN.upsample_nearest2d.vec, _ATEN.upsample_bilinear2d.vec), _pool),
     **dict.fromkeys((_ATEN.to.dtype, _ATEN.contiguous.default, _ATEN.dropout.default), broadcast),
 }
 """Operator -> its rule; those that PyTorch calls pointwise are elementwise, too (:func:`broadcast`)."""

@@ -9,11 +9,15 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from compressor.graph.dependencies.axes import Axes, Reading, Rule, shape_of
+import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.graph.dependencies.axes import Axes, Reading, Rule, is_fixed, shape_of
 from compressor.graph.dependencies.labels import Labels
 from compressor.graph.provenance import describe
 
 _ATEN = torch.ops.aten
+_PERMUTES = (_ATEN.transpose.int, _ATEN.permute.default)
+_TAKES_APART = {_ATEN.unbind.int: 1, _ATEN.select.int: 1, _ATEN.split.Tensor: 2, _ATEN.chunk.default: 2}
+"""Operator -> its argument that names the axis."""
 
 
 def _view(node: Node, reading: Reading) -> Axes:
@@ -28,7 +32,9 @@ def _view(node: Node, reading: Reading) -> Axes:
         elif len(before) == len(after) == 1:
             result.append(first)
         elif len(before) == 1:
-            result += _cut(first, [new[axis] for axis in after], reading)
+            sizes = [new[axis] for axis in after]
+            parts = [place for place, axis in enumerate(after) if new[axis] > 1 and not _is_taken_apart(node, axis)]
+            result += _cut(first, sizes, parts[0] if parts else 0, reading)
         elif len(after) == 1:
             reading.keep([axes[axis] for axis in tracked[1:]], f"{describe(node)} merges it with another axis")
             shape = [old[axis] if axis == tracked[0] else 1 for axis in before]
@@ -39,12 +45,27 @@ def _view(node: Node, reading: Reading) -> Axes:
     return result
 
 
-def _cut(labels: Labels, sizes: Sequence[int], reading: Reading) -> Axes:
-    """Cut an axis: an entry of the first part goes or stays with all that it holds."""
-    first = next((place for place, size in enumerate(sizes) if size > 1), 0)
-    held = labels.reshape(int(np.prod(sizes[: first + 1])), -1)
+def _cut(labels: Labels, sizes: Sequence[int], part: int, reading: Reading) -> Axes:
+    """Cut an axis: an entry of one part goes or stays with all that it holds."""
+    held = np.moveaxis(labels.reshape(sizes), part, 0).reshape(sizes[part], -1)
     reading.labels.join(held, np.broadcast_to(held[:, :1], held.shape))
-    return [held[:, 0] if place == first else None for place in range(len(sizes))]
+    return [held[:, 0] if place == part else None for place in range(len(sizes))]
+
+
+def _is_taken_apart(node: Node, axis: int) -> bool:
+    """Tell whether what reads a tensor takes an axis apart, as one that holds queries, keys and values."""
+    for user in node.users:
+        args: Any = user.args
+        if user.target in _PERMUTES:
+            found = _is_taken_apart(user, _order(user).index(axis))
+        elif user.target in _TAKES_APART:
+            given = args[_TAKES_APART[user.target] :]
+            found = (given[0] if given else 0) % len(shape_of(node)) == axis
+        else:
+            continue
+        if found:
+            return True
+    return False
 
 
 def _same_sizes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -64,11 +85,17 @@ def _same_sizes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[i
 
 def _permute(node: Node, reading: Reading) -> Axes:
     axes = reading.of(node.args[0])
+    return [axes[axis] for axis in _order(node)]
+
+
+def _order(node: Node) -> list[int]:
+    """Return the axis of the input that each axis of a permutation is."""
+    args: Any = node.args
+    rank = len(shape_of(node))
     if node.target is _ATEN.permute.default:
-        order: Any = node.args[1]
-        return [axes[axis] for axis in order]
-    first, second = (int(axis) % len(axes) for axis in node.args[1:3])  # type: ignore[arg-type]
-    return [axes[{first: second, second: first}.get(axis, axis)] for axis in range(len(axes))]
+        return [axis % rank for axis in args[1]]
+    first, second = (axis % rank for axis in args[1:3])
+    return [{first: second, second: first}.get(axis, axis) for axis in range(rank)]
 
 
 def _unsqueeze(node: Node, reading: Reading) -> Axes:
@@ -86,8 +113,14 @@ def _squeeze(node: Node, reading: Reading) -> Axes:
 
 
 def _expand(node: Node, reading: Reading) -> Axes:
-    axes = reading.of(node.args[0])
-    return [*[None] * (len(shape_of(node)) - len(axes)), *axes]
+    """Give copies labels of their own: any of them can go."""
+    new, old = shape_of(node), shape_of(node.args[0])  # type: ignore[arg-type]
+    known, added = reading.of(node.args[0]), len(new) - len(old)
+    axes: Axes = [*[None] * added, *known]
+    for axis, (size, value) in enumerate(zip(new, node.meta["val"].shape, strict=True)):
+        if is_fixed(value) and (axis < added or old[axis - added] == 1):
+            axes[axis] = reading.labels.fresh(size)
+    return axes
 
 
 def _slice(node: Node, reading: Reading) -> Axes:
@@ -152,6 +185,15 @@ def _cat(node: Node, reading: Reading) -> Axes:
     return result
 
 
+def _stack(node: Node, reading: Reading) -> Axes:
+    pieces: Any = node.args[0]
+    several = [reading.of(piece) for piece in pieces]
+    reason = f"{describe(node)} joins it with places that are not channels"
+    axes = [reading.meet([one[place] for one in several], reason) for place in range(len(several[0]))]
+    at = (int(node.args[1]) if len(node.args) > 1 else 0) % (len(axes) + 1)  # type: ignore[arg-type]
+    return [*axes[:at], None, *axes[at:]]
+
+
 def _filler(reading: Reading, piece: Node, axis: int) -> Labels:
     labels = reading.labels.fresh(shape_of(piece)[axis])
     reading.labels.keep(labels, f"{describe(piece)} is not made of channels")
@@ -185,9 +227,26 @@ def _index(node: Node, reading: Reading) -> Axes:
     return [None] * len(shape_of(node))
 
 
+def _expert_rows(node: Node, reading: Reading) -> Axes:
+    return [None, reading.of(node.args[0])[-1]]
+
+
+def _join_experts(node: Node, reading: Reading) -> Axes:
+    """Join the channels of all experts: what they make lies in one tensor."""
+    parts: Any = node.args[1]
+    reason = f"{describe(node)} joins it with places that are not channels"
+    return [None, None, reading.meet([reading.of(part)[-1] for part in parts], reason)]
+
+
+def _size(node: Node, reading: Reading) -> Axes:
+    reading.keep([reading.of(node.args[0])[int(node.args[1])]], f"{describe(node)} is its size")  # type: ignore[arg-type]
+    return []
+
+
 MOVING: dict[Any, Rule] = {
     **dict.fromkeys((_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default), _view),
-    **dict.fromkeys((_ATEN.transpose.int, _ATEN.permute.default), _permute),
+    _ATEN.flatten.using_ints: _view,
+    **dict.fromkeys(_PERMUTES, _permute),
     _ATEN.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((_ATEN.squeeze.dim, _ATEN.squeeze.dims), _squeeze),
     _ATEN.expand.default: _expand,
@@ -196,7 +255,11 @@ MOVING: dict[Any, Rule] = {
     _ATEN.unbind.int: _unbind,
     **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), _split),
     _ATEN.cat.default: _cat,
+    _ATEN.stack.default: _stack,
     _ATEN.pad.default: _pad,
     _ATEN.index.Tensor: _index,
+    _ATEN.sym_size.int: _size,
+    torch.ops.compressor.expert_rows.default: _expert_rows,
+    torch.ops.compressor.join_experts.default: _join_experts,
 }
 """Operator -> its rule."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compressor.graph.dependencies.attention import ATTENTION
 from compressor.graph.dependencies.axes import Axes, Reading, Rule
 from compressor.graph.dependencies.computing import COMPUTING, broadcast
 from compressor.graph.dependencies.moving import MOVING, getitem
@@ -33,7 +34,7 @@ def rule_of(node: Node) -> Rule:
     """Return the rule of a node; :func:`unknown` where there is none."""
     if getattr(node.target, "__name__", "") == "getitem":
         return getitem
-    rule = COMPUTING.get(node.target) or MOVING.get(node.target)
+    rule = COMPUTING.get(node.target) or MOVING.get(node.target) or ATTENTION.get(node.target)
     if rule is not None:
         return rule
     return broadcast if torch.Tag.pointwise in getattr(node.target, "tags", ()) else unknown

@@ -191,3 +191,20 @@ def test_special_floats_are_those_of_pytorch() -> None:
             assert np.isnan(mine[overflows]).all()
             mine, wanted = mine[~overflows], wanted[~overflows]
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class Means(nn.Module):
+    """A mean whose sums run along memory, and one of neighbours."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.mean((1, 2)), x.mean((2, 3))
+
+
+def test_sums_of_rows_are_vectors() -> None:
+    graph = capture(Means(), (torch.zeros(2, 5, 4, WIDTH),), dynamic_shapes=({0: Dim("batch", min=1)},))
+    library = compile_graph(graph, X86(), tune="off")
+    vm = relax.VirtualMachine(library.executable, tvm.cpu())
+    for batch in (1, 300):  # serial and parallel
+        x = torch.randn(batch, 5, 4, WIDTH, generator=torch.Generator().manual_seed(batch))
+        for mine, expected in zip(vm["main"](tvm.runtime.tensor(x.numpy()), []), graph(x), strict=True):
+            np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=0, atol=1e-6)

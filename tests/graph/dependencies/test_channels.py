@@ -16,13 +16,13 @@ from compressor.graph.sites import linear_sites
 
 
 def free(graph: GraphModule) -> list[Family]:
-    """Return the families that linears write and read."""
+    """Return the families that linears write and read, but for heads."""
     sites = linear_sites(graph)
     rows, columns = {(site.weight_name, 0) for site in sites}, {(site.weight_name, 1) for site in sites}
     return [
         f
         for f in Dependencies(graph).families()
-        if not f.reason and f.places.keys() & rows and f.places.keys() & columns
+        if not f.reason and not f.groups and f.places.keys() & rows and f.places.keys() & columns
     ]
 
 

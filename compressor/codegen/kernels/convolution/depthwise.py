@@ -36,7 +36,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
-_BAND_BYTES = 32768
+_BAND_BYTES = 16384
 """Bytes of floats for each task and tile."""
 _TASK_TILES = 4
 """Tiles a task, whose bytes make up a cache line of an image."""
@@ -119,11 +119,16 @@ def depthwise(
 
 
 def _band_rows(geometry: Geometry) -> int:
-    """Rows of outputs a task; bands are as even as can be."""
+    """Rows of outputs a task."""
     row_bytes = 4 * VECTOR * (geometry.size[1] + 2 * geometry.padding[1])
     most = (_BAND_BYTES // row_bytes - (geometry.kernel[0] - 1) * geometry.dilation[0] - 1) // geometry.stride[0] + 1
-    bands = -(-geometry.outputs[0] // max(1, most))
-    return -(-geometry.outputs[0] // bands)
+    return geometry.band(most, geometry.least_bands)
+
+
+def _outputs_at_once(wide: int, isa: Isa) -> int:
+    """Return how many neighbours are summed side by side: each is a chain of additions that wait for each other."""
+    most = min(wide, isa.lanes // 2)
+    return min(range(-(-most // 2), most + 1), key=lambda count: (-(-wide // count) * count, -count))
 
 
 @dataclass
@@ -151,7 +156,8 @@ class _Band:
         self.values = T.alloc_buffer((self.size[0] * self.size[1], VECTOR), "float32")
         (self.inverse,) = registers(1, (1,))
         (self.next_inverse,) = registers(1, (1,))
-        if self.act is not None and self.act.granularity == "token":
+        self.is_by_row = self.act is not None and self.act.granularity == "token"
+        if self.is_by_row:
             self._row_scales()
         elif self.act is not None:
             T.buffer_store(self.inverse, inverse_scale(self.stored["input_scale"][0]), [0])
@@ -206,33 +212,45 @@ class _Band:
         """Emit the outputs of one tile, of which ``lanes`` channels exist."""
         self._fill(tile * TILE_ROWS, lanes)
         weights, scale = self._weights(tile, lanes)
-        geometry, every, (_, bias, _, _, y) = self.geometry, T.ramp(*_EVERY), end
-        (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
-        (out_high, out_wide), is_by_row = geometry.outputs, self.act is not None and self.act.granularity == "token"
+        (out_high, out_wide), (_, bias, _, _, y) = self.geometry.outputs, end
         (total,), (shift,) = registers(1, (VECTOR,)), registers(1, (VECTOR,))
         self._load(shift, lambda c: T.float32(0) if bias is None else bias[c], tile * TILE_ROWS, lanes)
         start = self._start(weights, scale)
-        with T.serial(0, T.min(T.int64(self.rows), out_high - self.first_row)) as r, T.serial(0, out_wide) as q:
-            factor = scale[every]
-            if is_by_row:
-                T.buffer_store(self.inverse, inverse_scale(self.scales[r * out_wide + q]), [0])
-                factor = factor * T.broadcast(self.scales[r * out_wide + q], VECTOR)
-            sums = start[every]
-            for t, (i, j) in enumerate((i, j) for i in range(kh) for j in range(kw)):
-                value = self.values[(r * sh + i * dh) * self.size[1] + q * sw + j * dw, every]
-                if is_by_row:
-                    value = on_grid(value, self.inverse[0], self.act, VECTOR)  # type: ignore[arg-type]
-                sums = sums + value * weights[t][every]
-            m = (self.image * out_high + self.first_row + r) * out_wide + q
-            value = sums * factor + shift[every]
-            if lanes == VECTOR:
-                at = T.ramp(tile * TILE_ROWS, 1, VECTOR)
-                T.buffer_store(y, self._finished(value, end, m, at, VECTOR), [m, at])
-            else:
-                T.buffer_store(total, value, [every])
-                with T.serial(0, lanes) as k:
-                    c = tile * TILE_ROWS + k
-                    T.buffer_store(y, self._finished(total[k], end, m, c, 1), [m, c])
+        count, every = _outputs_at_once(out_wide, self.isa), T.ramp(*_EVERY)
+        sums = registers(count, (VECTOR,))
+        rows = T.min(T.int64(self.rows), out_high - self.first_row)
+        with T.serial(0, rows) as r, T.serial(0, -(-out_wide // count)) as k:
+            q = T.min(k * count, T.int64(out_wide - count))  # the last ones may be computed twice
+            self._sum(sums, weights, start, r, q)
+            for t in range(count):
+                m, factor = (self.image * out_high + self.first_row + r) * out_wide + q + t, scale[every]
+                if self.is_by_row:
+                    factor = factor * T.broadcast(self.scales[r * out_wide + q + t], VECTOR)
+                value = sums[t][every] * factor + shift[every]
+                if lanes == VECTOR:
+                    at = T.ramp(tile * TILE_ROWS, 1, VECTOR)
+                    T.buffer_store(y, self._finished(value, end, m, at, VECTOR), [m, at])
+                else:
+                    T.buffer_store(total, value, [every])
+                    with T.serial(0, lanes) as lane:
+                        c = tile * TILE_ROWS + lane
+                        T.buffer_store(y, self._finished(total[lane], end, m, c, 1), [m, c])
+
+    def _sum(self, sums: list[Any], weights: list[Any], start: Any, r: Any, q: Any) -> None:
+        """Emit the sums of neighbouring outputs, from ``q`` in row ``r`` of the band, tap by tap."""
+        geometry, every, count = self.geometry, T.ramp(*_EVERY), len(sums)
+        (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
+        inverses = registers(count, (1,))
+        for t in range(count):
+            T.buffer_store(sums[t], start[every], [every])
+            if self.is_by_row:
+                T.buffer_store(inverses[t], inverse_scale(self.scales[r * geometry.outputs[1] + q + t]), [0])
+        for tap, (i, j) in enumerate((i, j) for i in range(kh) for j in range(kw)):
+            for t in range(count):
+                value = self.values[(r * sh + i * dh) * self.size[1] + (q + t) * sw + j * dw, every]
+                if self.is_by_row:
+                    value = on_grid(value, inverses[t][0], self.act, VECTOR)  # type: ignore[arg-type]
+                T.buffer_store(sums[t], sums[t][every] + value * weights[tap][every], [every])
 
     def _start(self, weights: list[Any], scale: Any) -> Any:
         """Emit where sums begin, minus what the 128 of each byte adds; of bytes with a NaN, the scale is NaN."""

@@ -17,8 +17,18 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
-from compressor.codegen.kernels.vector import VECTOR, emit_tree, finite_size, registers, size_bits, widen
+from compressor.codegen.kernels.linear.activations import inverse_scale, span_scale
+from compressor.codegen.kernels.vector import (
+    VECTOR,
+    at_least,
+    at_most,
+    emit_tree,
+    finite_size,
+    registers,
+    size_bits,
+    splat_float,
+    widen,
+)
 from compressor.formats.activations import Activations
 from compressor.ops.patches import outputs
 
@@ -29,6 +39,9 @@ ZERO = -128
 NAN = 0
 """The byte of NaN, which codes from -127 to 127 leave free.  A band that reads one has outputs of NaN alone."""
 _BAND_BYTES = 16384
+"""Of what a band reads, so that it stays in the first-level cache."""
+_BAND_ROWS, _BAND_OUTPUTS, _MOST_BANDS = 7, 96, 8
+_ROUNDING = 1.5 * 2.0**23 - ZERO
 
 
 @dataclass(frozen=True)
@@ -54,10 +67,20 @@ class Geometry:
         """Of the weight."""
         return self.kernel[0] * self.kernel[1] * self.channels
 
-    def band(self, row_bytes: int) -> int:
-        """Rows of outputs a task: what they read stays in the first-level cache, and bands are as even as can be."""
-        bands = -(-self.outputs[0] // max(1, _BAND_BYTES // row_bytes))
-        return -(-self.outputs[0] // bands)
+    @property
+    def least_bands(self) -> int:
+        """How many bands threads may share: of outputs enough to turn the weight into bytes for each."""
+        high, wide = self.outputs
+        return min(_MOST_BANDS, high // _BAND_ROWS, high * wide // _BAND_OUTPUTS) // 2 * 2 or 1
+
+    def band(self, most_rows: int, least: int = 1) -> int:
+        """Rows of outputs a task, ``most_rows`` at most; bands are as even as can be, and several are an even number.
+
+        Args:
+            least: bands.
+        """
+        bands = max(least, -(-self.outputs[0] // max(1, most_rows)))
+        return -(-self.outputs[0] // (bands if least == 1 else -(-bands // 2) * 2))
 
     def read_rows(self, rows: int) -> int:
         """Rows of the image that so many rows of outputs read, padding included."""
@@ -71,8 +94,16 @@ class ImageFeed:
     one is the left end of the next.
     """
 
-    def __init__(self, geometry: Geometry, act: Activations, *, is_rounded: bool, is_planar: bool = False) -> None:
-        """``is_rounded``: images come as bytes already; ``is_planar``: as planes of up to four channels, floats."""
+    def __init__(
+        self, geometry: Geometry, act: Activations, *, is_rounded: bool, is_planar: bool = False, bands: int = 1
+    ) -> None:
+        """Lay out the bytes of a band.
+
+        Args:
+            is_rounded: images come as bytes already.
+            is_planar: they come as planes of up to four channels, floats.
+            bands: of an image, at least.
+        """
         self.geometry, self.act, self.is_rounded, self.is_planar = geometry, act, is_rounded, is_planar
         (kh, kw), pw, (dh, dw) = geometry.kernel, geometry.padding[1], geometry.dilation
         self.pixel = -(-geometry.channels // 4) * 4
@@ -82,7 +113,7 @@ class ImageFeed:
         self.runs, self.run_bytes = kh * kw // self._taps, self._taps * self.pixel
         self._down, self._along = dh * self.pitch * self.pixel, dw * self.pixel
         row_bytes = geometry.stride[0] * self.pitch * self.pixel
-        self.band, wide = geometry.band(row_bytes), geometry.outputs[1]
+        self.band, wide = geometry.band(_BAND_BYTES // row_bytes, bands), geometry.outputs[1]
         # Blocks of 16 outputs run across the gaps between rows, or begin anew with each row if these are fewer.
         self._row_blocks = -(-wide // SIDE)
         self._goes_on = -(-((self.band - 1) * self.pitch + wide) // SIDE) <= self.band * self._row_blocks
@@ -115,17 +146,17 @@ class ImageFeed:
             return block * SIDE
         return block // self._row_blocks * self.pitch + block % self._row_blocks * SIDE
 
-    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
-        """Emit what writes the bytes of a band, and its scales.
+    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, _rows: Any, input_scale: Any) -> tuple[Any, Any]:
+        """Emit what writes the bytes of a band, and its scales; return where they are: a buffer, and the first of them.
 
         Args:
-            feed: int8 [size].
             factor: float32 [factors].
             x: all images, float32 or int8 [n * height * width * channels].
             first_row: of the outputs.
             input_scale: where it is calibrated.
         """
         (high, wide), c = self.geometry.size, self.geometry.channels
+        feed = T.alloc_buffer((self.size,), "int8")
         _clear(feed, self.size)
         (kept,) = registers(1, (1,))
         T.buffer_store(kept, inverse_scale(input_scale), [0])
@@ -144,7 +175,9 @@ class ImageFeed:
                 else:
                     with T.serial(0, wide) as w:
                         self._copy(feed, to + w * self.pixel, x, read + w * c, c, inverse)
-        T.buffer_store(factor, T.if_then_else(_has_nan(feed, self.size), T.float32(math.nan), input_scale), [0])
+        is_broken = has_nan(feed, 0, self.size, RUN_BYTES)
+        T.buffer_store(factor, T.if_then_else(is_broken, T.float32(math.nan), input_scale), [0])
+        return feed, 0
 
     def _copy(self, feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any) -> None:
         if self.is_rounded:
@@ -156,21 +189,16 @@ class ImageFeed:
         """Emit a row of pixels of four bytes, from the row of each plane."""
 
         def pixels(k: Any, lanes: int) -> None:
-            whole, byte = (f"{kind}x{lanes}" if lanes > 1 else kind for kind in ("int32", "uint8"))
             blank = int.from_bytes([0] * len(planes) + [ZERO & 0xFF] * (4 - len(planes)), "little", signed=True)
             word = widen(T.int32(blank), lanes)
             for place, plane in enumerate(planes):
-                near = on_grid(x[_at(plane + k, lanes)], inverse, self.act, lanes)
-                value = T.Cast(whole, T.reinterpret(to_byte(near, lanes), dtype=byte))
+                bits = _byte_bits(x[_at(plane + k, lanes)], inverse, self.act, lanes)
+                value = T.bitwise_and(bits, widen(T.int32(0xFF), lanes))
                 word = T.bitwise_or(word, T.shift_left(value, widen(T.int32(8 * place), lanes)))
             four = T.reinterpret(word, dtype=f"int8x{4 * lanes}")
             T.buffer_store(feed, four, [T.ramp(to + 4 * k, 1, 4 * lanes)])
 
         _each(self.geometry.size[1], pixels, 1)
-
-    def of(self, factor: Any, _q: Any) -> Any:
-        """Return the scale of an output's activations."""
-        return factor[0]
 
 
 class PatchFeed:
@@ -182,7 +210,7 @@ class PatchFeed:
         # A cache line more than whole runs, so that the outputs of a block do not meet in the same sets of the cache.
         self.step = (-(-geometry.columns // RUN_BYTES) + 1) * RUN_BYTES
         self.pitch = geometry.outputs[1]
-        self.band = geometry.band(self.pitch * self.step)
+        self.band = geometry.band(_BAND_BYTES // (self.pitch * self.step))
         self._pixels = (geometry.read_rows(self.band), geometry.size[1] + 2 * geometry.padding[1])
         self.size = (self.blocks(self.band) + 1) * SIDE * self.step
         self.factors = self.band * self.pitch
@@ -203,9 +231,9 @@ class PatchFeed:
         """As :meth:`ImageFeed.first`."""
         return block * SIDE
 
-    def fill(self, feed: Any, factor: Any, x: Any, image: Any, first_row: Any, input_scale: Any) -> None:
+    def fill(self, factor: Any, x: Any, image: Any, first_row: Any, _rows: Any, input_scale: Any) -> tuple[Any, Any]:
         """As :meth:`ImageFeed.fill`; ``x`` is float32."""
-        geometry = self.geometry
+        geometry, feed = self.geometry, T.alloc_buffer((self.size,), "int8")
         (high, wide), c, (kh, kw) = geometry.size, geometry.channels, geometry.kernel
         (sh, sw), (ph, pw), (dh, dw) = geometry.stride, geometry.padding, geometry.dilation
         peaks = T.alloc_buffer(self._pixels, "int32")  # of each pixel, in bits; zeros around the image
@@ -238,17 +266,26 @@ class PatchFeed:
                 with T.If(_inside(h, high, w, wide)), T.Then():
                     read = ((image * high + h) * wide + w) * c
                     _round(feed, out * self.step + (i * kw + j) * c, x, read, c, inverse[0], self.act)
-
-    def of(self, factor: Any, q: Any) -> Any:
-        """As :meth:`ImageFeed.of`."""
-        return factor[q]
+        return feed, 0
 
 
-def to_byte(near: Any, lanes: int) -> Any:
-    """Whole numbers in float32, -127 to 127, as bytes: each plus 128, its sign bit turned over; NaN as :data:`NAN`."""
+def to_byte(x: Any, inverse: Any, act: Activations, lanes: int, *, is_positive: bool = False) -> Any:
+    """Round activations to bytes: each its code + 128, NaN :data:`NAN`; ``is_positive``: none is below zero."""
     kind = f"int8x{lanes}" if lanes > 1 else "int8"
-    byte = T.bitwise_xor(T.Cast(kind, near), widen(T.int8(ZERO), lanes))
-    return T.Select(size_bits(near, lanes) > widen(T.int32(0x7F800000), lanes), widen(T.int8(NAN), lanes), byte)
+    return T.Cast(kind, _byte_bits(x, inverse, act, lanes, is_positive))
+
+
+def _byte_bits(x: Any, inverse: Any, act: Activations, lanes: int, is_positive: bool = False) -> Any:
+    """Return int32 whose lowest byte is that of :func:`to_byte`.
+
+    A float32 of 2 ** 23 to 2 ** 24 has steps of one, so that adding one rounds as :func:`on_grid` does, to even, and
+    leaves the code in the lowest bits.  The last maximum makes -128 of NaN, of whatever bits.
+    """
+    number = x * widen(inverse, lanes)
+    if not is_positive:
+        number = at_least(number, -act.max_value, lanes)
+    number = T.max(at_most(number, act.max_value, lanes), splat_float(ZERO, lanes))
+    return T.reinterpret(number + splat_float(_ROUNDING, lanes), dtype=f"int32x{lanes}" if lanes > 1 else "int32")
 
 
 def _at(first: Any, lanes: int) -> Any:
@@ -268,8 +305,7 @@ def _each(length: int, emit: Any, widen: int) -> None:
 
 def _round(feed: Any, to: Any, x: Any, read: Any, length: int, inverse: Any, act: Activations) -> None:
     def one(k: Any, lanes: int) -> None:
-        near = on_grid(x[_at(read + k, lanes)], inverse, act, lanes)
-        T.buffer_store(feed, to_byte(near, lanes), [_at(to + k, lanes)])
+        T.buffer_store(feed, to_byte(x[_at(read + k, lanes)], inverse, act, lanes), [_at(to + k, lanes)])
 
     _each(length, one, 1)
 
@@ -279,15 +315,16 @@ def _clear(feed: Any, size: int) -> None:
         T.buffer_store(feed, T.broadcast(T.int8(ZERO), RUN_BYTES), [T.ramp(k * RUN_BYTES, 1, RUN_BYTES)])
 
 
-def _has_nan(feed: Any, size: int) -> Any:
-    """Emit what looks for :data:`NAN` among bytes, a small part of what their products cost."""
-    (least,) = registers(1, (RUN_BYTES,), "uint8")
-    every = T.ramp(0, 1, RUN_BYTES)
-    T.buffer_store(least, T.broadcast(T.uint8(255), RUN_BYTES), [every])
-    with T.serial(0, size // RUN_BYTES) as k:
-        found = T.reinterpret(feed[T.ramp(k * RUN_BYTES, 1, RUN_BYTES)], dtype=f"uint8x{RUN_BYTES}")
+def has_nan(source: Any, base: Any, length: Any, lanes: int) -> Any:
+    """Emit what looks for :data:`NAN` among ``length`` bytes, a small part of what their products cost."""
+    (least,) = registers(1, (lanes,), "uint8")
+    every = T.ramp(0, 1, lanes)
+    T.buffer_store(least, T.broadcast(T.uint8(255), lanes), [every])
+    with T.serial(0, (length + (lanes - 1)) // lanes) as k:
+        place = base + T.min(k * lanes, length - lanes)
+        found = T.reinterpret(source[T.ramp(place, 1, lanes)], dtype=f"uint8x{lanes}")
         T.buffer_store(least, T.min(least[every], found), [every])
-    emit_tree(T.min, least, RUN_BYTES)
+    emit_tree(T.min, least, lanes)
     return least[0] == T.uint8(NAN)
 
 
@@ -295,4 +332,4 @@ def _inside(h: Any, high: int, w: Any, wide: int) -> Any:
     return T.And(T.And(h >= 0, h < high), T.And(w >= 0, w < wide))
 
 
-Feed = ImageFeed | PatchFeed
+BandFeed = ImageFeed | PatchFeed

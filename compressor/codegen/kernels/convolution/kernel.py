@@ -16,9 +16,18 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import scale_values
-from compressor.codegen.kernels.convolution.feeds import Feed, Geometry, ImageFeed, PatchFeed, to_byte
-from compressor.codegen.kernels.convolution.products import BandProducts, is_aligned
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid
+from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
+from compressor.codegen.kernels.convolution.dots import DotProducts
+from compressor.codegen.kernels.convolution.feeds import (
+    BandFeed,
+    Geometry,
+    ImageFeed,
+    PatchFeed,
+    to_byte,
+)
+from compressor.codegen.kernels.convolution.products import TileProducts
+from compressor.codegen.kernels.convolution.weights import is_aligned
+from compressor.codegen.kernels.linear.activations import inverse_scale
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import at_least, at_most, ramp, registers
 from compressor.formats.activations import Activations
@@ -99,11 +108,23 @@ def kernel_name(
     return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 
-def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False) -> Feed:
+def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool = False, bands: int = 1) -> BandFeed:
     assert fmt.activations is not None
     if fmt.activations.granularity == "tensor":
-        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar)
+        return ImageFeed(geometry, fmt.activations, is_rounded=is_rounded, is_planar=is_planar, bands=bands)
     return PatchFeed(geometry, fmt.activations)
+
+
+def _products(
+    fmt: Format, geometry: Geometry, tiles: int, isa: Isa, is_rounded: bool, is_planar: bool
+) -> TileProducts | DotProducts:
+    if isa.matrix_unit == "amx":
+        return TileProducts(_feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar), fmt, tiles, isa)
+    if is_rounded and DirectFeed.serves(geometry):
+        return DotProducts(DirectFeed(geometry), fmt, tiles, isa)
+    least = geometry.least_bands
+    feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar, bands=least)
+    return DotProducts(feed, fmt, tiles, isa)
 
 
 def convolution(
@@ -123,14 +144,14 @@ def convolution(
     :class:`Epilogue` wrote it; the weight's parts; bias (where there is one); residual float32 [n, rows, columns, out]
     and the next input's scale float32 [1] (where the epilogue has them); y float32 or int8 [n, rows, columns, out].
     """
-    feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar)
     (high, wide), (out_high, out_wide) = geometry.size, geometry.outputs
     rows, channels, tiles = out_features, geometry.channels, -(-out_features // TILE_ROWS)
     parts = fmt.parts(out_features, geometry.columns)
     is_calibrated, has_residual, act = "input_scale" in parts, epilogue.has_residual, epilogue.next_activations
     kind, y_kind = ("int8" if is_bytes else "float32" for is_bytes in (is_rounded, act is not None))
-    bands = -(-out_high // feed.band)
-    body = BandProducts(feed, fmt, tiles, isa)
+    body = _products(fmt, geometry, tiles, isa, is_rounded, is_planar)
+    feed = body.feed
+    count = -(-out_high // body.band)  # of bands
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -148,29 +169,27 @@ def convolution(
         x = T.decl_buffer((n * high * wide * channels,), kind, data=x4.data)
         y = T.decl_buffer(flat, y_kind, data=y4.data)
         residual = T.meta_var(T.decl_buffer(flat, "float32", data=residual4.data) if has_residual else None)
-        weights = T.alloc_buffer((tiles, feed.runs * body.run_quads, TILE_ROWS), "int32")
-        start = T.alloc_buffer((tiles, TILE_ROWS), "int32")
 
         @T.inline
         def compute(task):
-            # A band of an image.
-            band = T.alloc_buffer((feed.size,), "int8")
+            # A band of an image, and a part of the weight's rows.
             factor = T.alloc_buffer((feed.factors,), "float32")
-            first_row = T.meta_var(task % bands * feed.band)
+            image = T.meta_var(task // body.chunks // count)
+            first_row = T.meta_var(task // body.chunks % count * body.band)
+            left = T.meta_var(T.min(T.int64(body.band), out_high - first_row))
             given = T.meta_var(input_scale[0] if is_calibrated else None)
-            feed.fill(band, factor, x, task // bands, first_row, given)
-            output = T.meta_var((task // bands * out_high + first_row) * out_wide)
-            left = T.meta_var(T.min(T.int64(feed.band), out_high - first_row))
+            source, base = T.meta_var(feed.fill(factor, x, image, first_row, left, given))
+            output = T.meta_var((image * out_high + first_row) * out_wide)
             end = T.meta_var(
                 _End(epilogue, feed, fmt, isa, scales, factor, bias, residual, next_scale, y, output, left)
             )
-            body.multiply(band, weights, start, end)
+            body.multiply(source, base, left, task % body.chunks, end)
 
-        body.load_weights(weights, start, codes)
-        if n * bands == 1:  # waking threads would take longer
+        body.prepare(codes)
+        if n * count * body.chunks == 1:  # waking threads would take longer
             compute(T.int64(0))
         else:
-            for task in T.parallel(n * bands):
+            for task in T.parallel(n * count * body.chunks):
                 compute(task)
 
     return kernel
@@ -200,31 +219,58 @@ class _End:
         for n in range(n_tiles):
             for part in range(0, TILE_ROWS, lanes):
                 at = T.ramp(part, 1, lanes)
-                T.buffer_store(self.scale, scale_values(self.scales[first + n, 0, at], self.fmt, lanes), [n, at])
+                scale = scale_values(self.scales[first + n, 0, at], self.fmt, lanes)
+                if self.feed.factors == 1:
+                    scale = scale * T.broadcast(self.factor[0], lanes)
+                T.buffer_store(self.scale, scale, [n, at])
         if self.next_scale is not None:
             (self.inverse,) = registers(1, (1,))
             T.buffer_store(self.inverse, inverse_scale(self.next_scale[0]), [0])
 
     def write(self, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
-        """Write output ``q`` of the band, of some tiles; ``total`` (tile, rows) has its sums."""
-        n_tiles, rows = self.scale.shape[0], int(self.y.shape[1])
+        """Write output ``q`` of the feed, if it is one: as :meth:`put`."""
         row, column = q // self.feed.pitch, q % self.feed.pitch
         wide = self.feed.geometry.outputs[1]
         with T.If(T.And(column < wide, row < self.rows)), T.Then():
-            m = self.output + row * wide + column
-            factor = self.feed.of(self.factor, q)
-            for n in range(int(n_tiles)):
-                for part in range(0, TILE_ROWS, self.isa.lanes):
-                    at, begin = T.ramp(part, 1, self.isa.lanes), (first + n) * TILE_ROWS + part
-                    value = T.Cast(f"float32x{self.isa.lanes}", total(n, at))
-                    value = value * (self.scale[n, at] * T.broadcast(factor, self.isa.lanes))
-                    if rows % TILE_ROWS == 0:
-                        self._finish(value, m, begin, self.isa.lanes)
-                        continue
-                    (lane,) = registers(1, (self.isa.lanes,))
-                    T.buffer_store(lane, value, [T.ramp(0, 1, self.isa.lanes)])
-                    with T.serial(0, self.isa.lanes) as r, T.If(begin + r < rows), T.Then():
-                        self._finish(lane[r], m, begin + r, 1)
+            self.put(row * wide + column, q, first, total)
+
+    def put(self, output: Any, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
+        """Write an output of the band, of some tiles.
+
+        Args:
+            q: its place in the feed.
+            total: (tile, rows) -> its sums, int32.
+        """
+        n_tiles, lanes, m = int(self.scale.shape[0]), self.isa.lanes, self.output + output
+        rows = int(self.y.shape[1])
+        for n in range(n_tiles):
+            for part in range(0, TILE_ROWS, lanes):
+                at, begin = T.ramp(part, 1, lanes), (first + n) * TILE_ROWS + part
+                scale = self.scale[n, at]
+                if self.feed.factors > 1:
+                    scale = scale * T.broadcast(self.factor[q], lanes)
+                value = T.Cast(f"float32x{lanes}", total(n, at)) * scale
+                if rows % TILE_ROWS == 0 or n < n_tiles - 1:
+                    self._finish(value, m, begin, lanes)
+                    continue
+                with T.If(begin + lanes <= rows):
+                    with T.Then():
+                        self._finish(value, m, begin, lanes)
+                    with T.Else():
+                        self._finish_last(value, m, begin, min(rows % TILE_ROWS - part, lanes))
+
+    def _finish_last(self, value: Any, m: Any, begin: Any, left: int) -> None:
+        """Write the first ``left`` of a vector's outputs, by powers of two."""
+        if left <= 0:
+            T.evaluate(T.int32(0))
+            return
+        (lane,) = registers(1, (self.isa.lanes,))
+        T.buffer_store(lane, value, [T.ramp(0, 1, self.isa.lanes)])
+        done = 0
+        for count in (8, 4, 2, 1):
+            if left & count:
+                self._finish(lane[ramp(done, count)], m, begin + done, count)
+                done += count
 
     def _finish(self, value: Any, m: Any, begin: Any, lanes: int) -> None:
         at = ramp(begin, lanes)
@@ -248,4 +294,4 @@ def finish(value: Any, epilogue: Epilogue, residual: Any, inverse: Any, m: Any, 
         value = at_least(value, 0.0, lanes)
     if epilogue.ceiling is not None:
         value = at_most(value, epilogue.ceiling, lanes)
-    return value if act is None else to_byte(on_grid(value, inverse, act, lanes), lanes)
+    return value if act is None else to_byte(value, inverse, act, lanes, is_positive=epilogue.is_relu)

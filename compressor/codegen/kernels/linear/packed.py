@@ -6,7 +6,8 @@ activations stay as they are, or become the floats that they round to
 (:mod:`compressor.codegen.kernels.linear.activations`), and codes become floats in registers, integers by conversion,
 small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a weight stores as floats
 meets the activations as they came, after that.  A single token takes a loop over ``gemv_tiles`` tiles of 16 rows;
-several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block.
+several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block, or, where columns
+are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes
+from compressor.codegen.kernels.linear import bit_planes, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
@@ -33,7 +34,7 @@ from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProduct
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers
+from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -48,7 +49,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks)
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)  # the last by kernels.skipping
 
 
 def supports(fmt: Format, isa: Isa) -> str:
@@ -182,13 +183,22 @@ def fused_linear(
     shape = Shape.of(columns, fmt, weights, isa, schedule)
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
-    # Float columns and outliers read the activations again, as they came.
-    assert prologue is None or not (weights.has_outliers or fmt.outlier_features > 0)
+    assert prologue is None or not (weights.has_outliers or fmt.outlier_features)  # float columns read x as it came
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     split = shape.tiles.split if shape.is_tiled and not integer else None
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
+    turns = not prompts.supports(fmt, isa)
+
+    @T.inline
+    def by_vectors(at, tokens, _turned):
+        for i in T.parallel(weights.steps(schedule.gemm_tiles)):
+            weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
+            for j in range((tokens + (step - 1)) // step):
+                block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
+
+    many: Any = prompts.prompt_products(weights, shape, store, by_vectors) if turns else by_vectors
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -198,18 +208,19 @@ def fused_linear(
         of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
-        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (round_to - 1)) // round_to * round_to))
+        filled = T.meta_var((tokens + (round_to - 1)) // round_to * round_to + (prompts.BLOCK if turns else 0))
+        slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), filled))
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
         # What products read: bit planes where they count ones.
         operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
         # Of floats, AMX takes two in bfloat16.
         halves = T.meta_var(T.alloc_buffer((2, slots, width), "uint16") if shape.is_tiled and not integer else a)
-        sums = T.alloc_buffer(
-            (slots, shape.given.groups), "int32" if integer else "float32"
-        )  # of each group's activations
-        # What an output, or a group's part of it, is multiplied by: the activations' scale...
+        sums = T.alloc_buffer((slots, shape.given.groups), shape.kind)  # of each group's activations
+        # What an output, or a group's part of it, is multiplied by.
         factor = T.alloc_buffer((slots, body.act_groups), "float32")
+        sizes = T.meta_var((prompts.blocks_of(tokens, isa), width, prompts.BLOCK))
+        turned = T.meta_var(T.alloc_buffer(sizes, "int8") if turns else None)
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
         if tokens == 1:
             prepare(at, T.int64(0))
@@ -226,10 +237,7 @@ def fused_linear(
                     weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
                     by_tiles(at, tokens, weight, first, task // steps * step)
             else:
-                for i in T.parallel(steps):
-                    weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
-                    for j in range(blocks):
-                        block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
+                many(at, tokens, turned)
 
     return kernel
 

@@ -47,6 +47,10 @@ class Products:
         """Return the index of what a token has at a place: activations and sums [tokens, n] are those of all tiles."""
         return token, place
 
+    def four(self, a: Any, token: Any, tile: Any, column: Any) -> Any:
+        """Return a token's integer activations of four columns, as an int32."""
+        return T.reinterpret(a[self.at(token, tile, T.ramp(column, 1, 4))], dtype="int32")
+
     def _const(self, value: float) -> Any:
         return T.int32(int(value)) if self.integer else T.float32(value)
 
@@ -102,8 +106,8 @@ class Products:
                         value = code_values(last, i, fmt, self.isa, partial(_entry, table, n, at))
                         T.buffer_store(values, value, [i, at])
                 if self.integer:
-                    four = T.reinterpret(a[self.at(m0 + t, n, T.ramp(column, 1, 4))], dtype="int32")
-                    value = dot4(acc[t][n, at], last, T.broadcast(four, lanes), fmt, self.isa)
+                    four = T.broadcast(self.four(a, m0 + t, n, column), lanes)
+                    value = dot4(acc[t][n, at], last, four, fmt, self.isa)
                 else:
                     value = acc[t][n, at]
                     for i in range(4):

@@ -13,6 +13,7 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import skipping
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.linear import dense as dense_linear
@@ -21,6 +22,7 @@ from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
+from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TIMING_FILL
 from compressor.ops.patches import outputs
@@ -119,6 +121,12 @@ class LinearConverter:
         name += "" if residual is None else "_plus"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
+            if fmt.extra(SkippedInputs) is not None:
+                assert len(rows) == 1  # thresholds are of one weight
+                func = skipping.skipping_linear(
+                    rows[0], columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=residual is not None
+                )
+                return func, {"family": "packed_linear", "format": fmt.name}
             schedule = packed_linear.common_schedule(
                 self._schedule(rows[0], columns, fmt, has_bias), rows, fmt, self.isa
             )

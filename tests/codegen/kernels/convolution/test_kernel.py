@@ -41,6 +41,7 @@ CASES = {
     "one by one": ((6, 5), 36, 16, (1, 1), (2, 2), (0, 0), (1, 1)),
     "wide padding": ((5, 4), 8, 16, (3, 3), (1, 1), (2, 3), (1, 1)),
     "bands": ((70, 48), 32, 48, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "parts of the rows": ((7, 7), 64, 384, (1, 1), (1, 1), (0, 0), (1, 1)),
 }
 
 
@@ -85,6 +86,27 @@ def check(case: Any, fmt: Format, isa: Isa) -> None:
         check_special(got.flatten()[None], expected.flatten()[None], TOLERANCE, (fmt.name, isa.name))
 
 
+# size, channels, out: some of one block, of blocks that overlap, of several bands, of several parts of the rows
+PIXELS = [((1, 1), 8, 16), ((5, 3), 20, 37), ((15, 14), 12, 24), ((13, 2), 4, 96), ((7, 7), 64, 344), ((4, 5), 18, 30)]
+
+
+@pytest.mark.parametrize("isa", [x86.AVX512_VNNI, x86.AVX2], ids=lambda isa: isa.name)
+def test_single_pixels_are_read_where_they_lie(isa: Isa) -> None:
+    fmt = Format.parse("W8A8_STATIC")
+    for size, channels, rows in PIXELS:
+        case = (size, channels, rows, (1, 1), (1, 1), (0, 0), (1, 1))
+        geometry, x, parts, bias, residual = operands(case, fmt, 2)
+        codes = torch.round((x / parts[-1]).clamp(-127, 127))
+        stored = (codes + 128).to(torch.uint8).view(torch.int8)
+        kernel = build(convolution(rows, geometry, fmt, True, True, Epilogue(True, True), isa), isa)
+        args = (fmt.name, rows, pairs(geometry), True, None)
+        got = call(kernel, stored, *parts, bias, residual, out=tuple(residual.shape))
+        assert relative_error(got, fused_convolution(stored, parts, bias, residual, None, *args)) < TOLERANCE
+        stored[1, -1, -1, -1] = 0  # the byte of NaN
+        broken = call(kernel, stored, *parts, bias, residual, out=tuple(residual.shape))
+        assert torch.equal(broken[0], got[0]) and torch.isnan(broken[1, -1, -1]).all()
+
+
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_planes_are_read_as_pixels_are(channels: int) -> None:
     fmt, isa = Format.parse("W8A8_STATIC"), x86.AVX512_VNNI
@@ -92,7 +114,7 @@ def test_planes_are_read_as_pixels_are(channels: int) -> None:
     geometry, x, parts, bias, residual = operands(case, fmt, 2)
     assert reads_planes(fmt, geometry) and not reads_planes(Format.parse("W8A8"), geometry)
     assert not reads_planes(fmt, Geometry(*PLAIN[:2], *PLAIN[3:]))
-    x[1, 3, 4, 0] = torch.nan
+    x[1, 3, 4, 0] = torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32)  # NaN, of odd bits
     results = []
     for image, is_planar in ((x, False), (x.permute(0, 3, 1, 2).contiguous(), True)):
         kernel = build(convolution(16, geometry, fmt, True, False, Epilogue(), isa, is_planar), isa)

@@ -25,14 +25,17 @@ _ROUNDS = 8  # in which channels are removed; each sees the Hessian of those tha
 _DAMPING = 1e-4  # of the Hessian's mean diagonal: the refit's gain on the samples should hold on other text
 
 
-def choose_channels(weight: Tensor, hessian: Tensor, columns: Tensor, count: int, importance: Importance) -> Tensor:
+def choose_channels(
+    weight: Tensor, hessian: Tensor, columns: Tensor, count: int, importance: Importance, groups: int = 1
+) -> Tensor:
     """Return the channels to keep, rising, int64 [count].
 
     Args:
         weight: float [out, in], of all linears that read the channels, one below the other.
         hessian: float32 [in, in], a positive multiple of X^T X.
         columns: int64 [channels, columns of one]: a channel goes with all of its columns.
-        count: channels to keep, at least one.
+        count: channels to keep, a multiple of ``groups``.
+        groups: runs of channels, as long as one another, of which each keeps as many.
     Raises:
         CompressorError: the Hessian is not positive definite, even when it is dampened.
     """
@@ -42,17 +45,19 @@ def choose_channels(weight: Tensor, hessian: Tensor, columns: Tensor, count: int
         size = W.square().sum(0)
         if importance == "activation":
             size = size * torch.diagonal(H)
-        return _largest(size[columns].sum(1), count)
+        return _largest(size[columns].sum(1), count, groups)
     for turn in range(_ROUNDS):
-        left = len(columns) - (len(columns) - count) * (turn + 1) // _ROUNDS
+        left = len(columns) - (len(columns) - count) // groups * (turn + 1) // _ROUNDS * groups
         if left < len(kept):
-            kept = kept[_largest(_obs_losses(W, H, columns[kept]), left)]
+            kept = kept[_largest(_obs_losses(W, H, columns[kept]), left, groups)]
     return kept
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Return the places of the largest values, rising; of equal ones the first."""
-    return torch.argsort(values, descending=True, stable=True)[:count].sort().values
+def _largest(values: Tensor, count: int, groups: int) -> Tensor:
+    """Return the places of each run's largest values, rising; of equal ones the first."""
+    runs = values.reshape(groups, -1)
+    places = torch.argsort(runs, dim=1, descending=True, stable=True)[:, : count // groups].sort(1).values
+    return (places + runs.shape[1] * torch.arange(groups)[:, None]).flatten()
 
 
 def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ is that of W' plus tr((W' - Q_S) H_SS (W' - Q_S)^T): rounding the columns that a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import torch
@@ -40,12 +41,13 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
 
     Args:
         weight: float [out, in].
-        hessian: float [in, in]; where it is given, a block's size is W^2 diag(H), the size of its contribution.
+        hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
+            contribution.
         count: columns to keep.
     """
     size = weight.double().square()
     if hessian is not None:
-        size = size * torch.diagonal(hessian).double()
+        size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
     return largest(of_tiles(size), count)
 
 
@@ -57,6 +59,12 @@ def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the places of the largest values of each row, rising; of equal ones the first."""
     return torch.argsort(values, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def block_mask(kept: Tensor, rows: int, columns: int) -> Tensor:
+    """Return which entries of a weight the kept blocks hold: bool [rows, columns]."""
+    tiles = torch.zeros(len(kept), columns, dtype=torch.bool, device=kept.device).scatter_(1, kept, True)
+    return tiles.repeat_interleave(TILE_ROWS, dim=0)[:rows]
 
 
 def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) -> Tensor:
@@ -88,6 +96,44 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
+def left_blocks(weight: Tensor, count: int) -> Tensor | None:
+    """Return so many columns of each tile with all that are not zero, rising: int64 [tiles, count]; None if a tile has
+    more.
+
+    Args:
+        weight: float [out, in], pruned before.
+    """
+    is_left = of_tiles((weight != 0).double()) > 0
+    return None if int(is_left.sum(1).max()) > count else largest(is_left.double(), count)
+
+
+def only_kept(
+    weight: Tensor, hessian: Tensor, kept: Tensor, dampening_frac: float, *, refit: bool = True
+) -> tuple[Tensor, float]:
+    """Return the weight with all blocks but the kept ones at zero, float32 [out, in], and the most that a tile was
+    dampened by.
+
+    Args:
+        weight, hessian, kept, refit: as for :func:`round_kept`.
+    """
+    found, most = torch.zeros(weight.shape, dtype=torch.float64), dampening_frac
+    tiles = _tiles(weight, hessian.double(), kept, dampening_frac, refit)
+    for into, columns, (W, _, _, damp) in zip(torch.split(found, TILE_ROWS), kept, tiles, strict=True):
+        into[:, columns] = W
+        most = max(most, damp)
+    return found.float(), most
+
+
+def _tiles(
+    weight: Tensor, H: Tensor, kept: Tensor, dampening_frac: float, refit: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """Yield each tile's kept columns W, refitted if asked for, their H and R, and the dampening that R took."""
+    for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
+        HS = H[columns][:, columns]
+        R, damp = dampened_factor(HS, dampening_frac)
+        yield refitted(rows, H, columns, R) if refit else rows[:, columns], HS, R, damp
+
+
 def dampened_factor(H: Tensor, dampening_frac: float) -> tuple[Tensor, float]:
     """Return R of the columns in their order, and the dampening it took: ten times more as long as that fails.
 
@@ -117,14 +163,9 @@ def round_kept(
     """
     blocks, in_features = fmt.extra(ColumnBlocks), weight.shape[1]
     assert blocks is not None
-    H = hessian.double()
     pieces, most = [], dampening_frac
-    for rows, columns in zip(torch.split(weight.double(), TILE_ROWS), kept, strict=True):
-        HS, W = H[columns][:, columns], rows[:, columns]
-        R, damp = dampened_factor(HS, dampening_frac)
+    for W, HS, R, damp in _tiles(weight, hessian.double(), kept, dampening_frac, refit):
         most = max(most, damp)
-        if refit:
-            W = refitted(rows, H, columns, R)
         pieces.append(round_columns(W, HS, R, fmt.of_kept))
     joined = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts if name in TILED}
     stored = PackedWeight(joined, fmt.of_kept, (len(weight), kept.shape[1]))

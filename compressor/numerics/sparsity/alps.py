@@ -21,9 +21,9 @@ from torch import Tensor
 
 from compressor.errors import CompressorError
 from compressor.formats.parts import TILE_ROWS
-from compressor.numerics.block_sparsity import dampened_factor, largest, of_tiles, refitted
 from compressor.numerics.products.deterministic import inverse_cholesky, quadratic
 from compressor.numerics.range_search import Work
+from compressor.numerics.sparsity.block_sparsity import dampened_factor, largest, of_tiles, refitted
 
 RHO, GROWTH, ROUNDS, MOST = 0.03, 1.3, 3, 60
 """The first rho, what it is multiplied by, rounds with each, and the most values of it."""

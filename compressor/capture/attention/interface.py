@@ -8,16 +8,16 @@ cannot express is refused by name: nothing that changes the result is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.capture.attention.masks import AttentionCall, MaskFunction, MaskRequest, MaskRule
 from compressor.capture.recurrence.states import StateKey, StateRecorder
 from compressor.errors import CaptureError
 
@@ -28,48 +28,15 @@ class SelfMadeAttention(CaptureError):
     """A layer does not attend through transformers' interface in a way that our operators can take."""
 
 
+class UnknownRequest(CaptureError, AttributeError):
+    """A layer asks its cache for something that the stand-in lacks; models may ask whether it is there."""
+
+
 # Arguments that models hand to the attention function and that do not change what it computes for us:
 # positions are already in the keys, and the mask and the cache are ours.
 _NEUTRAL = frozenset(
     {"position_ids", "cache_position", "use_cache", "cache", "past_key_values", "position_embeddings", "return_dict"}
 )
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class MaskRequest:
-    """The mask a model asks for, kept as its index function instead of being built."""
-
-    def __init__(self, function: MaskFunction) -> None:
-        self.function = function
-
-    def __getitem__(self, _: object) -> MaskRequest:
-        return self  # some models slice the mask to the keys' length
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """Say which keys a query sees, beside causality or padding.
-
-    Attributes:
-        window: keys no further away than ``window - 1`` positions; 0 for all.
-        chunk: keys of the query's own chunk of so many positions; 0 for all.
-    """
-
-    window: int = 0
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        return f"window {self.window or 'none'}, chunk {self.chunk or 'none'}"
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One attention layer, as the model called it."""
-
-    module: str
-    window: int
-    mask: MaskRequest | None
 
 
 class Recorder(StateRecorder):
@@ -96,7 +63,9 @@ class Recorder(StateRecorder):
         self.k_cache, self.v_cache = k_cache, v_cache
         self.keys: dict[int, Tensor] = {}  # layer -> [B, Hkv, S, D]
         self.values: dict[int, Tensor] = {}
+        self.stored: dict[int, Tensor] = {}  # layer -> keys as the layer stored them, before they were widened
         self.attended: set[int] = set()  # layers
+        self.cache_size: tuple[int, int] | None = None  # heads and channels, where layers differ
         self.calls: list[AttentionCall] = []
         self.counts = True  # the cache tells how many tokens came before, from which models count positions
         self.notes: set[str] = set()  # what the user should know
@@ -110,7 +79,23 @@ class Recorder(StateRecorder):
         if layer_idx in self.keys:
             raise CaptureError(f"attention layer {layer_idx} writes its cache twice in one step; not supported")
         self.keys[layer_idx], self.values[layer_idx] = keys, values
+        self.stored[layer_idx] = keys
         return keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a layer asks of its cache and the stand-in does not have."""
+        raise UnknownRequest(
+            f"a layer asks its cache for `{name}`, which keeps something else than keys, values and the states of our "
+            "operators; such layers are not supported: capture the part around them as a module with an example of "
+            "its inputs"
+        )
+
+    def layer_of(self, module: nn.Module, keys: Tensor) -> int | None:
+        """Return the layer whose cache holds the keys that a module attends to: its own, or one that it shares."""
+        own = getattr(module, "layer_idx", None)
+        if own in self.keys:
+            return None if own in self.attended else own
+        return next((layer for layer, stored in self.stored.items() if stored is keys), None)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the first new token's position, int64 without dimensions: models count from it."""
@@ -213,19 +198,13 @@ def _attend(
         return torch.ops.compressor.masked_attention(*given), None
     if isinstance(attention_mask, Tensor):
         raise SelfMadeAttention(f"{name} builds an attention mask of its own, which no operator here takes")
-    layer = getattr(module, "layer_idx", None)
-    if layer not in recorder.keys or layer in recorder.attended or recorder.keys[layer].shape[2] != key.shape[2]:
+    layer = recorder.layer_of(module, key)
+    if layer is None or recorder.keys[layer].shape[2] != key.shape[2]:
         raise SelfMadeAttention(f"{name} attends to keys and values that it did not store in its cache; not supported")
-    recorder.attended.add(layer)
     if is_causal is False and request is None:
         raise CaptureError(f"{name} attends in both directions; a decoder must be causal")
-    width, query, key, value = value.shape[-1], *_of_one_width(query, key, value)
-    # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
-    if width != key.shape[-1]:
-        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
-    if recorder.keys[layer].shape[1] != key.shape[1]:
-        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
-    recorder.keys[layer], recorder.values[layer] = key, value
+    width = value.shape[-1]
+    query, key, value = _stored(recorder, layer, query, key, value)
     if recorder.k_cache is None or recorder.v_cache is None:
         k_cache, v_cache = key, value  # shapes only
     else:
@@ -234,6 +213,22 @@ def _attend(
     # Biases for pairs of new tokens: capture/recognition/distances.py puts those of distances in their place.
     out = torch.ops.compressor.cached_attention(*args, rule.chunk, None, position_bias)
     return out if width == out.shape[-1] else out[..., :width], None
+
+
+def _stored(recorder: Recorder, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give queries, keys and values the size of the cache, and keep keys and values as the layer's."""
+    width, heads = value.shape[-1], recorder.stored[layer].shape[1]
+    query, key, value = _of_one_width(query, key, value, recorder.cache_size)
+    # Latent attention stores what keys and values are made of, token by token; they themselves are kept in its place.
+    if recorder.cache_size is None and width != key.shape[-1]:
+        recorder.notes.add(f"values have {width} channels a head, and are cached with {key.shape[-1]}, as keys have")
+    if recorder.cache_size is None and heads != key.shape[1]:
+        recorder.notes.add("latent attention: whole keys and values are cached, not what they are made of")
+    if layer in recorder.attended:  # another layer's, which it shares
+        key, value = recorder.keys[layer], recorder.values[layer]
+    recorder.attended.add(layer)
+    recorder.keys[layer], recorder.values[layer] = key, value
+    return query, key, value
 
 
 def _sum_biases(*given: Tensor | MaskRequest | None) -> Tensor | None:
@@ -248,86 +243,22 @@ def _sum_biases(*given: Tensor | MaskRequest | None) -> Tensor | None:
     return total
 
 
-def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill the narrower of keys and values up with zeros, which change neither products nor sums."""
-    width = max(key.shape[-1], value.shape[-1])
+def _of_one_width(
+    query: Tensor, key: Tensor, value: Tensor, size: tuple[int, int] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the narrower of keys and values up with zeros, which change neither products nor sums.
+
+    Args:
+        size: heads and channels that keys and values shall have; each head is repeated for its queries.
+    """
+    heads, width = size or (key.shape[1], max(key.shape[-1], value.shape[-1]))
 
     def fill(x: Tensor) -> Tensor:
         missing = width - x.shape[-1]
         return torch.cat([x, x.new_zeros((*x.shape[:-1], missing))], dim=-1) if missing else x
 
-    return fill(query), fill(key), fill(value)
+    def repeat(x: Tensor) -> Tensor:
+        times = heads // x.shape[1]
+        return x if times == 1 else x.repeat_interleave(times, dim=1)
 
-
-def mask_rules(calls: list[AttentionCall], *, causal: bool, positions: int) -> dict[str, MaskRule]:
-    """Find the rule that expresses each mask that was asked for.
-
-    Args:
-        calls: the attention layers of one run inside :func:`mask_requests`.
-        causal: True for ``cached_attention``, False for ``masked_attention``.
-        positions: longest sequence to look at.
-    Returns:
-        For each module that asked for a mask, the rule that our operator gets.
-    Raises:
-        CaptureError: a layer hides or shows other keys than any rule does (prefix attention, two masks, ...).
-    """
-    verdicts: dict[tuple[int, int], MaskRule | None] = {}  # layers of a kind share one request
-    rules: dict[str, MaskRule] = {}
-    for call in calls:
-        if call.mask is None:
-            continue
-        key = (id(call.mask), call.window)
-        if key not in verdicts:
-            verdicts[key] = find_rule(call.mask.function, call.window, causal=causal, positions=positions)
-        rule = verdicts[key]
-        if rule is None or rules.setdefault(call.module, rule) != rule:
-            expected = "causal" if causal else "every token that is not padding"
-            raise CaptureError(
-                f"{call.module} wants a mask other than what its operator applies ({expected}, within a window or a "
-                "chunk)"
-            )
-    return rules
-
-
-def find_rule(function: MaskFunction, window: int, *, causal: bool, positions: int) -> MaskRule | None:
-    """Return the rule of a mask, the stated window if that is the rule; None if no rule gives the mask."""
-    candidates = [MaskRule(window), MaskRule()]
-    try:
-        if causal:
-            # The first query that does not see the first key ends its window, or begins a chunk.
-            low, high = 0, positions - 1
-            while low < high:
-                middle = (low + high) // 2
-                if bool(_visible(function, torch.tensor([[middle]]), 1)[0, 0]):
-                    low = middle + 1
-                else:
-                    high = middle
-            candidates += [MaskRule(low), MaskRule(chunk=low)]
-        else:
-            candidates.append(MaskRule(int(_visible(function, torch.tensor([[0]]), positions).sum())))
-        return next((rule for rule in candidates if _mask_agrees(function, rule, causal, positions)), None)
-    except Exception:  # the mask depends on data of its own: whatever it is, it is not ours
-        return None
-
-
-def _visible(function: MaskFunction, q: Tensor, positions: int) -> Tensor:
-    """Return which of the first keys the queries [N, 1] see, bool [N, positions]."""
-    zero = torch.zeros((), dtype=torch.int64)
-    wanted = torch.as_tensor(function(zero, zero, q, torch.arange(positions)[None, :]))
-    return wanted.expand(len(q), positions)
-
-
-def _mask_agrees(function: MaskFunction, rule: MaskRule, causal: bool, positions: int) -> bool:
-    rows = {0, 1, 2, positions // 2, positions - 1}
-    for step in (rule.window, rule.chunk):
-        rows |= {step - 1, step, step + 1, 2 * step - 1, 2 * step, positions // max(step, 1) * step}
-    q = torch.tensor(sorted(r for r in rows if 0 <= r < positions))[:, None]
-    kv = torch.arange(positions)[None, :]
-    expected = torch.ones(len(q), positions, dtype=torch.bool)
-    if causal:
-        expected = kv <= q
-    if rule.window:
-        expected = expected & ((q - kv).abs() < rule.window)
-    if rule.chunk:
-        expected = expected & (q // rule.chunk == kv // rule.chunk)
-    return bool((_visible(function, q, positions) == expected).all())
+    return fill(query), repeat(fill(key)), repeat(fill(value))

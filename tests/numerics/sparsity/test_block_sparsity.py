@@ -12,7 +12,7 @@ from torch import Tensor
 from compressor.errors import CompressorError
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
-from compressor.numerics.block_sparsity import (
+from compressor.numerics.sparsity.block_sparsity import (
     dampened_factor,
     largest_blocks,
     refitted,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import CompressorError
-from compressor.numerics.column_removal import choose_channels, refit_columns
+from compressor.numerics.sparsity.column_removal import choose_channels, refit_columns
 
 
 def output_loss(error: torch.Tensor, hessian: torch.Tensor) -> float:

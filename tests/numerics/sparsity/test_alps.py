@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pruning_problems import problem
 from torch import Tensor
 
-from compressor.numerics.alps import GROWTH, MOST, RHO, ROUNDS, admm_blocks, alps_blocks
-from compressor.numerics.block_sparsity import dampened_factor, largest_blocks, refitted, surgeon_blocks
+from compressor.numerics.sparsity.alps import GROWTH, MOST, RHO, ROUNDS, admm_blocks, alps_blocks
+from compressor.numerics.sparsity.block_sparsity import dampened_factor, largest_blocks, refitted, surgeon_blocks
 
 
 def loss(weight: Tensor, hessian: Tensor, kept: Tensor, damp: float, refit: bool = True) -> float:

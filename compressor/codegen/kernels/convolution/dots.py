@@ -1,0 +1,127 @@
+"""Products of a convolution by dot products of four bytes a lane: blocks of outputs that registers hold.
+
+A task has some rows of outputs, its band, and some groups of tiles of 16 rows of the weight.  A group's weights become
+signed bytes in the first-level cache; then a block of neighbouring outputs by the group's tiles is summed in registers,
+where each loaded weight serves all outputs and each broadcast of four bytes serves all tiles.  The last block of a band
+ends where the band ends: it may compute outputs again, and writes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from tvm.script import tirx as T
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.codes import dot4
+from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
+from compressor.codegen.kernels.convolution.weights import load_weights, run_quads
+from compressor.codegen.kernels.vector import registers
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
+
+_GROUP_TILES = (2, 3, 1)
+_MOST_OUTPUTS = 16
+_CHUNKS = 4
+"""Parts of the tiles at least, where an image is one band: threads share them."""
+_SMALL = 1 << 20
+"""Products below which threads take longer to wake."""
+
+
+class End(Protocol):
+    """What becomes of sums."""
+
+    def start_tiles(self, first: Any, n_tiles: int) -> None:
+        """Prepare for the outputs of ``n_tiles`` tiles of rows from ``first`` on."""
+
+    def put(self, output: Any, q: Any, first: Any, total: Callable[[int, Any], Any]) -> None:
+        """Finish an output; as of the end of a convolution."""
+
+
+class DotProducts:
+    """Sums over what outputs read, of 16 rows of the weight a tile.
+
+    Attributes:
+        band: rows of outputs of a task.
+        chunks: parts of the weight's rows; each is a task of its own.
+    """
+
+    def __init__(self, feed: Feed, fmt: Format, tiles: int, isa: Isa) -> None:
+        self.feed, self.fmt, self.isa = feed, fmt, isa
+        self.n_tiles = next(n for n in _GROUP_TILES if tiles % n == 0)
+        self.groups = tiles // self.n_tiles
+        self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
+        self.band, (high, wide) = feed.band, feed.geometry.outputs
+        self.chunks = 1
+        if self.band == high and high * wide * feed.geometry.columns * tiles * TILE_ROWS >= _SMALL:
+            # Each chunk rounds its band again, if not all is rounded before.
+            least = _CHUNKS if isinstance(feed, DirectFeed) else 2
+            divisors = [n for n in range(1, self.groups + 1) if self.groups % n == 0]
+            self.chunks = min(divisors, key=lambda n: (n < least, n % 2, abs(n - least)))
+        self.is_flat = feed.pitch == wide
+        last = high - (-(-high // self.band) - 1) * self.band
+        length, shortest = (self.band * wide, last * wide) if self.is_flat else (wide, wide)
+        sums = 3 * isa.lanes // 2 // len(self._parts)  # registers
+        self.outputs = _block(length, max(1, min(_MOST_OUTPUTS, sums // self.n_tiles, shortest)))
+
+    def prepare(self, codes: Any) -> None:
+        """Keep the stored weight: each task has its own part of it to turn into bytes."""
+        self._codes = codes
+
+    def multiply(self, source: Any, base: Any, rows: Any, chunk: Any, end: End) -> None:
+        """Compute the outputs of a band and a chunk of the weight's rows.
+
+        Args:
+            source: int8; what the band reads begins at ``base``.
+            rows: of outputs that the band has.
+        """
+        wide, count = self.feed.geometry.outputs[1], self.outputs
+        weights = T.alloc_buffer((self.n_tiles, self.feed.runs * run_quads(self.feed), TILE_ROWS), "int32")
+        (start,) = registers(1, (self.n_tiles, TILE_ROWS), "int32")
+        each = self.groups // self.chunks
+        with T.serial(0, each) as g:
+            first = (chunk * each + g) * self.n_tiles
+            load_weights(weights, start, 0, self._codes, first, self.n_tiles, self.feed, self.fmt, self.isa)
+            end.start_tiles(first, self.n_tiles)
+            if self.is_flat:
+                length = rows * wide
+                with T.serial(0, (length + (count - 1)) // count) as k:
+                    q = T.min(k * count, length - count)
+                    self._block(source, base, weights, start, q, q, first, end)
+            else:
+                with T.serial(0, rows) as r, T.serial(0, -(-wide // count)) as k:
+                    column = T.min(k * count, T.int64(wide - count))
+                    self._block(
+                        source, base, weights, start, r * self.feed.pitch + column, r * wide + column, first, end
+                    )
+
+    def _block(
+        self, source: Any, base: Any, weights: Any, start: Any, q: Any, output: Any, first: Any, end: End
+    ) -> None:
+        """Emit a block of outputs, of which the first is ``q`` of the feed and ``output`` of the band."""
+        lanes, count = self.isa.lanes, self.outputs
+        acc = registers(count, (self.n_tiles, TILE_ROWS), "int32")
+        places = [(n, at) for n in range(self.n_tiles) for at in self._parts]
+        for t in range(count):
+            for n, at in places:
+                T.buffer_store(acc[t], start[n, at], [n, at])
+        with T.serial(0, self.feed.runs) as run, T.serial(0, -(-self.feed.run_bytes // 4)) as quad:
+            for t in range(count):
+                place = T.ramp(base + (q + t) * self.feed.step + self.feed.offset(run) + 4 * quad, 1, 4)
+                four = T.broadcast(T.reinterpret(source[place], dtype="int32"), lanes)
+                for n, at in places:
+                    weight = weights[n, run * run_quads(self.feed) + quad, at]
+                    T.buffer_store(acc[t], dot4(acc[t][n, at], four, weight, self.fmt, self.isa), [n, at])
+        for t in range(count):
+            end.put(output + t, q + t, first, partial(_sums, acc[t]))
+
+
+def _block(length: int, most: int) -> int:
+    """Return how many neighbours make a block: few in vain at the end, and few loads of weights."""
+    return min(range(-(-most // 2), most + 1), key=lambda count: -(-length // count) * (2 * count + 1))
+
+
+def _sums(acc: Any, n: int, at: Any) -> Any:
+    return acc[n, at]

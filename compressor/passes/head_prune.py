@@ -1,0 +1,99 @@
+"""Prune attention heads: rows of what writes queries, keys and values and columns of what reads the outputs go.
+
+    groups:       q [r heads] of a group, k, v, cache [1 head]  ->  attention  ->  o [:, r heads]     go together
+    query_heads:  q [1 head]                                    ->  attention  ->  o [:, 1 head]      as many a group
+
+Heads go whole, so that no rotary pair is halved and no scale of the scores changes.  The graph stays dense, with fewer
+heads; of a decoder whose groups go, caches get smaller as well, and all layers keep as many heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.fx import GraphModule
+
+from compressor.errors import UsageError
+from compressor.graph.caches import attention_layers
+from compressor.graph.dependencies.channels import Dependencies
+from compressor.numerics.sparsity.column_removal import Importance
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.site_plan import SitePlan
+from compressor.pipeline.structured.channels import Channels, choose_channels_of, plan_removal, remove_inner
+
+
+@dataclass(frozen=True)
+class HeadPrune(Pass):
+    """Remove heads of attention, and refit what reads the others by least squares.
+
+    Attributes:
+        ratio: share of each attention's heads to remove, above 0 and below 1, rounded to whole heads.
+        remove: ``groups`` removes heads of keys and values with all query heads that read them, which makes caches
+            smaller; ``query_heads`` removes as many query heads from each group, and leaves keys and values alone.
+        importance: ``obs`` removes in eight rounds what costs least once the other heads make up for it (optimal brain
+            surgery, as ZipLM does to heads); ``activation`` goes by the size of a head's contribution to the outputs,
+            ``magnitude`` by the weights that read it alone.
+        refit: whether the linears that read the heads are refitted to the outputs that they had.
+        targets: class names, module names or ``re:`` patterns of linears; attentions with one of them lose heads.
+        ignore: patterns of linears; attentions with one of them lose none.
+    """
+
+    ratio: float = 0.25
+    remove: Literal["groups", "query_heads"] = "groups"
+    importance: Importance = "obs"
+    refit: bool = True
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < 1:
+            raise UsageError(f"head_prune: ratio {self.ratio:g} is not between 0 and 1; 0.25 removes a quarter")
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a model without such heads."""
+        self._choose(graph)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Remove the heads; each reader's record has the relative squared error of its outputs."""
+        return remove_inner(graph, ctx, "head_prune", self, *self._choose(graph))
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Remove as many heads of a graph without weights."""
+        return plan_removal(graph, *self._choose(graph), self.importance)
+
+    def _choose(self, graph: GraphModule) -> tuple[Dependencies, list[tuple[Channels, int]]]:
+        """Return the heads, and how many of each attention to remove.
+
+        Raises:
+            UsageError: no heads can be removed, the ratio removes none or all of them, or caches would differ.
+        """
+        dependencies, found = choose_channels_of(graph, "head_prune", self.targets, self.ignore, self.remove)
+        removed = []
+        for one in found:
+            size = one.family.count // one.groups
+            left = int((1 - self.ratio) * size + 0.5)
+            if not 0 < left < size:
+                what = f"{size} heads{' of a group' if one.groups > 1 else ''}"
+                lost = "its last head" if not left else "none"
+                raise UsageError(
+                    f"head_prune: {one.readers[0]}: at ratio {self.ratio:g} of {what}, the attention would lose "
+                    f"{lost}; {1 / size:.3g} is one head: change `ratio`, or ignore it"
+                )
+            removed.append((one, (size - left) * one.groups))
+        self._check_caches(graph, dependencies, removed)
+        return dependencies, removed
+
+    def _check_caches(
+        self, graph: GraphModule, dependencies: Dependencies, removed: list[tuple[Channels, int]]
+    ) -> None:
+        """Refuse layers with different numbers of heads in their caches."""
+        gone = [(one.family, one.first_channels(count)) for one, count in removed]
+        left = {layer.name: dependencies.shape_left(layer.keys, gone)[1] for layer in attention_layers(graph)}
+        if len(set(left.values())) > 1:
+            most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
+            raise UsageError(
+                f"head_prune: caches of all layers have as many heads, and {most} would keep {left[most]} where "
+                f"{least} keeps {left[least]}: match all layers, or take `remove: query_heads`"
+            )

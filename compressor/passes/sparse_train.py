@@ -1,0 +1,117 @@
+"""Train a model while more and more of its weights become zero: 80 to 95% in blocks, where pruning at once fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.calibration.calibrate import CalibrationRun
+from compressor.errors import UsageError
+from compressor.formats.extras import ColumnBlocks
+from compressor.formats.format import Format
+from compressor.graph.sites import Site
+from compressor.numerics.products.deterministic import column_sums
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+from compressor.training.loop import Objective
+from compressor.training.masks import GrowingBlocks, Masks
+from compressor.training.settings import Shape
+from compressor.training.teacher import with_teacher
+from compressor.training.trainable import TrainableGraph
+from compressor.training.training_pass import TrainingPass
+
+_MEASURED = 32  # samples on which inputs are measured
+
+
+class MeanSquares:
+    """Mean square of each input channel, float64 [in]."""
+
+    def __init__(self, in_features: int) -> None:
+        self.tokens, self._sums = 0, torch.zeros(in_features, dtype=torch.float64)
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Add rows, float32 [tokens, in_features]."""
+        self._sums += column_sums(x.square())
+        self.tokens += len(x)
+
+    @property
+    def value(self) -> Tensor:
+        """Mean over the tokens."""
+        return self._sums / max(1, self.tokens)
+
+
+@dataclass(frozen=True)
+class SparseTrain(TrainingPass, Pass):
+    """Leave out blocks of 16 rows by one column little by little, while the rest learns to predict what the model did.
+
+    The share that is left out rises by a cubic schedule during two thirds of the steps; in the last third the zeros
+    stay where they are.  The teacher is the model before the first pass.  The weights stay dense, with zeros: put one
+    of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs what is left.  A share of
+    the samples is held out; the weights with the smallest loss there, once all zeros are in place, are kept.
+
+    Attributes:
+        scheme: format name that ends with what is left out: ``W8A16_B16x1@90``.
+        temperature: logits are divided by it; above 1, unlikely tokens count for more.
+        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
+            behind each attention and each feed-forward network; 0 leaves them out.
+        steps: of the optimiser.
+        batch: samples that run at once.
+        accumulate: batches whose gradients are added up for one step.
+        learning_rate: at its highest.
+        schedule: how it falls to zero: ``cosine`` or ``linear``.
+        warmup: share of the steps in which it rises.
+        weight_decay: of matrices, times the learning rate a step.
+        clip: largest norm of all gradients together.
+        held_out: share of the samples that are not trained on.
+        evaluate_every: steps between two looks at these.
+        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
+        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
+        vectors: train norms and biases too.
+        tables: train embedding tables too; one that is tied to a linear is trained with it.
+        targets: class names, module names or ``re:`` patterns of the linears to prune and to train.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    needs_dense: ClassVar[bool] = True
+    scheme: str
+    temperature: float = 1.0
+    hidden: float = 0.0
+    steps: int = 600
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    schedule: Shape = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    held_out: float = 0.1
+    evaluate_every: int = 25
+    patience: int = 0
+    checkpoint_every: int = 50
+    vectors: bool = True
+    tables: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if Format.parse(self.scheme).extra(ColumnBlocks) is None:
+            raise UsageError(f"sparse_train: scheme {self.scheme} leaves nothing out; end it with _B16x1@90 or so")
+        super().__post_init__()
+
+    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+        """Return the graph, and the distance of its outputs to the dense model's."""
+        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden)
+
+    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+        """Return blocks that grow, chosen by the size of the inputs now."""
+        fmt, ids = Format.parse(self.scheme), ctx.calibration("sparse_train").ids
+        moments: dict[str, Tensor] = {}
+        for group, found in CalibrationRun(graph, ids[:_MEASURED], sites, MeanSquares).groups():
+            moments |= {site.weight_name: found.value for site in group}
+        kept = {site.weight_name: fmt.stored_columns(site.in_features) for site in sites}
+        return GrowingBlocks(weights, kept, moments, self.steps)

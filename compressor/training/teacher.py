@@ -1,0 +1,65 @@
+"""The dense model as a teacher: the distance of a graph's outputs to its own, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.errors import CompressorError, UsageError
+from compressor.graph.model import ModelInfo
+from compressor.graph.segments import segments
+from compressor.pipeline.context import Context
+from compressor.training.loop import Objective
+from compressor.training.losses import divergence, hidden_error
+from compressor.training.trainable import Outputs, TrainableGraph
+
+
+def with_teacher(
+    pass_name: str, graph: GraphModule, ctx: Context, names: Sequence[str], temperature: float, hidden: float
+) -> tuple[TrainableGraph, Objective]:
+    """Return a graph to train, and the distance of its outputs to those of the dense graph.
+
+    The teacher runs anew on each batch: its logits for all samples would take more memory than the models.
+
+    Args:
+        names: parameters to train.
+        temperature, hidden: options of the pass `distill`.
+    Raises:
+        CompressorError: there is no dense graph.
+        UsageError: hidden states are wanted, and the graphs have them in different places.
+    """
+    if ctx.dense is None:
+        raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
+    info: ModelInfo = graph.meta["model"]
+    student_points = _points(graph) if hidden else []
+    teacher_points = _points(ctx.dense) if hidden else []
+    if [_shape(node) for node in student_points] != [_shape(node) for node in teacher_points]:
+        raise UsageError(
+            f"{pass_name}: the residual stream of the compressed graph is live in other places, or has another width, "
+            "than the dense one's; set `hidden: 0`, which compares the predictions alone"
+        )
+    teacher = TrainableGraph(ctx.dense, (), teacher_points)
+
+    def objective(batch: Tensor, outputs: Outputs) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch)
+        is_logits = info.generates or (info.kind == "module" and outputs.last.dim() == 2)
+        if is_logits:
+            loss = divergence(outputs.last, wanted.last, temperature)
+        else:
+            loss = hidden_error([outputs.last], [wanted.last])
+        return loss + hidden * hidden_error(outputs.hidden, wanted.hidden) if hidden else loss
+
+    return TrainableGraph(graph, names, student_points), objective
+
+
+def _points(graph: GraphModule) -> list[Node]:
+    return [segment.exit for segment in segments(graph) if segment.exit is not None]
+
+
+def _shape(node: Node) -> int:
+    """Return the width; the other sizes are symbols of each graph's own."""
+    return int(node.meta["val"].shape[-1])

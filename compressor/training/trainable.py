@@ -1,0 +1,88 @@
+"""A captured graph whose chosen parameters are float32 leaves that gradients are asked of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from compressor.calibration.segment_runner import flat_inputs
+from compressor.graph.model import ModelInfo
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs of one batch.
+
+    Attributes:
+        last: a decoder's logits float32 [B, S, V], an encoder's hidden states, or what a plain module returns.
+        hidden: values of the nodes that were asked for, in their order.
+    """
+
+    last: Tensor
+    hidden: Sequence[Tensor]
+
+
+class TrainableGraph:
+    """Run a graph on whole batches, with weights of its own in place of some parameters.
+
+    The graph itself stays as it is.
+
+    Args:
+        graph: a captured model.
+        names: parameters to train; each gets a float32 copy, on the device where it lies.
+        points: nodes whose values are returned beside the output.
+
+    Attributes:
+        weights: the copies, by name.
+    """
+
+    def __init__(self, graph: GraphModule, names: Sequence[str] = (), points: Sequence[Node] = ()) -> None:
+        self.graph, self.points, self.info = graph, list(points), _info(graph)
+        self._types = {name: graph.get_parameter(name).dtype for name in names}
+        parameters = {name: graph.get_parameter(name).detach() for name in names}
+        self.weights = {n: p.to(torch.float32, copy=True).requires_grad_() for n, p in parameters.items()}
+        self._device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
+
+    def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
+        """Run one batch from empty caches; with gradients, where they are enabled.
+
+        Args:
+            batch: int64 [B, S]; of a plain module its input, float32 [B, ...].
+            weights: others in place of its own.
+        """
+        reader = _Reader(self.graph, self.weights if weights is None else weights, self.points)
+        inputs = [value.to(self._device) for value in flat_inputs(self.info, batch)]
+        last, *_ = reader.run(*inputs, enable_io_processing=False)
+        return Outputs(last, [reader.seen[node] for node in self.points])
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the weights as they will be stored: in the type that each parameter has."""
+        return {name: weight.detach().to(self._types[name], copy=True) for name, weight in self.weights.items()}
+
+
+def _info(graph: GraphModule) -> ModelInfo:
+    info: ModelInfo = graph.meta["model"]
+    return info
+
+
+class _Reader(Interpreter):
+    def __init__(self, graph: GraphModule, weights: Mapping[str, Tensor], points: Sequence[Node]) -> None:
+        super().__init__(graph)
+        self._weights, self._points = weights, set(points)
+        self.seen: dict[Node, Any] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return a weight in the place of a parameter, where there is one."""
+        return self._weights[target] if target in self._weights else super().fetch_attr(target)
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node, and keep its value where it was asked for."""
+        value = super().run_node(n)
+        if n in self._points:
+            self.seen[n] = value
+        return value

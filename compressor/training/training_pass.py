@@ -1,0 +1,163 @@
+"""What passes that train have in common: choose the weights, run the loop, put the best weights back, record, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.errors import CompressorError, UsageError
+from compressor.formats.parts import PARTS
+from compressor.graph.model import ModelInfo
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import Site, is_parameter
+from compressor.host.digests import digest
+from compressor.numerics.products.deterministic import total
+from compressor.pipeline.context import Context, SiteRecord
+from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.site_plan import SitePlan, plan_untouched
+from compressor.pipeline.sites import choose_sites
+from compressor.training.checkpoints import Checkpoints
+from compressor.training.loop import History, Objective, Training
+from compressor.training.masks import KeptZeros, Masks
+from compressor.training.settings import Settings, Shape
+from compressor.training.trainable import TrainableGraph
+
+_COPIES = 7  # float32 copies of a weight: itself, its gradient, two means, the best, and what a step works in
+
+
+class TrainingPass(Pass):
+    """What passes have in common that train: all but the loss and the masks.  The options are those of each pass.
+
+    Attributes:
+        steps ... checkpoint_every: as in :class:`compressor.training.settings.Settings`.
+        vectors, tables: whether norms and biases, and embedding tables, are trained beside the linears.
+        targets, ignore: patterns of linears.
+    """
+
+    steps: int
+    batch: int
+    accumulate: int
+    learning_rate: float
+    schedule: Shape
+    warmup: float
+    weight_decay: float
+    clip: float
+    held_out: float
+    evaluate_every: int
+    patience: int
+    checkpoint_every: int
+    vectors: bool
+    tables: bool
+    targets: str | tuple[str, ...]
+    ignore: str | tuple[str, ...]
+
+    @abstractmethod
+    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+        """Return the graph with the parameters of these names to train, and the loss of its outputs."""
+
+    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+        """Return which entries are zero: those of the linears that are zero already."""
+        return KeptZeros(weights, {site.weight_name for site in sites})
+
+    def __post_init__(self) -> None:
+        try:
+            self._settings()
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """Name of the pass, for messages and keys."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def training(self) -> TrainingNeeds:
+        """Return what it takes forwards and backwards."""
+        return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a model whose samples are not one tensor, and patterns that match nothing."""
+        info: ModelInfo = graph.meta["model"]
+        if info.hears or info.pair is not None:
+            what = "of speech" if info.hears else "of pictures with texts"
+            raise UsageError(f"{self.name}: {info.name} is a model {what}, which is not trained; leave the pass out")
+        self._choose(graph)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Train, and put the best weights in the place of the old ones."""
+        samples, sites, names = ctx.calibration(self.name), *self._choose(graph)
+        assert isinstance(samples.ids, Tensor)  # `requires` refuses models whose samples are not
+        key = digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed)  # type: ignore[call-overload]
+        checkpoints = Checkpoints(ctx.results, key, f"{graph.meta['model'].name}: {self.name}")
+        with ctx.reporter.task(self.name, self.steps) as task:
+            ctx.blocks += 1
+            if (found := checkpoints.result()) is not None:
+                ctx.reused += 1
+                task.advance(self.steps)
+                tensors, history = found.tensors, History(**found.records[0])
+            else:
+                model, objective = self.prepare(graph, ctx, names)
+                masks = self.masks(graph, ctx, model.weights, sites)
+                training = Training(model, objective, samples.ids, self._settings(), masks, checkpoints, ctx.seed)
+                tensors = training.run(task)
+                history = training.history
+                tensors = checkpoints.finish(tensors, [dataclasses.asdict(history)])
+        ctx.notes += self._notes(history)
+        self._replace(graph, ctx, sites, tensors)
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Say which linears are trained: neither shapes nor bytes change."""
+        sites, names = self._choose(graph)
+        trained = {site.name for site in sites}
+        working = 4 * _COPIES * sum(graph.get_parameter(name).numel() for name in names)
+        return [
+            dataclasses.replace(plan, note="is trained", working_bytes=working) if plan.site in trained else plan
+            for plan in plan_untouched(graph)
+        ]
+
+    def _settings(self) -> Settings:
+        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
+
+    def _choose(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
+        """Return the linears, and the names of all parameters to train."""
+        sites = choose_sites(graph, self.name, None, self.targets, self.ignore)
+        names = dict.fromkeys(site.weight_name for site in sites)
+        for node in graph.graph.find_nodes(op="get_attr"):
+            if not is_parameter(graph, node) or node.target.rpartition(".")[2] in PARTS:
+                continue
+            value = graph.get_parameter(node.target)
+            is_table = any("embedding" in str(user.target) for user in node.users)
+            if value.is_floating_point() and (self.tables if is_table else self.vectors and value.dim() == 1):
+                names[node.target] = None
+        return sites, list(names)
+
+    def _notes(self, history: History) -> list[str]:
+        if history.best_step < 0:
+            raise CompressorError(f"{self.name}: {history.why}")
+        ended = f"; it ended after step {history.step}: {history.why}" if history.why else ""
+        if history.best_step == 0:
+            loss = f"{history.begun:.4g}"
+            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: nothing changes{ended}"]
+        first = f"after step {history.begun_step}" if history.begun_step else "at the start"
+        return [
+            f"{self.name}: held-out loss {history.begun:.4g} {first}, {history.best:.4g} after step "
+            f"{history.best_step} of {self.steps}{ended}"
+        ]
+
+    def _replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
+        """Put trained weights in the place of the old ones, for all that read them, and record each linear."""
+        for site in sites:
+            old, new = graph.get_parameter(site.weight_name).detach(), tensors[site.weight_name]
+            size, norm = new.numel() * new.element_size(), total(old.double().square())
+            error = float(total((new.double() - old.double()).square()) / norm) if float(norm) else 0.0
+            note = f"tied: {site.weight_name} is trained for all that read it" if site.tied else ""
+            ctx.records.append(
+                SiteRecord(site.name, self.name, "", size, size, float(f"{error:.6g}"), "weight", None, note)
+            )
+        for name, value in tensors.items():
+            set_parameter(graph, name, value)
