@@ -34,7 +34,6 @@ from compressor.capture.attention.masks import MaskRule
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.checkpoints.ties import untie
-from compressor.capture.ctc.program import is_ctc
 from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier

@@ -34,13 +34,6 @@ class CtcProgram(nn.Module):
             return cast(Tensor, self.hf(input_values=samples).logits)
 
 
-def is_ctc(config: Any, architecture: str) -> bool:
-    """Return whether a configuration names a model with a CTC head."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES as CTC
-
-    return architecture in CTC.values() or (not architecture and config.model_type in CTC)
-
-
 def ctc_program(
     meta_model: MetaModel, facts: dict[str, Any]
 ) -> tuple[nn.Module, ModelInfo, tuple[Tensor, ...], tuple[dict[int, Any], ...]]:
