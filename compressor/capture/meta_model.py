@@ -38,7 +38,15 @@ from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
-from compressor.capture.kinds import auto_class, is_decoder, is_pair, reads_more_than_text, seq2seq_kind, text_notes
+from compressor.capture.kinds import (
+    auto_class,
+    is_ctc,
+    is_decoder,
+    is_pair,
+    reads_more_than_text,
+    seq2seq_kind,
+    text_notes,
+)
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey

@@ -127,6 +127,6 @@ def test_a_model_of_frames(tmp_path: Path, require_tool: Callable[[str], Path]) 
     for key in ("word_error_rate", "dense_word_error_rate", "kl_divergence"):
         assert measured[key] == pytest.approx(result[key], rel=1e-4), key
     done = command(
-        "run", "gptq_w4a16_ctc_x86", "--model", tmp_path / "model", *given, "--target", "webgpu", "-o", "none"
+        "run", "gptq_w4a16_ctc_x86", "--model", tmp_path / "model", *given, "--set", "target=webgpu", "-o", "none"
     )
     assert done.exit_code == 2 and "a model of speech" in done.output, done.output
