@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -14,11 +15,14 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import UserError
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
+from torch.fx.experimental import _config
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
+from compressor.capture.arithmetic.sizes import reads_numbers, sizes_stay_numbers
 from compressor.capture.attention.interface import ATTENTION_NAME
 from compressor.errors import CaptureError, first_line
 from compressor.graph.caches import empty_past
@@ -26,6 +30,7 @@ from compressor.graph.kinds.example_sources import source_call
 from compressor.graph.model import ModelInfo
 from compressor.host.resources import PACKAGE
 
+_SHAPES: Any = _config  # of torch.fx, whose types leave `patch` out
 _OWN = PACKAGE
 _TORCH = Path(torch.__file__).parent
 _STANDARD = Path(traceback.__file__).parent
@@ -44,7 +49,13 @@ def export_program(
         CaptureError: names the module and the line that stopped it.
     """
     with torch.no_grad(), error_context(root or module, name, is_plain=root is None):
-        program = torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=False)
+        program = _export(module, args, dynamic_shapes)
+        if reads_numbers(program.graph):
+            with (
+                sizes_stay_numbers(module),
+                suppress(Exception),
+            ):  # where it cannot run so, the numbers are refused later
+                program = _export(module, args, dynamic_shapes)
         if any(_writes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
     changed = [s.target for s in program.graph_signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
@@ -53,6 +64,22 @@ def export_program(
             f"{name} changes {', '.join(map(str, changed))} as it runs; only pure functions are captured"
         )
     return program
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
+    """Export, and once more where PyTorch's own operators asked whether a size is 1, which the model's code does not.
+
+    They ask to leave out what tensors of one entry do not need; the second time they take no size for 1.  What the
+    model's code asks for is refused both times.
+    """
+    given: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "strict": False}
+    try:
+        return torch.export.export(module, args, **given)
+    except UserError as error:
+        if "!= 1" not in str(error):
+            raise
+        with _SHAPES.patch(backed_size_oblivious=True):
+            return torch.export.export(module, args, **given)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -195,10 +222,8 @@ def error_context(root: nn.Module | None, name: str, is_plain: bool = False) -> 
         raise CaptureError(f"{name}: {error}") from error
     except Exception as error:
         where = _where(error, root) or (type(root).__name__ if root is not None else name)
-        reason = first_line(error, "no reason given")
-        raise CaptureError(
-            f"{name}: cannot be captured: {where}: {type(error).__name__}: {reason}; {_advice(error, is_plain)}"
-        ) from error
+        reason = _fixed_sizes(error) or f"{type(error).__name__}: {first_line(error, 'no reason given')}"
+        raise CaptureError(f"{name}: cannot be captured: {where}: {reason}; {_advice(error, is_plain)}") from error
 
 
 @contextmanager
@@ -217,6 +242,15 @@ _FIXED_SIZE = ("specialized", "Constraints violated", "Cannot create Dim")
 """In what PyTorch says of sizes that the code fixes, or rounds to whole blocks."""
 
 
+def _fixed_sizes(error: Exception) -> str:
+    """Return which sizes the code fixes, in our words; empty if the error is another."""
+    if not any(word in str(error) for word in _FIXED_SIZE):
+        return ""
+    named = re.search(r"\((\w+(?:, \w+)*)\)!", str(error))
+    sizes = named[1] if named else "a size that varies"
+    return f"the code does not hold for all sizes of {sizes}: it fixes them, or rounds them to whole blocks"
+
+
 def _advice(error: Exception, is_plain: bool) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return (
@@ -226,7 +260,9 @@ def _advice(error: Exception, is_plain: bool) -> str:
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
         return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
     if "Constraint" in type(error).__name__ or any(word in str(error) for word in _FIXED_SIZE):
-        return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
+        if is_plain:
+            return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"
+        return "capture the part you need as a module with an example of its inputs, of the sizes that you need"
     if is_plain:
         return "check that the module runs on the example; rewrite the line, or capture a part of the module"
     return (

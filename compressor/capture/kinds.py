@@ -52,7 +52,7 @@ def reads_more_than_text(architecture: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as PICTURES
 
     text, speech = _classes()
-    return architecture in {*PICTURES.values(), *text.values()} - {*speech.values()}
+    return architecture in {*PICTURES.values(), *text.values(), *speech.values()}
 
 
 def text_notes(model: Any) -> tuple[str, ...]:

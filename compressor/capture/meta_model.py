@@ -31,6 +31,7 @@ from compressor.capture.attention.interface import (
     register_attention,
 )
 from compressor.capture.attention.masks import MaskRule
+from compressor.capture.attention.rotations import make_rotations_pure
 from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.checkpoints.ties import untie
@@ -290,6 +291,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
                     if implementation == ATTENTION_NAME and not isinstance(error, KeyError):
                         raise
                     continue
+                make_rotations_pure(built)
                 if kind in _PLAIN:
                     use_image_attention(built)
                 return cast("PreTrainedModel", built), implementation == ATTENTION_NAME

@@ -23,6 +23,8 @@ from compressor.capture.arithmetic.assigned import AssignedSlice
 from compressor.capture.arithmetic.complex_numbers import RealParts
 from compressor.capture.arithmetic.plain_form import OperatorForm
 from compressor.capture.arithmetic.promotion import ExplicitTypes
+from compressor.capture.arithmetic.shifted import LateSlice, Shifted
+from compressor.capture.arithmetic.sizes import KnownBound
 from compressor.capture.experts.top_k import TopK
 from compressor.capture.noops import DropCheck, DropNoOp, PlainForm
 from compressor.capture.norms import FusedRmsNorm, RmsNorm
@@ -60,7 +62,7 @@ def normalize(graph: fx.Graph) -> Normalized:
     done = Normalized()
     done.outcomes += apply([RealParts()], graph)
     graph.eliminate_dead_code()
-    done.outcomes += apply([OperatorForm(), AssignedSlice()], graph)
+    done.outcomes += apply([OperatorForm(), AssignedSlice(), KnownBound(), Shifted(), LateSlice()], graph)
     done.outcomes += apply([ExplicitTypes(), DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)

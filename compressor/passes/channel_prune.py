@@ -25,11 +25,11 @@ from compressor.pipeline.structured.widths import (
     Widths,
     choose_counts,
     find_widths,
-    mean_squares_of,
     plan_widths,
     remove_widths,
     same_share,
     score_channels,
+    squares_of,
 )
 from compressor.recipe.gates import parse_amount
 
@@ -98,8 +98,8 @@ class ChannelPrune(Pass):
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Remove the channels; each reader's record has its relative squared error."""
         widths = self._widths(graph)
-        moments = mean_squares_of(graph, ctx, "channel_prune", widths) if self.importance == "activation" else None
-        scores = score_channels(graph, widths, moments)
+        squares = squares_of(graph, ctx, "channel_prune", widths) if self.importance == "activation" else None
+        scores = score_channels(graph, widths, squares)
         counts = self._counts(graph, widths, scores, self.allocate == "global")
         chosen = [torch.argsort(s, stable=True)[:n].sort().values for s, n in zip(scores, counts, strict=True)]
         return remove_widths(graph, ctx, "channel_prune", self, self.refit, widths, chosen)

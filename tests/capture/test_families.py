@@ -75,6 +75,7 @@ SHOWN_ENCODERS = {
     "T5 encoder",  # relative positions through the interface
     "MPNet",  # relative positions, written out
     "SqueezeBERT",  # keys that come turned
+    "DeBERTa",  # sizes that become tensors and numbers again, slices that begin late
     "DeBERTa 2",  # biases of queries and of keys with positions, heads and batch as one dimension
     "XLM",  # other sums where types of tokens are given
     "NomicBERT",  # rows of one stored weight become three weights
@@ -86,7 +87,6 @@ REFUSED = {
     "Recurrent Gemma": "keep a state that it computes by one of the functions",
 }
 REFUSED_ENCODERS = {
-    "DeBERTa": "reads a number out of a tensor",
     "FNet": "takes no attention_mask",
     "Nyströmformer": "cannot be captured: encoder",
 }

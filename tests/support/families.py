@@ -28,6 +28,14 @@ _SIZES = {
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _WIDE = {**_GROUPED, "head_dim": 16}
+_LONG = {  # factors of texts beyond 3 tokens, as all are
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 3,
+    "partial_rotary_factor": 1.0,
+}
 _N = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
 _N |= {"bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -101,6 +109,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 3": ("Olmo3", {**_GROUPED, "sliding_window": 4}),
     "Phi": ("Phi", _SIZES),
     "Phi 3": ("Phi3", {**_GROUPED, "sliding_window": 5}),
+    "Phi 3, long texts": ("Phi3", {**_GROUPED, "rope_parameters": _LONG}),
     "Qwen 2": ("Qwen2", _GROUPED),
     "Qwen 3": ("Qwen3", _WIDE),
     "SmolLM 3": ("SmolLM3", _GROUPED),

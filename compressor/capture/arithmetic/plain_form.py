@@ -13,6 +13,7 @@ glu(x, d)                           becomes      the first half of x along d, ti
 std(x, d), var(x, d)                become      the mean of (x - mean(x, d))^2, its root for std
 multiply, subtract, divide, ...     become       mul, sub, div, ...
 clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int64)
+clamp(x, 0, size)                   becomes      minimum(maximum(x, 0), full((), size))
 """
 
 from __future__ import annotations
@@ -137,11 +138,13 @@ def _taken(node: fx.Node, call: _Call) -> fx.Node:
 
 
 def _clamped(node: fx.Node, call: _Call) -> fx.Node:
-    low, high = _bounds(node)
-    limits = torch.iinfo(node.meta["val"].dtype)
-    return call(
-        _aten.clamp.default, node.args[0], limits.min if low is None else low, limits.max if high is None else high
-    )
+    x, (low, high), dtype = node.args[0], _bounds(node), node.meta["val"].dtype
+    if _is_size(low) or _is_size(high):
+        for bound, nearest in ((low, _aten.maximum.default), (high, _aten.minimum.default)):
+            x = x if bound is None else call(nearest, x, call(_aten.full.default, [], bound, dtype=dtype))
+        return x  # type: ignore[return-value]
+    limits = torch.iinfo(dtype)
+    return call(_aten.clamp.default, x, limits.min if low is None else low, limits.max if high is None else high)
 
 
 def _axis(node: fx.Node) -> int:
@@ -229,7 +232,7 @@ class OperatorForm:
             return node if _varies_in_front(node) else None
         if _FORMS.get(node.target) is _clamped:
             whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
-            return node if whole and None in _bounds(node) else None
+            return node if (whole and None in _bounds(node)) or any(map(_is_size, _bounds(node))) else None
         if _FORMS.get(node.target) is _spread:
             x, axes, *_ = _spread_arguments(node)
             return node if all(isinstance(x.meta["val"].shape[axis], int) for axis in axes) else None

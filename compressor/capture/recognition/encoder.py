@@ -77,6 +77,9 @@ def _scale_and_biases(place: WrittenOut, evaluator: Evaluator) -> tuple[float, l
         elif node.target in (_aten.add.Tensor, _aten.sub.Tensor) and not node.kwargs:
             sign = 1.0 if node.target is _aten.add.Tensor else -1.0
             inner, bias = given if _leads_to(given[0], place.product) else given[::-1]
+            if isinstance(bias, int | float):  # the same for all keys does not change a softmax
+                node = inner
+                continue
             if not isinstance(bias, fx.Node) or (inner is not given[0] and sign < 0):
                 return scale, biases, hides, f"{node.name} adds {bias} to its scores"
             biases.append((bias, sign * scale))

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from compressor.capture.arithmetic.sizes import READS
 from compressor.capture.attention.interface import (
     Recorder,
     SelfMadeAttention,
@@ -223,7 +224,7 @@ def check_numbers(graph: fx.Graph, name: str) -> None:
         CaptureError: names the module and the line that do.
     """
     for node in graph.nodes:
-        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+        if node.target in READS:
             where = " at ".join(filter(None, (module_path(node), source_line(node))))
             raise CaptureError(
                 f"{name}: {where or node.name} reads a number out of a tensor, which no program can follow; rewrite "

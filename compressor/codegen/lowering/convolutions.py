@@ -120,7 +120,7 @@ def bounds_of(node: fx.Node) -> tuple[float | None] | None:
     if node.target is _ATEN.relu6.default:
         return (6.0,)
     is_clamp = node.target in (_ATEN.clamp.default, _ATEN.hardtanh.default) and not node.kwargs
-    if is_clamp and len(args) == 3 and args[1] == 0 and args[2] is not None and args[2] > 0:
+    if is_clamp and len(args) == 3 and args[1] == 0 and isinstance(args[2], int | float) and args[2] > 0:
         return (float(args[2]),)
     return None
 

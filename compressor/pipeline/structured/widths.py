@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
-from compressor.calibration.statistics import Hessian, Inputs
+from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.graph.dependencies.axes import shape_of
 from compressor.graph.dependencies.channels import Dependencies, Family
@@ -165,30 +165,43 @@ def _some(pass_name: str, counts: list[int]) -> list[int]:
     return counts
 
 
-def score_channels(graph: GraphModule, widths: Widths, mean_squares: Mapping[str, Tensor] | None) -> list[Tensor]:
+def score_channels(graph: GraphModule, widths: Widths, squares: Mapping[str, Tensor] | None) -> list[Tensor]:
     """Return each channel's share of what its readers read, in units of its family's mean, float64 [channels].
 
     Args:
-        mean_squares: of each reader's inputs, float [in]; None to go by the weights alone.
+        squares: of each reader's inputs, a multiple of their sums, float64 [in]; None to go by the weights alone.
     """
     scores = []
     for number, readers in enumerate(widths.readers):
         score = torch.zeros(widths.families[number].count, dtype=torch.float64)
         for site in readers:
             size = graph.get_parameter(site.weight_name).detach().double().square().sum(0)
-            if mean_squares is not None:
-                size = size * mean_squares[site.name].double()
+            if squares is not None:
+                size = size * squares[site.name]
             score += size[widths.columns(number, site)].sum(1) / max(float(size.sum()), 1e-300)
         scores.append(score / max(float(score.mean()), 1e-300))
     return scores
 
 
-def mean_squares_of(graph: GraphModule, ctx: Context, pass_name: str, widths: Widths) -> dict[str, Tensor]:
-    """Run the samples, and return the mean squares of each reader's inputs, by site."""
+class _Squares:
+    """Sum of squares of each input, float64 [in]."""
+
+    def __init__(self, in_features: int) -> None:
+        self.sum = torch.zeros(in_features, dtype=torch.float64)
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Take in rows, float32 [tokens, in_features]."""
+        self.sum += x.square().sum(0)
+
+
+def squares_of(graph: GraphModule, ctx: Context, pass_name: str, widths: Widths) -> dict[str, Tensor]:
+    """Run the samples, and return the sums of squares of each reader's inputs, by site."""
     samples, names = ctx.calibration(pass_name), {site.name for sites in widths.readers for site in sites}
     sites = [site for site in linear_sites(graph) if site.name in names]
-    run = CalibrationRun(graph, samples.ids, sites, Inputs, CalibrationOptions(true_sequential=False, spill=ctx.spill))
-    return {site.name: statistic.mean_square for group, statistic in run.groups() for site in group}
+    run = CalibrationRun(
+        graph, samples.ids, sites, _Squares, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+    )
+    return {site.name: statistic.sum for group, statistic in run.groups() for site in group}
 
 
 def remove_widths(

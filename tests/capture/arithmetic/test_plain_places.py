@@ -1,4 +1,4 @@
-"""Assignments to slices become concatenations, and numbers of the code become constants, with equal results."""
+"""Assignments to slices, deviations, shifts and late slices are written with plain operators, with equal results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from compressor.capture.capture import capture
 
@@ -31,6 +32,33 @@ def test_an_assignment_is_a_concatenation(place: slice) -> None:
     x = torch.randn(2, 11)
     assert torch.equal(graph(x), _Assigns(place)(x))
     assert "scatter" not in str(graph.graph)
+
+
+class _Neighbours(nn.Module):
+    """Adds what stands so many places before and behind, and rows of a table that begin late."""
+
+    def __init__(self, far: int) -> None:
+        super().__init__()
+        self.far, self.table = far, nn.Buffer(torch.randn(128, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pad, far, length = nn.functional.pad, self.far, torch.tensor(min(x.shape[1], 64))
+        before, behind = pad(x[:, :-far], [0, 0, far, 0]), pad(x[:, far:], [0, 0, 0, far])
+        rows = self.table[64 - length : 64 + length]
+        return x + before + 2 * behind + rows.sum(0)
+
+
+@pytest.mark.parametrize("far", [1, 2])
+def test_neighbours_and_late_rows_are_looked_up(far: int) -> None:
+    model = _Neighbours(far)
+    graph = capture(model, torch.randn(2, 7, 3), dynamic_shapes=({1: Dim("tokens", min=3, max=20)},))
+    for length in (3, 8, 20):
+        x = torch.randn(2, length, 3)
+        assert torch.equal(graph(x), model(x))
+    called = {str(node.target) for node in graph.graph.nodes}
+    assert not any("pad" in name or "item" in name or "sym_min" in name for name in called)
+    begins = [node.args[2] for node in graph.graph.nodes if str(node.target) == "aten.slice.Tensor"]
+    assert all(begin is None or isinstance(begin, int) for begin in begins)
 
 
 class _Spreads(nn.Module):
