@@ -140,11 +140,8 @@ class DecoderProgram(nn.Module):
         recorder.cache_size = self.cache_size
         recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
-        extra |= (
-            {"use_cache": False}
-            if self.cache_argument == "state"
-            else {self.cache_argument: recorder, "use_cache": True}
-        )
+        cached: dict[str, Any] = {self.cache_argument: recorder, "use_cache": True}
+        extra |= {"use_cache": False} if self.cache_argument == "state" else cached
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
