@@ -17,6 +17,7 @@ from compressor_runtime.cpu import thread_count
 from compressor_runtime.generation import next_tokens
 from compressor_runtime.source.encoding import tokens_left, without
 from compressor_runtime.source.features import source_of
+from compressor_runtime.source.frames import collapsed
 from compressor_runtime.source.wave_file import wave_samples
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Session",
     "TextStream",
     "check_files",
+    "collapsed",
     "load",
     "next_tokens",
     "read_manifest",

@@ -66,6 +66,11 @@ def check_backwards(info: ModelInfo) -> None:
             f"{info.name}: gradients are not followed through a model of pictures with texts, which has two outputs; "
             "take a pass without them, such as gptq or awq"
         )
+    if info.labels_frames:
+        raise UsageError(
+            f"{info.name}: gradients are not followed through a model that gives frames of sounds tokens; take a pass "
+            "without them, such as gptq or awq"
+        )
     if info.kind == "seq2seq":
         raise UsageError(
             f"{info.name}: gradients are not followed through an encoder-decoder, whose encoder all layers of the "

@@ -207,6 +207,8 @@ def split_samples(graph: GraphModule, samples: SampleInputs, tokens: int) -> Seq
         raise UsageError(f"{info.name}: reads pictures with texts; give samples of both")
     if not isinstance(samples, Tensor):
         return samples
+    if info.labels_frames:
+        raise UsageError(f"{info.name}: reads sounds; calibrate on `audio:`")
     if (info.kind == "module") != samples.is_floating_point():
         reads = "a plain module, which reads no tokens: calibrate on `images:`"
         raise UsageError(f"{info.name}: is {reads if info.kind == 'module' else 'a model of text, not of images'}")

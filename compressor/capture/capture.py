@@ -24,6 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from compressor.capture.archive.program import archive_module
 from compressor.capture.arithmetic.constants import fold_constants
 from compressor.capture.convolution.rewrite import rewrite_convolutions
+from compressor.capture.ctc.program import ctc_notes, ctc_program
+from compressor.capture.ctc.weight_norms import fold_weight_norms
 from compressor.capture.experts.split import check_experts, split_experts
 from compressor.capture.export import (
     error_context,
@@ -47,7 +49,7 @@ from compressor.capture.recurrence.decays import store_decays
 from compressor.capture.recurrence.modules import recurrent_modules_unrolled
 from compressor.capture.seq2seq.computed_weights import computed_weights
 from compressor.capture.seq2seq.probe import probe_seq2seq
-from compressor.capture.weights import map_weights
+from compressor.capture.weights import map_weights, named_tensors, tied_groups
 from compressor.errors import CaptureError, ModelFileError
 from compressor.graph.kinds.example_sources import with_least_source
 from compressor.graph.kinds.gate_projections import gate_notes
@@ -169,7 +171,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     exported = export_program(program, args, shapes, meta_model.name, root=model)
     info = with_least_source(info, exported)
 
-    groups = _tied_groups(model)
+    groups = tied_groups(model)
     graph, constants = _unlifted(exported, groups, list(inspect.signature(program.forward).parameters)[: len(args)])
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
@@ -183,7 +185,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
             constants |= recognize(graph, info, {**buffers, **constants}.get)
         check_positions(graph, probed.program, meta_model.name)
 
-    shapes_of = {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+    shapes_of = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
     made = computed_weights(model, meta_model.source.names) if meta_model.kind == "seq2seq" else {}
@@ -192,13 +194,15 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     needed = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in computed]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     weights = map_weights(meta_model.source, stored, needed, model.base_model_prefix, ignored, unstored)
-    slices = split_experts(graph)
+    slices, normed = split_experts(graph), fold_weight_norms(graph)
     layout.transposed |= {name for name, part in slices.items() if part.transposed}
 
     def read(name: str) -> Tensor:
         part = slices.get(name)
         if part is not None:
             return weights.read(part.stored, shapes_of[part.stored], part.expert)
+        if name in normed:
+            return normed[name].weight(read)
         return computed[name] if name in computed else weights.read(name, shapes_of[name])
 
     info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
@@ -226,6 +230,9 @@ def _program(
     if meta_model.kind == "pair":
         program, args, shapes = pair_program(model, meta_model.folder, meta_model.name, facts["max_positions"])
         return program, ModelInfo(**facts | {"kind": "module"}), (args, shapes), None
+    if meta_model.kind == "ctc":
+        program, info, args, shapes = ctc_program(meta_model, facts)
+        return program, info, (args, shapes), None
     if meta_model.kind == "module":
         facts |= {"vocab_size": 0, "max_positions": 0, "class_names": class_names(model.config)}
         program, args, shapes = image_program(model, meta_model.folder, meta_model.name)
@@ -235,18 +242,6 @@ def _program(
     info = ModelInfo(**{**facts, **probed.facts})
     with mode:
         return probed.program, info, example_call(info, limited=probed.self_made), probed
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
-    """Return the first name of each distinct parameter and buffer, with all its names."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return {names[0]: names for names in groups.values()}
 
 
 def _bind(
@@ -305,7 +300,7 @@ def _capture_module(
     name, args = given_name or type(module).__name__, _example(example)
     if isinstance(dynamic_shapes, list | tuple | dict) and not dynamic_shapes:  # torch.export takes it for None
         dynamic_shapes = None
-    tensors = _tensors(module)
+    tensors = named_tensors(module)
     wrong = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.dtype != torch.float32})
     if wrong:
         raise CaptureError(
@@ -319,7 +314,7 @@ def _capture_module(
     finally:
         for part, training in modes:
             part.training = training
-    rename = {alias: first for first, names in _tied_groups(module).items() for alias in names}
+    rename = {alias: first for first, names in tied_groups(module).items() for alias in names}
     named = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     names = named[: len(args)] if len(named) >= len(args) else [f"input_{i}" for i in range(len(args))]
     graph, constants = unlift(exported, rename, names)
@@ -339,6 +334,8 @@ def _as_module(graph: GraphModule, args: tuple[Any, ...], shapes: Any, outputs: 
     graph.meta["rules"] += rewrite_convolutions(graph)
     if graph.meta["model"].pair is not None:
         graph.meta["notes"], outputs = pair_notes(graph.meta["model"]), ["pictures", "texts"]
+    if graph.meta["model"].labels_frames:
+        graph.meta["notes"] = ctc_notes(graph.meta["model"])
     graph.meta["inputs"], graph.meta["outputs"] = (args, shapes), outputs
     read = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     given = [leaf.meta["val"] for leaf in graph.graph.output_node().all_input_nodes]

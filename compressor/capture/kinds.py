@@ -65,6 +65,13 @@ def text_notes(model: Any) -> tuple[str, ...]:
     )
 
 
+def is_ctc(config: Any, architecture: str) -> bool:
+    """Return whether a configuration names a model with a CTC head."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES as CTC
+
+    return architecture in CTC.values() or (not architecture and config.model_type in CTC)
+
+
 def auto_class(config: Any) -> Any:
     """Return transformers' class that builds an encoder-decoder of this configuration."""
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq

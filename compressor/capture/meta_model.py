@@ -39,7 +39,15 @@ from compressor.capture.experts.interface import EXPERTS_NAME, register_experts
 from compressor.capture.export import error_context
 from compressor.capture.images.classifier import is_image_classifier
 from compressor.capture.images.image_attention import use_image_attention
-from compressor.capture.kinds import auto_class, is_decoder, is_pair, reads_more_than_text, seq2seq_kind, text_notes
+from compressor.capture.kinds import (
+    auto_class,
+    is_ctc,
+    is_decoder,
+    is_pair,
+    reads_more_than_text,
+    seq2seq_kind,
+    text_notes,
+)
 from compressor.capture.recurrence.functions import functions_replaced
 from compressor.capture.recurrence.rwkv import check_unscaled, leave_unscaled
 from compressor.capture.recurrence.states import StateKey
@@ -51,7 +59,8 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module", "pair"]
+Kind: TypeAlias = Literal["decoder", "encoder", "seq2seq", "module", "pair", "ctc"]
+_PLAIN = ("module", "pair", "ctc")  # they attend as their code says, without a cache
 """A module is an image classifier here, and a pair has a half for pictures and one for texts."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -131,11 +140,8 @@ class DecoderProgram(nn.Module):
         recorder.cache_size = self.cache_size
         recorder.counts = recorder.counts and not self.self_made  # what is written out is traced on empty caches
         extra: dict[str, Any] = {"logits_to_keep": keep} if self.selects else {}
-        extra |= (
-            {"use_cache": False}
-            if self.cache_argument == "state"
-            else {self.cache_argument: recorder, "use_cache": True}
-        )
+        cached: dict[str, Any] = {self.cache_argument: recorder, "use_cache": True}
+        extra |= {"use_cache": False} if self.cache_argument == "state" else cached
         if self.takes_positions and not own_positions:
             position = recorder.position[None]
             extra["position_ids"] = position + self.first_position if self.first_position else position
@@ -176,13 +182,14 @@ def folder_meta_model(model: str | Path, trust_remote_code: bool, weights: bool 
         CaptureError: no such model, or its configuration or files cannot be used.
     """
     import transformers
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForCTC, AutoModelForImageClassification
 
     folder, name = _locate(model)
     checkpoint = open_checkpoint(folder, trust_remote_code, weights)
     config, config_file = checkpoint.config, checkpoint.file
     kind = model_kind(config, str(config_file))
-    autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": AutoModelForImageClassification}
+    images, auto_ctc = AutoModelForImageClassification, AutoModelForCTC
+    autos: dict[Kind, Any] = {"decoder": AutoModelForCausalLM, "module": images, "ctc": auto_ctc}
     auto = auto_class(config) if kind == "seq2seq" else autos.get(kind, AutoModel)
     named: Any = getattr(transformers, (config.architectures or [""])[0], None)
     half = kind == "encoder" and named is not None and named.__name__.endswith("EncoderModel")  # without its decoder
@@ -254,14 +261,12 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
 def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedModel, bool]:
     """Construct with parameters on the meta device and buffers in memory, with their true values.
 
-    Models of images attend as their code says, without a cache.
-
     Returns:
         The model, and whether it was built with our attention; else its class knows only attention of its own.
     """
     register_attention()
     register_experts()
-    implementations = ("eager",) if kind in ("module", "pair") else (ATTENTION_NAME, "sdpa", "eager")
+    implementations = ("eager",) if kind in _PLAIN else (ATTENTION_NAME, "sdpa", "eager")
     moved = WeakIdKeyDictionary()
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -284,7 +289,7 @@ def _build(make: Callable[..., Any], name: str, kind: Kind) -> tuple[PreTrainedM
                         raise
                     continue
                 make_rotations_pure(built)
-                if kind in ("module", "pair"):
+                if kind in _PLAIN:
                     use_image_attention(built)
                 return cast("PreTrainedModel", built), implementation == ATTENTION_NAME
             raise AssertionError("eager raises or returns")
@@ -304,6 +309,8 @@ def model_kind(config: PreTrainedConfig, place: str, architecture: str = "") -> 
     architecture = architecture or (config.architectures or [""])[0]
     if getattr(config, "is_encoder_decoder", False):
         return seq2seq_kind(config, place, architecture)
+    if is_ctc(config, architecture):
+        return "ctc"
     if is_pair(config, architecture):
         return "pair"
     if is_image_classifier(config, architecture, place):

@@ -249,3 +249,16 @@ def _check_equal(source: WeightSource, found: list[str]) -> None:
 
 def _some(names: list[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, under each of their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def tied_groups(model: nn.Module) -> dict[str, list[str]]:
+    """Return the first name of each distinct parameter and buffer, with all its names."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {names[0]: names for names in groups.values()}

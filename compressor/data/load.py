@@ -49,12 +49,12 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Evaluati
     if info.pair is not None:
         data = load_zero_shot(wanted, given, info)
         return load_pair_samples(given, info), _for_gates(recipe, data, "labelled images with `classes`")
-    if info.kind == "module":
-        samples = None if given is None else load_image_samples(given, info)
-        return samples, _for_gates(recipe, load_evaluation_images(wanted, given, info), "labelled images")
     if info.hears:
         samples = None if given is None else load_sound_samples(given, info)
         return samples, _for_gates(recipe, load_evaluation_sounds(wanted, given, info), "sounds left")
+    if info.kind == "module":
+        samples = None if given is None else load_image_samples(given, info)
+        return samples, _for_gates(recipe, load_evaluation_images(wanted, given, info), "labelled images")
     samples = None if given is None else load_samples(given, info.source, info.vocab_size, _spare(recipe))
     if wanted.kind is None and samples is None:
         return None, None
@@ -101,7 +101,7 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     Raises:
         UsageError: they do not.
     """
-    what = "images" if info.kind == "module" else "sound" if info.hears else "text"
+    what = "sound" if info.hears else "images" if info.kind == "module" else "text"
     reads, kinds, unfitting = _READS["pictures" if info.pair is not None else what]
     if spec.kind is not None and spec.kind not in kinds:
         raise UsageError(

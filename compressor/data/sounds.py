@@ -1,6 +1,7 @@
 """Sounds with their texts: what models of speech are calibrated and evaluated on.
 
-The decoder reads what it begins with and then the text's tokens, and is to predict these tokens and the end.
+The decoder reads what it begins with and then the text's tokens, and is to predict these tokens and the end.  A model
+that gives frames tokens (CTC) reads the sound alone.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from compressor.data.images import drawn
 from compressor.data.pictures import Encoded
 from compressor.data.sound_files import find_sounds
 from compressor.data.text import Samples, source_label
-from compressor.data.tokenizer import TextTokens, check_vocabulary, load_tokenizer
+from compressor.data.tokenizer import TextTokens, check_vocabulary, load_frames_tokenizer, load_tokenizer
 from compressor.errors import UsageError
-from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.kinds.encoder_decoder import Batch, Pair
 from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.runtime import RequestError, source_of, wave_samples
 
@@ -94,8 +95,10 @@ class Sounds:
             [*self.reads.start_ids, *self.tokenizer.encode(self.text(number), False), *end], dtype=torch.int64
         )
 
-    def pair(self, number: int) -> Pair:
-        """Return what the model reads of a sound while it is told the right text."""
+    def batch(self, number: int) -> Batch:
+        """Return what the model reads of a sound: a decoder is told the right text."""
+        if self.reads.blank_id is not None:
+            return torch.from_numpy(self.heard(number))
         return Pair(torch.from_numpy(self.heard(number)), self.spoken(number)[None, :-1])
 
     def picked(self, places: Tensor) -> Sounds:
@@ -108,8 +111,9 @@ class Sounds:
         digest = hashlib.sha256()
         self.stored.hash_into(digest, self.places.tolist())
         for number in range(len(self)):
-            spoken = self.spoken(number).numpy().astype("<i8").tobytes()
-            digest.update(len(spoken).to_bytes(8, "little") + spoken)
+            if self.reads.blank_id is None:
+                spoken = self.spoken(number).numpy().astype("<i8").tobytes()
+                digest.update(len(spoken).to_bytes(8, "little") + spoken)
             digest.update(self.text(number).encode() + b"\0")
         digest.update(json.dumps(dict(self.reads.features), sort_keys=True).encode())
         return digest.hexdigest()
@@ -131,7 +135,7 @@ def load_sounds(spec: DataSource, info: ModelInfo, most: int | None) -> Sounds:
         stored=stored,
         places=torch.arange(len(texts)),
         texts=tuple(texts),
-        tokenizer=load_tokenizer(info.source),
+        tokenizer=load_frames_tokenizer(info.source) if info.labels_frames else load_tokenizer(info.source),
         reads=info.encoder_source,
         eos_id=next(iter(info.eos_ids), None),
         source=source_label(spec),
@@ -139,17 +143,22 @@ def load_sounds(spec: DataSource, info: ModelInfo, most: int | None) -> Sounds:
     if not texts:
         raise UsageError(f"{sounds.source}: there is no sound; give a table with some")
     for number in range(len(sounds)):
-        name, tokens = sounds.name(number), sounds.spoken(number)
+        name = sounds.name(number)
         if not sounds.text(number).strip():
             raise UsageError(f"{name}: its text is empty; give what is said in it, or leave the file out")
-        check_vocabulary(tokens, info.vocab_size, info.source)
-        if info.max_positions and len(tokens) - 1 > info.max_positions:
-            raise UsageError(
-                f"{name}: its text has {len(tokens) - 1} tokens, with those that the decoder begins with, and "
-                f"{info.name} has {info.max_positions} positions; cut the sound and its text"
-            )
+        if not info.labels_frames:
+            _check_tokens(sounds.spoken(number), name, info)
         sounds.heard(number)
     return sounds
+
+
+def _check_tokens(tokens: Tensor, name: str, info: ModelInfo) -> None:
+    check_vocabulary(tokens, info.vocab_size, info.source)
+    if info.max_positions and len(tokens) - 1 > info.max_positions:
+        raise UsageError(
+            f"{name}: its text has {len(tokens) - 1} tokens, with those that the decoder begins with, and "
+            f"{info.name} has {info.max_positions} positions; cut the sound and its text"
+        )
 
 
 def load_sound_samples(spec: TextSpec, info: ModelInfo) -> Samples:
@@ -168,8 +177,8 @@ def load_sound_samples(spec: TextSpec, info: ModelInfo) -> Samples:
             "fewer, or give more sounds"
         )
     chosen = sounds.picked(drawn(spec, len(sounds))[0])
-    pairs = tuple(chosen.pair(number) for number in range(len(chosen)))
-    return Samples(pairs, torch.empty(0, dtype=torch.int64), chosen.sha256, label)
+    batches = tuple(chosen.batch(number) for number in range(len(chosen)))
+    return Samples(batches, torch.empty(0, dtype=torch.int64), chosen.sha256, label)
 
 
 def load_evaluation_sounds(spec: EvaluationSpec, calibration: TextSpec | None, info: ModelInfo) -> Sounds | None:

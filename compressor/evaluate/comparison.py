@@ -73,10 +73,10 @@ def measure_speed(
     Raises:
         CompressorError: the bundle does not run.
     """
-    if info.kind == "module":
-        return Speed({}, {}, ["speed was not measured: only this run knows the inputs of a plain module"])
     if info.hears:
         return Speed({}, {}, ["speed was not measured: text is timed, and this model reads sound"])
+    if info.kind == "module":
+        return Speed({}, {}, ["speed was not measured: only this run knows the inputs of a plain module"])
     positions = info.max_positions
     prompt = min(128, positions or 128) if info.kind == "encoder" else max(1, min(128, (positions or 256) // 2))
 

@@ -34,10 +34,10 @@ from compressor.evaluate.quality import (
     measure_accuracy,
     measure_quality,
 )
-from compressor.evaluate.speech.listeners import GraphListener, Listener, most_tokens
+from compressor.evaluate.speech.listeners import Listener, listener_of, most_tokens
 from compressor.evaluate.speech.transcripts import measure_speech
 from compressor.evaluate.zero_shot import classify_by_texts, graph_by_texts
-from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.kinds.encoder_decoder import Batch
 from compressor.graph.model import PREPROCESSOR, ModelInfo, PairInfo, SourceInfo, weight_bytes
 from compressor.host.child import Child
 from compressor.progress import Reporter, Silent
@@ -71,8 +71,10 @@ class BundleProcess(Child):
         """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return self._outputs(ids, mask)
 
-    def told(self, pair: Pair) -> Tensor:
-        """Return a model of speech's logits float32 [S, V] of the next token after each of a pair's."""
+    def told(self, pair: Batch) -> Tensor:
+        """Return a model of speech's logits float32 [S, V] of the next token after each of a pair's, or of frames."""
+        if isinstance(pair, Tensor):
+            return torch.from_numpy(self.classes(pair.numpy()))[0]
         source, ids = pair.source.numpy(), pair.ids.numpy()
         header = json.dumps({"source": source.shape, "ids": ids.shape})
         return torch.from_numpy(self._received(self.ask(header, source.tobytes() + ids.tobytes()))[0])
@@ -123,7 +125,7 @@ def bundle_quality(
             classify = graph_classes(dense.graph)
             return measure_accuracy(process.classes, data, batch=batch, dense=classify, reporter=reporter)
         if isinstance(data, Sounds):
-            listener, most = GraphListener(dense.graph), most_tokens(dataclasses.asdict(info))
+            listener, most = listener_of(dense.graph), most_tokens(dataclasses.asdict(info))
             return measure_speech(process, data, most=most, dense=listener, reporter=reporter)
         if isinstance(data, Texts):
             return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)
@@ -154,7 +156,7 @@ def evaluate_path(
     if not (path / "manifest.json").is_file():
         graph = capture(path)
         info: ModelInfo = graph.meta["model"]
-        if info.kind == "module":
+        if info.kind == "module" and not info.hears:
             batch = image_batch(graph, _IMAGES)
 
             def own(data: ZeroShot | None) -> Classes:
@@ -164,7 +166,7 @@ def evaluate_path(
             return found | {"weight_bytes": weight_bytes(graph)}
         check_kind("evaluation", spec, info)
         if info.hears:
-            return _evaluate_sounds(GraphListener(graph), info, spec, dense, reporter) | {
+            return _evaluate_sounds(listener_of(graph), info, spec, dense, reporter) | {
                 "weight_bytes": weight_bytes(graph)
             }
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
@@ -230,7 +232,7 @@ def _evaluate(
 def _speech_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:
     """Return what a bundle's manifest says of the sound that it reads and the text that it writes."""
     return ModelInfo(
-        kind="seq2seq",
+        kind=facts["kind"],
         name=facts["name"],
         architecture=facts["architecture"],
         vocab_size=facts["vocab_size"],
@@ -255,7 +257,7 @@ def _evaluate_sounds(
         known: ModelInfo = graph.meta["model"]
         if known.encoder_source != info.encoder_source or known.vocab_size != info.vocab_size:
             raise UsageError(f"{dense}: reads other sound or writes other tokens than {info.name}; not its model")
-        reference = GraphListener(graph)
+        reference = listener_of(graph)
     most = most_tokens(dataclasses.asdict(info))
     found = measure_speech(listener, sounds, most=most, dense=reference, reporter=reporter).metrics()
     return {"data": sounds.source, **found}

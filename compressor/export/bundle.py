@@ -23,7 +23,9 @@ def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str
     """
     with explaining_failed_writes(folder):
         if facts.tokenizer is not None:
-            write_tokenizer(facts.tokenizer, folder / "tokenizer.json", facts.model.get("vocab_size", 0))
+            read = facts.model.get("encoder_source") or {}
+            frames, size = read.get("blank_id") is not None, facts.model.get("vocab_size", 0)
+            write_tokenizer(facts.tokenizer, folder / "tokenizer.json", size, frames)
         if facts.preprocessor is not None:
             shutil.copyfile(facts.preprocessor, folder / facts.preprocessor.name)
         if facts.lock is not None:
@@ -44,5 +46,5 @@ def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str
         }
         text = with_total(manifest)
         (folder / "manifest.json").write_bytes(text)
-    read: dict[str, Any] = json.loads(text)
-    return read
+    written_manifest: dict[str, Any] = json.loads(text)
+    return written_manifest

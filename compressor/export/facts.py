@@ -60,7 +60,7 @@ def run_facts(
         sites=[dataclasses.asdict(record) for record in context.records],
         dense_weight_bytes=dense_weight_bytes,
         calibration=None if context.samples is None else context.samples.facts(),
-        tokenizer=info.source if info.kind != "module" or info.pair is not None else None,
+        tokenizer=info.source if info.kind != "module" or info.pair is not None or info.hears else None,
         preprocessor=_preprocessor(info),
         lock=lock,
     )

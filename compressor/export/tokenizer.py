@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from compressor.data.tokenizer import frames_tokenizer
 from compressor.errors import CompressorError
 
 
-def write_tokenizer(source: Path, file: Path, vocab_size: int) -> None:
+def write_tokenizer(source: Path, file: Path, vocab_size: int, frames: bool = False) -> None:
     """Copy the tokenizer of a model folder as tokenizer.json, converted through transformers if it has an older form.
 
+    Args:
+        frames: its tokens are those of a sound's frames.
     Raises:
         CompressorError: there is none, or it makes ids that a model of ``vocab_size`` (0: unknown) does not know.
     """
@@ -18,6 +21,8 @@ def write_tokenizer(source: Path, file: Path, vocab_size: int) -> None:
 
     if (source / "tokenizer.json").is_file():
         shutil.copyfile(source / "tokenizer.json", file)
+    elif frames:
+        frames_tokenizer(source).save(str(file))
     else:
         from transformers import AutoTokenizer
 

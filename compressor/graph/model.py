@@ -19,13 +19,16 @@ PREPROCESSOR = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Facts about an encoder-decoder: what its encoder reads, and how its decoder begins and ends.
+    """Facts about an encoder-decoder: what its encoder reads, and how its decoder begins and ends; or about CTC.
+
+    A model with a CTC head gives each frame of a sound a token, one of which is blank.
 
     Attributes:
         reads: ``tokens``: ids int64 [B, N] and a mask float32 [B, N]; ``audio``: samples or features, float32.
         shape: of one source, without the batch; a size that may vary is 0.
         max_positions: the longest source in tokens, or along the size that varies; 0 where no limit is stated.
         min_positions: the shortest; convolutions look at several samples at once.
+        blank_id: the token of frames that say nothing new (CTC); None where a decoder writes.
         start_ids: what the decoder reads first.
         suppressed_ids: tokens that are never generated.
         first_suppressed_ids: tokens that are not generated first.
@@ -42,6 +45,7 @@ class SourceInfo:
     forced_eos_id: int | None = None
     features: Mapping[str, Any] = field(default_factory=dict)
     min_positions: int = 1
+    blank_id: int | None = None
 
     def sized(self, samples: int) -> tuple[int, ...]:
         """Return the shape of one sound of about so many samples, of which a frame of features has 160."""
@@ -94,13 +98,18 @@ class ModelInfo:
     classes: int = 0  # of such a module, whose one output is a row of logits for each image
     class_names: tuple[str, ...] = ()  # their names, where the model has any
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
-    encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq
+    encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq; of CTC, a module's
     pair: PairInfo | None = None  # of a model of pictures with texts, whose kind is module
 
     @property
     def hears(self) -> bool:
-        """Return whether it is an encoder-decoder that reads sound."""
+        """Return whether it reads sound and writes what is said."""
         return self.encoder_source is not None and self.encoder_source.reads == "audio"
+
+    @property
+    def labels_frames(self) -> bool:
+        """Return whether it gives each frame of a sound a token (CTC); its kind is module."""
+        return self.encoder_source is not None and self.encoder_source.blank_id is not None
 
     @property
     def generates(self) -> bool:

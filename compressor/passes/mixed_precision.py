@@ -85,6 +85,11 @@ class MixedPrecision(Pass):
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a budget of divergence for anything but decoders, and models of two outputs."""
         info: ModelInfo = graph.meta["model"]
+        if info.labels_frames:
+            raise UsageError(
+                f"mixed_precision: {info.name} gives frames of sounds tokens, and sensitivities are of texts or "
+                "pictures of one size; take gptq"
+            )
         if info.pair is not None:
             raise UsageError(
                 f"mixed_precision: {info.name} has two outputs, of pictures and of texts, and sensitivities are those "

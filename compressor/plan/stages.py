@@ -227,7 +227,7 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
     spec, info = recipe.calibration, graph.meta["model"]
     if spec is None or not (step.runs_samples or step.training or any(site.needs for site in step.sites)):
         return None
-    length = 0 if spec.kind == "images" else _SPOKEN_TOKENS if info.hears else spec.sequence_length
+    length = 0 if info.kind == "module" else _SPOKEN_TOKENS if info.hears else spec.sequence_length
     if any(site.needs for site in step.sites):
         return plan_calibration(graph, step.sites, spec.samples, length)
     if step.training is not None:

@@ -66,7 +66,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
     if needs.gradients and not needs.hessian:
         return _plan_gradients(graph, list(chosen.values()), samples, length)
     batch = min(samples, max(1, MICRO_BATCH_TOKENS // length)) if length else len(graph.meta["inputs"][0][0])
-    if graph.meta["model"].hears:
+    if length and graph.meta["model"].hears:
         batch = 1  # lengths differ
     pricing = _Pricing(chosen, needs, node_costs(graph, batch, length), samples / batch)
     cut, done = segments(graph), 0

@@ -47,7 +47,7 @@ _MILLISECONDS = {"": 1.0, "ms": 1.0, "s": 1e3}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
 _DECODERS, _ENCODERS, _MODULES = ("decoder", "seq2seq"), ("encoder",), ("module",)
-_TEXT, _SPEECH = _DECODERS + _ENCODERS, ("seq2seq",)
+_TEXT, _SPEECH = _DECODERS + _ENCODERS, ("seq2seq", "module")
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -84,7 +84,8 @@ def is_measured(metric: str, kind: str, hears: bool) -> bool:
     """Return whether a metric is measured on a kind of model; those that read sound are not timed."""
     known = METRICS[metric]
     timed = known.timing or metric == "peak_rss_bytes"
-    return kind in known.kinds and (hears or not known.sound) and not (hears and timed)
+    unheard = timed or known.kinds == _MODULES  # what modules alone have is of images
+    return kind in known.kinds and (hears or not known.sound) and not (hears and unheard)
 
 
 QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)

@@ -53,12 +53,12 @@ def test_a_folder_is_heard_and_written_as_the_model_does(tmp_path: Path, info: M
     for number, text in enumerate(TEXTS):
         ids = [1, *(int(word[1:]) for word in text.split())]
         assert everything.spoken(number).tolist() == [*ids, 2]
-        pair = everything.pair(number)
+        pair = everything.batch(number)
         assert pair.ids.tolist() == [ids] and everything.text(number) == text
         assert pair.source.shape == (1, 3200 + 160 * number)
         assert np.abs(pair.source[0].numpy() - tone(3200 + 160 * number, number)).max() < 1 / 32000
     drawn = {tuple(pair.ids[0].tolist()) for pair in samples.ids if isinstance(pair, Pair)}
-    assert drawn.isdisjoint(tuple(data.pair(i).ids[0].tolist()) for i in range(2))
+    assert drawn.isdisjoint(tuple(data.batch(i).ids[0].tolist()) for i in range(2))
     again = load_sound_samples(recipe(folder).calibration, info)  # type: ignore[arg-type]
     other = load_sound_samples(recipe(folder, calibration={"seed": 1}).calibration, info)  # type: ignore[arg-type]
     assert again.sha256 == samples.sha256 != other.sha256

@@ -58,6 +58,7 @@ CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
 ELSEWHERE = (
     "_webgpu",  # test_page.py
     "_speech_x86",  # test_speech.py
+    "_ctc_x86",
     "_clip_x86",  # test_pictures_with_texts.py
     "_images_x86",  # test_images_by_recipe.py
     "wanda_w8a16_x86",  # passes/test_sparse_blocks.py: the kernels are sparsegpt's

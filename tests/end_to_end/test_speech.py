@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
+from ctc_models import CTC
+from ctc_models import save as save_ctc
 from encoder_decoders import SPEECH, expected_tokens, save, take_stored_weights
 from tiny_sounds import tone, write_sounds, write_wave
 
@@ -92,3 +95,38 @@ def test_the_recipe_for_speech(tmp_path: Path, require_tool: Callable[[str], Pat
         done = command(*words, *(["--model", tmp_path / "model"] if words[0] == "plan" and len(words) > 4 else []))
         assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
     assert not (tmp_path / "none").exists()
+
+
+def test_a_model_of_frames(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    """Tokens are those of transformers' model with the weights that the packed ones stand for."""
+    require_tool("g++")
+    cls, sizes = CTC["Wav2Vec2"]
+    model = save_ctc(tmp_path / "model", cls, sizes | {"num_hidden_layers": 1})
+    folder = write_sounds(tmp_path / "sounds", ["one two", "three", "four five"], samples=2400)
+    settings = [f"calibration.audio={folder}", "calibration.samples=2", f"evaluation={{audio: {folder}}}", "tune=off"]
+    settings += ["target={x86: {isa: avx2}}", "gates={word_error_rate: '<= 1000%', top1_agreement: '>= 1%'}"]
+    given = [word for setting in settings for word in ("--set", setting)]
+    result = answer("run", "gptq_w4a16_ctc_x86", "--model", tmp_path / "model", *given, "-o", tmp_path / "bundle")
+    assert result["sounds"] == 3 and "perplexity" not in result and result["kl_divergence"] > 0
+    assert len(result["sites"]) == 7 and all(site["error"] < site["rtn_error"] * 1.01 for site in result["sites"])
+
+    take_stored_weights(model, tmp_path / "bundle")
+    bundle, samples = compressor.load(tmp_path / "bundle"), tone(2560, 1)
+    heard = np.round(samples.astype(np.float64) * 32767) / 32768
+    extractor = transformers.Wav2Vec2FeatureExtractor.from_pretrained(tmp_path / "model")
+    read = extractor(heard.astype(np.float32), sampling_rate=16_000, return_tensors="pt").input_values
+    logits = model.double()(read.double()).logits
+    found = bundle.run(read.numpy())
+    assert np.linalg.norm(found - logits.numpy()) < 1e-5 * float(logits.norm())
+    text = transformers.Wav2Vec2CTCTokenizer.from_pretrained(tmp_path / "model").decode(
+        logits[0].argmax(-1), skip_special_tokens=True
+    )
+    said = answer("generate", tmp_path / "bundle", "--prompt", folder / "1.wav", "--max-tokens", 1000)["text"]
+    assert said.strip() == text and len(set(text)) > 3
+    measured = answer("eval", tmp_path / "bundle", "--data", folder, "--dense", tmp_path / "model")
+    for key in ("word_error_rate", "dense_word_error_rate", "kl_divergence"):
+        assert measured[key] == pytest.approx(result[key], rel=1e-4), key
+    done = command(
+        "run", "gptq_w4a16_ctc_x86", "--model", tmp_path / "model", *given, "--set", "target=webgpu", "-o", "none"
+    )
+    assert done.exit_code == 2 and "a model of speech" in done.output, done.output

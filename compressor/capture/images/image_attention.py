@@ -20,14 +20,19 @@ _NEUTRAL = frozenset({"position_ids", "use_cache", "return_dict", "output_attent
 
 
 def use_image_attention(model: PreTrainedModel) -> None:
-    """Let attention layers that go through transformers' interface call our operator; others stay as written."""
+    """Let attention layers that go through transformers' interface call our operator; others stay as written.
+
+    Models of speech go through it without saying so.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
+    AttentionInterface.register(IMAGE_ATTENTION, _attend)
+    MASKS.register(IMAGE_ATTENTION, _bias)
     if model._supports_attention_backend:
-        AttentionInterface.register(IMAGE_ATTENTION, _attend)
-        MASKS.register(IMAGE_ATTENTION, _bias)
         model.set_attn_implementation(IMAGE_ATTENTION)
+    elif model.main_input_name == "input_values" and model._supports_sdpa:
+        model.config._attn_implementation = IMAGE_ATTENTION
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def entries(graph: GraphModule) -> list[Entry]:
     info: ModelInfo = graph.meta["model"]
     if info.pair is not None:
         return _of_pair(graph, info)
-    if info.encoder_source is None:
+    if info.kind != "seq2seq":
         return [Entry("main", reexport(graph), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [

@@ -14,18 +14,19 @@ from torch.fx import GraphModule
 
 from compressor.codegen.lowering.entries import split
 from compressor.graph.caches import empty_caches
-from compressor.graph.kinds.encoder_decoder import Pair
+from compressor.graph.kinds.encoder_decoder import Batch, Pair
 from compressor.graph.model import ModelInfo
-from compressor.runtime import next_tokens, source_of, tokens_left, without
+from compressor.runtime import collapsed, next_tokens, source_of, tokens_left, without
 
+_ALL = 1 << 20  # one a frame at most, of 20 ms each
 _LONGEST = 448  # tokens, for models that state no limit
 
 
 class Listener(Protocol):
     """A model of speech."""
 
-    def told(self, pair: Pair) -> Tensor:
-        """Return the logits float32 [S, V] of the next token after each of a pair's."""
+    def told(self, batch: Batch) -> Tensor:
+        """Return the logits float32 [S, V] of the next token after each of a pair's, or of each frame of a sound."""
 
     def said(self, samples: NDArray[np.float32], most: int) -> list[int]:
         """Return the likeliest tokens for samples float32 [N], at most ``most``, up to the end of the text."""
@@ -41,8 +42,9 @@ class GraphListener:
         self._facts: dict[str, Any] = dataclasses.asdict(self._info.encoder_source)
 
     @torch.no_grad()
-    def told(self, pair: Pair) -> Tensor:
+    def told(self, pair: Batch) -> Tensor:
         """See :class:`Listener`."""
+        assert isinstance(pair, Pair)
         count = pair.ids.shape[1]
         return self._steps(pair.source, count)(pair.ids, torch.arange(count))
 
@@ -81,11 +83,40 @@ class GraphListener:
         return step
 
 
+class FramesListener:
+    """A captured model that gives each frame of a sound a token, in PyTorch."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self._graph = graph
+        reads = graph.meta["model"].encoder_source
+        self._facts: dict[str, Any] = dataclasses.asdict(reads)
+
+    @torch.no_grad()
+    def told(self, batch: Batch) -> Tensor:
+        """See :class:`Listener`."""
+        assert isinstance(batch, Tensor)
+        found = self._graph(batch)
+        logits: Tensor = found[0] if isinstance(found, Tensor) else found[0][0]
+        return logits
+
+    def said(self, samples: NDArray[np.float32], most: int) -> list[int]:
+        """See :class:`Listener`."""
+        logits = self.told(torch.from_numpy(source_of(samples, self._facts)))
+        return collapsed(logits.argmax(-1).numpy(), self._facts["blank_id"])[:most]
+
+
+def listener_of(graph: GraphModule) -> Listener:
+    """Return a captured model of speech, listening."""
+    return FramesListener(graph) if graph.meta["model"].labels_frames else GraphListener(graph)
+
+
 def most_tokens(model: Mapping[str, Any]) -> int:
     """Return how many tokens a model has positions for behind its first ones: the last needs none.
 
     Args:
         model: a manifest's facts, or a captured model's.
     """
+    if model["encoder_source"].get("blank_id") is not None:
+        return _ALL
     positions = model["max_positions"] or _LONGEST
     return int(positions) + 1 - len(model["encoder_source"]["start_ids"])

@@ -13,6 +13,12 @@ from compressor.evaluate.speech.listeners import Listener
 from compressor.progress import Reporter, Silent
 
 
+def _of_frames(result: EvalResult) -> EvalResult:
+    """Leave out what has no meaning where no token is right for a frame: perplexities, and the number of tokens."""
+    intervals = {name: ends for name, ends in result.intervals.items() if not name.startswith("perplexity")}
+    return dataclasses.replace(result, perplexity=None, dense_perplexity=None, tokens=None, intervals=intervals)
+
+
 @torch.no_grad()
 def measure_speech(
     model: Listener,
@@ -28,20 +34,25 @@ def measure_speech(
         most: tokens that a model may say at most.
         dense: the reference model.
     """
+    labels_frames = sounds.reads.blank_id is not None
     scores, ours, theirs, write = TokenScores(), ErrorRates(), ErrorRates(), sounds.tokenizer.decode
     with (reporter or Silent()).task("evaluate", len(sounds)) as task:
         for number in range(len(sounds)):
-            samples, pair, said = sounds.samples(number), sounds.pair(number), sounds.text(number)
-            targets = sounds.spoken(number)[len(sounds.reads.start_ids) :]
-            count = len(targets)
-            reference = None if dense is None else dense.told(pair)[-count:]
-            scores.add(targets, model.told(pair)[-count:], reference)
+            samples, batch, said = sounds.samples(number), sounds.batch(number), sounds.text(number)
+            logits, reference = model.told(batch), None if dense is None else dense.told(batch)
+            if labels_frames:
+                targets = (logits if reference is None else reference).argmax(1)
+            else:
+                targets = sounds.spoken(number)[len(sounds.reads.start_ids) :]
+                logits = logits[-len(targets) :]
+                reference = None if reference is None else reference[-len(targets) :]
+            scores.add(targets, logits, reference)
             ours.add(said, write(model.said(samples, most)))
             if dense is not None:
                 theirs.add(said, write(dense.said(samples, most)))
             task.advance()
     result = dataclasses.replace(
-        scores.result(),
+        _of_frames(scores.result()) if labels_frames else scores.result(),
         sounds=len(sounds),
         word_error_rate=ours.of_words,
         character_error_rate=ours.of_characters,

@@ -23,6 +23,8 @@ from compressor.graph.model import ModelInfo
 
 SOURCE, SOURCE_MASK = "source", "source_mask"
 """Names of the encoder's inputs; they come after the decoder's."""
+SAMPLES = "samples"
+"""Name of the one input of a model that gives each frame of a sound a token."""
 _SAMPLES = 160_000  # ten seconds
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -43,9 +45,9 @@ class Pair:
 Batch: TypeAlias = Tensor | Pair
 """What a graph runs on at once: ids int64 [B, S]; a plain module's inputs float32 [B, ...]; sound, or a picture, with
 tokens."""
-SampleInputs: TypeAlias = Tensor | Sequence[Pair]
-"""All of a calibration's samples: ids or inputs in one tensor, or sounds or pictures with their tokens, each of
-its own length."""
+SampleInputs: TypeAlias = Tensor | Sequence[Batch]
+"""All of a calibration's samples: ids or inputs in one tensor, or one by one sounds, with their tokens or alone, or
+pictures with theirs, each of its own length."""
 
 
 def tokens_of(batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from compressor.graph.kinds.encoder_decoder import SOURCE
+from compressor.graph.kinds.encoder_decoder import SAMPLES, SOURCE
 from compressor.graph.model import ModelInfo, SourceInfo
 
 _TOKENS, _SAMPLES = 6, 4000  # of an example; sound must be longer than what its convolutions look at
@@ -27,7 +27,8 @@ def with_least_source(info: ModelInfo, program: ExportedProgram) -> ModelInfo:
     """Return the model's description with the shortest source that its convolutions can read, as an export found it."""
     if info.encoder_source is None or info.encoder_source.reads == "tokens":
         return info
-    (source,) = (node for node in program.graph.nodes if node.op == "placeholder" and node.name == SOURCE)
+    names = (SOURCE, SAMPLES)
+    (source,) = (node for node in program.graph.nodes if node.op == "placeholder" and node.name in names)
     sizes = [size.node.expr for size in source.meta["val"].shape[1:] if isinstance(size, torch.SymInt)]
     least = max([1, *(int(program.range_constraints[size].lower) for size in sizes)])
     return replace(info, encoder_source=replace(info.encoder_source, min_positions=least))

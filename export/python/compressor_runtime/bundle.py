@@ -33,6 +33,7 @@ from compressor_runtime.manifest import (
 )
 from compressor_runtime.session import Session
 from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
+from compressor_runtime.source.frames import frame_tokens, labels_frames
 from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
 from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
@@ -75,7 +76,7 @@ class Bundle:
         self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder", "seq2seq" or "module"
         self.model = checked_model(manifest)
         self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
-        if self.kind == "seq2seq" and wrong_source(self.model):
+        if (self.kind == "seq2seq" or "encoder_source" in self.model) and wrong_source(self.model):
             raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
         arrays = [to_tvm(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
@@ -278,6 +279,9 @@ class Bundle:
         max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
         temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
         seed = None if seed is None else whole("seed", seed, 0)
+        if labels_frames(self.model):
+            stops = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
+            return frame_tokens(self.model, self._run, prompt, max_tokens, temperature, stops)
         facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
         if facts is None:
             first, source = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"]), None
@@ -301,7 +305,7 @@ class Bundle:
         return self.kind == "decoder" or self.model["encoder_source"]["reads"] == "tokens"
 
     def _check_generates(self) -> None:
-        if self.kind not in GENERATING:
+        if self.kind not in GENERATING and not labels_frames(self.model):
             raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

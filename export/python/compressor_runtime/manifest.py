@@ -125,8 +125,9 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     field(model, "max_positions", int)
     field({"entry_bytes": 0, **model}, "entry_bytes", int)
     is_pair = manifest["kind"] == "module" and "pair" in model
-    sizes |= {"module": ("vocab_size",)} if is_pair else {}
-    others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", *(() if is_pair else ("vocab_size",)))}
+    has_tokens = is_pair or "encoder_source" in model
+    sizes |= {"module": ("vocab_size",)} if has_tokens else {}
+    others = {"decoder": (), "encoder": ("kv_heads",), "module": ("kv_heads", *(() if has_tokens else ("vocab_size",)))}
     wrong = [] if manifest["kind"] in sizes else ["kind"]
     wrong += ["kind"] if any(model.get(name) for name in others.get(manifest["kind"], ())) else []
     wrong += [name for name in sizes.get(manifest["kind"], ()) if field(model, name, int) == 0]

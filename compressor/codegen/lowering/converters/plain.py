@@ -20,7 +20,8 @@ _UNROLLED = 16  # places of a scatter that are written out
 def slice_rows(node: fx.Node, importer: Any) -> Any:
     """Emit a slice up to a symbolic end, such as the first S rows of a table of positions, with that length.
 
-    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S).
+    TVM's own converter infers min(S, rows), with which nothing broadcasts; and of the first token, min(1, S); and
+    no length where the end counts from behind.
     """
     given: Any = node.args
     table, axis, begin, end, step = given + (None, 0, None, None, 1)[len(given) :]
@@ -29,6 +30,9 @@ def slice_rows(node: fx.Node, importer: Any) -> Any:
     whole = table.meta["val"].shape[axis]
     if isinstance(length, int) and not isinstance(whole, int) and isinstance(begin or 0, int) and step == 1:
         return picking.rows_in_a_row(importer, importer.env[table], axis, begin or 0, length)
+    if not begin and step == 1 and isinstance(end, int) and end < 0 and not isinstance(whole, int):
+        x = importer.env[table]
+        return picking.rows_in_a_row(importer, x, axis, 0, x.ty.shape[axis] + end)
     if begin or step != 1 or not _same_symbol(length, known):
         return importer._slice(node)
     return picking.rows_in_a_row(importer, importer.env[table], axis, 0, importer.env[end])
@@ -158,12 +162,15 @@ def put_in_place(node: fx.Node, importer: Any) -> Any:
 
 
 def group_norm(node: fx.Node, importer: Any) -> Any:
-    """Emit a norm over all channels and a length that varies, for which TVM's own kernel has no schedule here."""
+    """Emit a norm over a length that varies, and over all channels or each: TVM's own kernel has no schedule here.
+
+    Of each channel, with a length that is a quotient, LLVM does not come to an end with it.
+    """
     x, groups, weight, bias, eps = (*importer.retrieve_args(node), None, None, 1e-5)[:5]
     _, channels, *rest = x.ty.shape
-    if groups != 1 or all(isinstance(size, tvm.tirx.IntImm) for size in rest):
+    if groups not in (1, int(channels)) or all(isinstance(size, tvm.tirx.IntImm) for size in rest):
         return importer._group_norm(node)
-    emit, op, axes = importer.block_builder.emit, relax.op, list(range(1, 2 + len(rest)))
+    emit, op, axes = importer.block_builder.emit, relax.op, list(range(1 if groups == 1 else 2, 2 + len(rest)))
     centred = emit(op.subtract(x, emit(op.mean(x, axes, keepdims=True))))
     spread = emit(op.mean(emit(op.multiply(centred, centred)), axes, keepdims=True))
     result = emit(op.multiply(centred, emit(op.rsqrt(emit(op.add(spread, relax.const(float(eps), "float32")))))))

@@ -114,7 +114,10 @@ def tokens_left(facts: dict[str, Any] | None, most: int, room: int) -> int:
 
 
 def wrong_source(model: dict[str, Any]) -> bool:
-    """Return whether the manifest's entry about the source holds something that cannot be."""
+    """Return whether the manifest's entry about the source holds something that cannot be.
+
+    A decoder begins with some tokens; where each frame of a sound gets a token, there is a blank in their place.
+    """
     facts, vocab_size = model.get("encoder_source"), model.get("vocab_size", 0)
     if not isinstance(facts, dict) or facts.get("reads") not in ("tokens", "audio"):
         return True
@@ -123,7 +126,10 @@ def wrong_source(model: dict[str, Any]) -> bool:
     numbers = type(facts.get("max_positions")) is int and type(facts.get("forced_eos_id")) in (int, type(None))
     shape = facts.get("shape")
     sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    return not (known and numbers and sizes and facts["start_ids"]) or (facts["reads"] == "audio" and _wrong(facts))
+    blank = facts.get("blank_id")
+    known = known and (bool(facts["start_ids"]) if blank is None else type(blank) is int and 0 <= blank < vocab_size)
+    known = known and (blank is not None) == (model.get("layers") == 0) and (blank is None or facts["reads"] == "audio")
+    return not (known and numbers and sizes) or (facts["reads"] == "audio" and _wrong(facts))
 
 
 def _wrong(facts: dict[str, Any]) -> bool:
