@@ -11,12 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import UserError
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, _trace
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 from torch.fx.experimental import _config
@@ -222,20 +223,27 @@ def error_context(root: nn.Module | None, name: str, is_plain: bool = False) -> 
         raise CaptureError(f"{name}: {error}") from error
     except Exception as error:
         where = _where(error, root) or (type(root).__name__ if root is not None else name)
-        reason = _fixed_sizes(error) or f"{type(error).__name__}: {first_line(error, 'no reason given')}"
+        reason = _fixed_sizes(error) or _branch(error)
+        reason = reason or f"{type(error).__name__}: {first_line(error, 'no reason given')}"
         raise CaptureError(f"{name}: cannot be captured: {where}: {reason}; {_advice(error, is_plain)}") from error
 
 
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Silence the traceback that torch logs where an operator cannot run on fake tensors; our errors say it better."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """Silence what torch logs and prints where it cannot follow an operator or a branch; our errors say it better."""
+    logs = [
+        logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+    ]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
-        yield
+        # torch.export prints the graph so far when it gives up; stderr is also that of the run's progress.
+        with patch.object(_trace, "print", lambda *_, **__: None, create=True):
+            yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 _FIXED_SIZE = ("specialized", "Constraints violated", "Cannot create Dim")
@@ -251,14 +259,20 @@ def _fixed_sizes(error: Exception) -> str:
     return f"the code does not hold for all sizes of {sizes}: it fixes them, or rounds them to whole blocks"
 
 
+def _branch(error: Exception) -> str:
+    """Return that a line branches on a value, in our words; empty if the error is another."""
+    is_branch = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+    return "the line branches on a tensor's value" if is_branch else ""
+
+
 def _advice(error: Exception, is_plain: bool) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return (
             "the model picks its attention from a table of its own, not through transformers' attention interface; "
             "capture it as a module with example inputs"
         )
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
-        return "the line branches on a tensor's value: make it depend on shapes only, or capture the module around it"
+    if _branch(error):
+        return "make it depend on shapes only, or capture the module around it"
     if "Constraint" in type(error).__name__ or any(word in str(error) for word in _FIXED_SIZE):
         if is_plain:
             return "a size that was to stay symbolic is fixed by the code: fix it in dynamic_shapes too"

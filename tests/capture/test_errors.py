@@ -151,8 +151,6 @@ def test_one_weight_under_two_spellings(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "nonesuch"}, r"config\.json: cannot be used .*trust_remote_code"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-         r"model\.rotary_emb \(LlamaRotaryEmbedding\) at .*rope_utils\.py:\d+: .*branches on a tensor's value"),
     ],
 )  # fmt: skip
 def test_configurations_that_are_refused(folder: Path, changes: dict[str, object], message: str) -> None:
@@ -175,11 +173,12 @@ class Gate(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_error_names_module_and_line() -> None:
+def test_error_names_module_and_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         CaptureError, match=r"Branching: .*inner\.1 \(Gate\) at .*test_errors\.py:\d+: .*tensor's value"
     ):
         capture(Branching(), (torch.ones(2, 4),))
+    assert capfd.readouterr() == ("", "")  # torch prints the graph so far
 
 
 def test_plain_module_needs_inputs_and_float32() -> None:

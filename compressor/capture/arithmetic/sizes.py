@@ -61,14 +61,14 @@ class KnownBound:
         """Ask for a range that lies on one side of the number."""
         return why_not((_decided(match) is None, "the size may lie on both sides of the number"))
 
-    def rewrite(self, graph: fx.Graph, match: fx.Node) -> Any:
-        """Put the one or the other in its place."""
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node | None:
+        """Put the one or the other in its place; return None where that is the number."""
         found = _decided(match)
         for user in list(match.users):
             user.args = fx.node.map_arg(user.args, lambda node: found if node is match else node)
             user.kwargs = fx.node.map_arg(user.kwargs, lambda node: found if node is match else node)
         graph.erase_node(match)
-        return found
+        return found if isinstance(found, fx.Node) else None
 
 
 def _decided(node: fx.Node) -> Any:
