@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from compressor.formats.elements import Element
 from compressor.formats.extras import ColumnBlocks, SkippedInputs
 from compressor.formats.format import Format
+from compressor.formats.layouts.columns import from_bits, from_panel, put_columns, to_bits, to_panels
 from compressor.formats.parts import TILE_ROWS, TILED
 
 PIECE_ELEMENTS = 1 << 22
@@ -185,15 +186,8 @@ def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: Col
 def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:
     """Store a weight column by column, with thresholds of its inputs, float32 [in]; what it stands for stays."""
     fmt, (codes, _, _) = packed.format.with_extra(SkippedInputs()), unpack(packed)
-    rows = SkippedInputs.panel_rows(len(codes), fmt.bits)
-    panels = pad(codes, (0, 0, 0, -len(codes) % rows)).view(-1, rows, codes.shape[1]).mT  # [panels, in, rows]
-    if fmt.bits == 8:
-        stored = panels ^ 0x80
-    else:
-        halves = panels.reshape(*panels.shape[:2], -1, 2, 16)
-        stored = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
-    parts = {**packed.parts, "codes": stored.contiguous(), "thresholds": thresholds.float()}
-    return PackedWeight(parts, fmt, packed.shape)
+    stored = to_panels(codes, SkippedInputs.panel_rows(len(codes), fmt.bits), fmt.bits)
+    return PackedWeight({**packed.parts, "codes": stored, "thresholds": thresholds.float()}, fmt, packed.shape)
 
 
 def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
@@ -201,14 +195,9 @@ def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     fmt, (rows, columns) = packed.format, packed.shape
     scale = _spread(_untile(packed.parts["scales"], fmt, rows).float(), fmt.columns(columns), columns)
     for panel, stored in enumerate(packed.parts["codes"]):
-        if fmt.bits == 8:
-            codes = stored ^ 0x80
-        else:
-            halves = stored.view(len(stored), -1, 1, 16)
-            codes = torch.cat([halves & 15, halves >> 4], dim=-2).flatten(-3)
-        begin = panel * codes.shape[-1]
-        which = slice(begin, min(rows, begin + codes.shape[-1]))
-        yield which, unscaled(codes.T[: which.stop - begin], None, fmt).mul_(scale[which])
+        codes = from_panel(stored, fmt.bits)
+        which = slice(panel * len(codes), min(rows, (panel + 1) * len(codes)))
+        yield which, unscaled(codes[: which.stop - which.start], None, fmt).mul_(scale[which])
 
 
 def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
@@ -316,35 +305,3 @@ def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
         for part, (kind, shape) in fmt.parts(rows, columns).items()
     }
     return PackedWeight(parts, fmt, (rows, columns))
-
-
-def to_bits(columns: Tensor, in_features: int) -> Tensor:
-    """Return a bit for each column: int64 [tiles, kept] -> uint8 [tiles, 8 * ceil(in / 64)]."""
-    flags = torch.zeros(len(columns), in_features, dtype=torch.uint8).scatter_(1, columns, 1)
-    octets = pad(flags, (0, -in_features % 64)).view(len(columns), -1, 8)
-    return (octets << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-
-
-def from_bits(bits: Tensor, kept: int) -> Tensor:
-    """Undo :func:`to_bits`: the columns rise.  No size depends on data, so that operators can be followed without any.
-
-    Returns:
-        int64 [tiles, kept].
-    """
-    flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    first = (1 - flags.flatten(1).to(torch.int8)).argsort(dim=1, stable=True)
-    return first[:, :kept]
-
-
-def put_columns(values: Tensor, columns: Tensor, in_features: int) -> Tensor:
-    """Put kept columns where they belong, with zeros between them.
-
-    Args:
-        values: float [rows, kept], rows of whole tiles of 16 but for the last.
-        columns: int64 [tiles, kept].
-    Returns:
-        float [rows, in].
-    """
-    tiles = columns[: -(-len(values) // TILE_ROWS)]  # those behind are of rows behind
-    places = tiles.repeat_interleave(TILE_ROWS, dim=0)[: len(values)]
-    return values.new_zeros(len(values), in_features).scatter(1, places, values)

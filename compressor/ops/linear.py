@@ -41,7 +41,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
     for_x, for_weight, for_bias = ctx.needs_input_grad
     dy = gradient.reshape(-1, weight.shape[0])
     dx = _in_pieces(dy, weight.to(x.dtype)).view(x.shape) if for_x else None
-    dw = _in_pieces(dy.t(), x.reshape(len(dy), -1)).to(weight.dtype) if for_weight else None
+    dw = _in_pieces(dy.t(), x.reshape(-1, weight.shape[1])).to(weight.dtype) if for_weight else None
     return dx, dw, dy.sum(0) if for_bias else None
 
 

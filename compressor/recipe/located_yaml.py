@@ -114,14 +114,18 @@ class Source:
                 self.origins[path + known[len(prefix) :]] = origin
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], listed_by: str = "") -> str:
     """Format ``nearest: x; there are: x, y, z`` for an unknown name, without ``nearest`` if no known name is
     similar.
+
+    Args:
+        listed_by: a command that lists them, which stands in place of many names.
     """
     names = sorted(known)
     lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name[:80].lower(), lower, n=1, cutoff=0.4)
     there_are = f"there are: {', '.join(names)}" if names else "there are none"
+    there_are = f"`{listed_by}` lists all" if listed_by else there_are
     return f"nearest: {lower[close[0]]}; {there_are}" if close else there_are
 
 

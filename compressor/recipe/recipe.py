@@ -177,7 +177,7 @@ def load_recipe(
     if not is_file(file):
         shipped = find_shipped("recipes", str(path))
         if shipped is None:
-            hint = nearest(file.stem, shipped_names("recipes"))
+            hint = nearest(file.stem, shipped_names("recipes"), "compress list recipes")
             raise RecipeError(f"{path}: no such file, and no shipped recipe has that name; {hint}")
         file = shipped
     source = read_recipe(file)

@@ -107,7 +107,7 @@ def read_recipe(path: Path, seen: Sequence[Path] = ()) -> Source:
     base = written if is_file(written) else find_shipped("recipes", name)
     if base is None:
         why = f"no recipe at {str(written)!r}, and none of that name is shipped"
-        raise source.error(("extends",), f"{why}; {nearest(name, shipped_names('recipes'))}")
+        raise source.error(("extends",), f"{why}; {nearest(name, shipped_names('recipes'), 'compress list recipes')}")
     if base.resolve() in seen:
         circle = " -> ".join(str(step) for step in [*seen, base.resolve()])
         raise source.error(("extends",), f"recipes extend one another in a circle: {circle}; remove one `extends:`")

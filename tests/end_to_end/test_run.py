@@ -32,6 +32,7 @@ from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.models import evaluate_path
 from compressor.evaluate.quality import GraphLogits, graph_hidden, measure_quality
 from compressor.formats.cache import DENSE_CACHE
+from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.graph.kinds.tables import embedding_tables
@@ -39,6 +40,7 @@ from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites, packed_weight_sites
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
+from compressor.passes.activation_sparse import ActivationSparse
 from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.distill import Distill
 from compressor.passes.embedding import Embedding
@@ -121,7 +123,8 @@ def leaves_dense(step: Any) -> bool:
 
 def is_whole(name: str) -> bool:
     """Whether all linears are compressed: also where the first pass changes weights that a later one is to pack."""
-    return name == FULL or not packs(load_recipe(name).passes[0])
+    steps = load_recipe(name).passes
+    return name == FULL or not packs(steps[0]) or any(isinstance(step, ActivationSparse) for step in steps)
 
 
 @functools.cache
@@ -210,7 +213,7 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     dense = captured(result.recipe.model_source())
     everything, tables = linear_sites(dense), [table.site.name for table in embedding_tables(dense)]
     assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
-    packed = [site for site in sites if site["format"]]
+    packed = {site["site"]: site for site in sites if site["format"]}.values()  # as they are in the end
     assert {site["pass_name"] for site in sites if not site["format"]} == {
         PASSES.name_of(step) for step in result.recipe.passes if leaves_dense(step)
     }
@@ -221,7 +224,8 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     tabled = {step.scheme for step in result.recipe.passes if isinstance(step, Embedding)}
     assert formats == set(result.manifest["formats"])
     schemes = set(step.schemes) if hasattr(step, "schemes") else {step.scheme}  # a pass may add columns in float16
-    assert all({name, Format.parse(name).without_outliers.name} & {*schemes, *tabled} for name in formats)
+    plain = {name.removesuffix(SkippedInputs.suffix) for name in formats}  # so stored by activation_sparse
+    assert all({name, Format.parse(name).without_outliers.name} & {*schemes, *tabled} for name in plain)
     assert metrics["weight_bytes"] < metrics["dense_weight_bytes"]
     info: ModelInfo = result.graph.meta["model"]
     if info.kind == "decoder":
@@ -229,7 +233,7 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
         fewer_heads = any(isinstance(step, HeadPrune) for step in result.recipe.passes)
         assert smaller == (info.cache_format != DENSE_CACHE or fewer_heads)
         most, least = LOSES.get(name, (0.05, 0.8))
-        assert -0.02 < metrics["perplexity_increase"] < most
+        assert -0.05 < metrics["perplexity_increase"] < most  # a model of two blocks may gain by zeros
         assert least < metrics["top1_agreement"] <= 1
     else:
         assert 0.95 < metrics["embedding_cosine_min"] < metrics["embedding_cosine"] < 1
@@ -274,7 +278,8 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
     stored = result.manifest["weight_bytes"]
     assert stored == pytest.approx(expected, rel=0.02)
     assert (result.bundle / "weights.safetensors").stat().st_size == pytest.approx(stored, rel=0.02)
-    for site in filter(lambda site: site["format"], result.manifest["sites"]):
+    latest = {site["site"]: site for site in result.manifest["sites"] if site["format"]}
+    for site in latest.values():
         assert site["bytes_after"] == formats[site["site"]].packed_bytes(*shapes[site["site"]])
 
 

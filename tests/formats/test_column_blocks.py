@@ -11,7 +11,8 @@ from kernel_cases import random_packed
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
-from compressor.formats.packing import dequantize, from_bits, kept_part, leave_out, to_bits
+from compressor.formats.layouts.columns import from_bits, to_bits
+from compressor.formats.packing import dequantize, kept_part, leave_out
 
 NAMES = ["W8A8_B16x1@80", "W4A16_G32_B16x1@50", "W3A8_ASYM_G64_B16x1@12.5", "NF4_G64_B16x1@99", "LUT3_B16x1@70"]
 

@@ -336,7 +336,9 @@ def test_extends(tmp_path: Path) -> None:
 
 
 def test_a_missing_recipe_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no shipped recipe has that name; nearest: quickstart; there are: "):
+    with pytest.raises(
+        RecipeError, match="no shipped recipe has that name; nearest: quickstart; `compress list recipes`"
+    ):
         load_recipe("quickstrat")
     with pytest.raises(RecipeError, match="no such file"):
         load_recipe(tmp_path)

@@ -25,8 +25,9 @@ from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
+from compressor.formats.layouts.columns import from_bits
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, dequantize, from_bits, kept_part, leave_out, pack
+from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, pack
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states

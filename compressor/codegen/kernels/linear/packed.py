@@ -1,13 +1,10 @@
 """The packed linear: dequantisation and matrix product in one kernel that reads the stored codes.
 
-Integer path: activations become int8 codes (of 8 bits or fewer), dot products run in int32 within a group of columns,
-by bytes, by AMX's tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path:
-activations stay as they are, or become the floats that they round to
-(:mod:`compressor.codegen.kernels.linear.activations`), and codes become floats in registers, integers by conversion,
-small floats by way of float16, tables by a permutation, codebooks by a tree of choices.  What a weight stores as floats
-meets the activations as they came, after that.  A single token takes a loop over ``gemv_tiles`` tiles of 16 rows;
-several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block, or, where columns
-are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.
+Integer path: activations become int8 codes, dot products run in int32 within a group of columns, by bytes, by AMX's
+tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
+are, or become the floats that they round to, and codes become floats in registers.  A single token takes a loop over
+``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code
+once a block, or, where columns are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,4 @@
+"""How bits of masks and codes lie where they are not tiles of interleaved words.
+
+Invariant: each function has one that undoes it exactly.
+"""
