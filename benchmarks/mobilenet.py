@@ -121,6 +121,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0], "2,1", "/", "once")
     parser.set_defaults(repeats=9)
     options = parsed(parser)
+    options.out.mkdir(parents=True, exist_ok=True)
     task, ours = MobileNet(options.folder), list[Runtime]()
     for scheme in task.ours:
         folder = options.folder / f"ours-{scheme}"

@@ -16,6 +16,7 @@ _MODULES = (
         "source/wave_file",
         "source/features",
         "source/encoding",
+        "source/frames",
         "source/pairs",
         "bundle",
         "command",
