@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,12 +14,12 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import UsageError
 from compressor.formats.extras import SkippedInputs
-from compressor.formats.packing import dequantize, meta_packed, skip_inputs
+from compressor.formats.packing import PackedWeight, dequantize, meta_packed, skip_inputs
 from compressor.graph.rewrite import packed_weight, replace_packed, set_parameter
 from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import EXPERT, Site, packed_sites
 from compressor.numerics.sparsity.input_thresholds import MOST_SHARE, STEP, Sizes, greedy_shares, skipped
-from compressor.pipeline.context import Context, SiteRecord
+from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan
 from compressor.pipeline.sites import choose_sites
@@ -60,9 +60,8 @@ class ActivationSparse(Pass):
         self._choose(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Store the matched linears by columns, and give them thresholds; the records' errors are of their outputs."""
+        """Store the matched linears by columns, and give them thresholds; their records say what that adds."""
         chosen, samples = self._choose(graph), ctx.calibration("activation_sparse")
-        before = {site.name: packed_weight(graph, site).nbytes for site in chosen}
         for site in chosen:
             replace_packed(graph, site, skip_inputs(packed_weight(graph, site), torch.zeros(site.in_features)))
         stream = SegmentRunner(graph, split_samples(graph, samples.ids, MICRO_BATCH_TOKENS), ctx.spill)
@@ -72,11 +71,7 @@ class ActivationSparse(Pass):
                 mine = [site for site in chosen if site.node in segment.nodes]
                 for site, share, error in self._skip(graph, stream, segment, mine):
                     packed, size = packed_weight(graph, site), site.out_features * site.in_features
-                    note = f"skips {share:.1%} of its inputs"
-                    ctx.records.append(
-                        SiteRecord(site.name, "activation_sparse", packed.format.name, before[site.name], packed.nbytes,
-                                   error, "output", note=note)
-                    )  # fmt: skip
+                    _extend_record(ctx, site.name, packed, f"skips {share:.1%} of its inputs, an error of {error:.2g}")
                     graph.meta.setdefault("read_shares", {})[site.weight_name] = 1 - share
                     total, done = total + size, done + share * size
                     task.advance()
@@ -159,3 +154,11 @@ class ActivationSparse(Pass):
                     "W4A16_G128, or `ignore` it"
                 ) from error
         return chosen
+
+
+def _extend_record(ctx: Context, name: str, packed: PackedWeight, note: str) -> None:
+    """Say in the record of the pass that packed a linear how it is stored now."""
+    for place, record in enumerate(ctx.records):
+        if record.site == name and record.format:  # a rotation's matrix has no record
+            notes = "; ".join(filter(None, [record.note, note]))
+            ctx.records[place] = replace(record, format=packed.format.name, bytes_after=packed.nbytes, note=notes)

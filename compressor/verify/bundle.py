@@ -253,6 +253,9 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     widths: Iterable[int] = (widest, widest - fmt.chunk_columns + 1)
     if len(bits := found.get("kept", ("", []))[1]) == 2:  # a bit for each column
         widths = range(8 * bits[1], max(0, 8 * bits[1] - 64), -1)
+    if len(limits := found.get("thresholds", ("", []))[1]) == 1:  # one for each column; codes lie in panels of rows
+        tiles, *_ = (*found.get("scales", ("", []))[1], 0)
+        rows, widest, widths = tiles * TILE_ROWS, limits[0], limits
     layouts = {
         columns: {part: (SAFETENSORS_TYPES[kind], list(shape)) for part, (kind, shape) in stored.items()}
         for columns in widths

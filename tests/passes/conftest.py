@@ -37,7 +37,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     def run(*steps: Any) -> tuple[Tensor, Tensor, Context]:
         ctx = Context(samples=samples)
         graph = Pipeline(steps).run(clone_graph(dense), ctx)
-        assert len({record.site for record in ctx.records}) == 14
+        assert len(ctx.records) == 14
         with torch.no_grad():
             return before, graph(*inputs)[0], ctx
 
