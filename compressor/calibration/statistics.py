@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compressor.graph.sites import EXPERT, Site, family
-from compressor.numerics.products.deterministic import BLOCK
+from compressor.numerics.products.deterministic import BLOCK, column_sums
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -167,6 +167,23 @@ class ChannelHessian:
     def cross(self) -> Tensor | None:
         """2 / n * (X_dense - X)^T X of each channel; None where the dense inputs were not asked for."""
         return None if self._cross is None else self._cross * (2 / max(1, self.tokens))
+
+
+class MeanSquares:
+    """Mean square of each input channel, float64 [in]."""
+
+    def __init__(self, in_features: int) -> None:
+        self.tokens, self._sums = 0, torch.zeros(in_features, dtype=torch.float64)
+
+    def add(self, x: Tensor, dense: Tensor) -> None:
+        """Add rows, float32 [tokens, in_features]."""
+        self._sums += column_sums(x.square())
+        self.tokens += len(x)
+
+    @property
+    def value(self) -> Tensor:
+        """Mean over the tokens."""
+        return self._sums / max(1, self.tokens)
 
 
 class Inputs:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from torch.fx import GraphModule
-
-from compressor.errors import UsageError
-from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.training.loop import Objective
 from compressor.training.settings import Shape
-from compressor.training.teacher import with_teacher
-from compressor.training.trainable import TrainableGraph
-from compressor.training.training_pass import TrainingPass
+from compressor.training.taught_pass import TaughtPass
 
 
 @dataclass(frozen=True)
-class Distill(TrainingPass, Pass):
+class Distill(TaughtPass, Pass):
     """Train weights so that the outputs come near to those of the dense model, the one before the first pass.
 
     The loss is the divergence of the predictions, softened by a temperature; an encoder's is the error of its hidden
@@ -50,7 +41,6 @@ class Distill(TrainingPass, Pass):
         ignore: patterns of linears to leave as they are.
     """
 
-    needs_dense: ClassVar[bool] = True
     temperature: float = 1.0
     hidden: float = 0.0
     steps: int = 200
@@ -69,14 +59,3 @@ class Distill(TrainingPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature <= 100:
-            raise UsageError(f"distill: temperature {self.temperature:g} is not above 0 and at most 100")
-        if not 0 <= self.hidden <= 1e6:
-            raise UsageError(f"distill: hidden {self.hidden:g} is not a weight from 0 to a million")
-        super().__post_init__()
-
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
-        """Return the graph, and the distance of its outputs to the dense model's."""
-        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden)

@@ -4,49 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationRun
+from compressor.calibration.statistics import MeanSquares
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.graph.sites import Site
-from compressor.numerics.products.deterministic import column_sums
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.training.loop import Objective
 from compressor.training.masks import GrowingBlocks, Masks
 from compressor.training.settings import Shape
-from compressor.training.teacher import with_teacher
-from compressor.training.trainable import TrainableGraph
-from compressor.training.training_pass import TrainingPass
+from compressor.training.taught_pass import TaughtPass
 
 _MEASURED = 32  # samples on which inputs are measured
 
 
-class MeanSquares:
-    """Mean square of each input channel, float64 [in]."""
-
-    def __init__(self, in_features: int) -> None:
-        self.tokens, self._sums = 0, torch.zeros(in_features, dtype=torch.float64)
-
-    def add(self, x: Tensor, dense: Tensor) -> None:
-        """Add rows, float32 [tokens, in_features]."""
-        self._sums += column_sums(x.square())
-        self.tokens += len(x)
-
-    @property
-    def value(self) -> Tensor:
-        """Mean over the tokens."""
-        return self._sums / max(1, self.tokens)
-
-
 @dataclass(frozen=True)
-class SparseTrain(TrainingPass, Pass):
+class SparseTrain(TaughtPass, Pass):
     """Leave out blocks of 16 rows by one column little by little, while the rest learns to predict what the model did.
 
     The share that is left out rises by a cubic schedule during two thirds of the steps; in the last third the zeros
@@ -77,7 +55,6 @@ class SparseTrain(TrainingPass, Pass):
         ignore: patterns of linears to leave as they are.
     """
 
-    needs_dense: ClassVar[bool] = True
     scheme: str
     temperature: float = 1.0
     hidden: float = 0.0
@@ -102,10 +79,6 @@ class SparseTrain(TrainingPass, Pass):
         if Format.parse(self.scheme).extra(ColumnBlocks) is None:
             raise UsageError(f"sparse_train: scheme {self.scheme} leaves nothing out; end it with _B16x1@90 or so")
         super().__post_init__()
-
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
-        """Return the graph, and the distance of its outputs to the dense model's."""
-        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden)
 
     def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
         """Return blocks that grow, chosen by the size of the inputs now."""

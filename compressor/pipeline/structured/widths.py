@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
-from compressor.calibration.statistics import Hessian
+from compressor.calibration.statistics import Hessian, MeanSquares
 from compressor.errors import UsageError
 from compressor.graph.dependencies.axes import shape_of
 from compressor.graph.dependencies.channels import Dependencies, Family
@@ -169,7 +169,7 @@ def score_channels(graph: GraphModule, widths: Widths, squares: Mapping[str, Ten
     """Return each channel's share of what its readers read, in units of its family's mean, float64 [channels].
 
     Args:
-        squares: of each reader's inputs, a multiple of their sums, float64 [in]; None to go by the weights alone.
+        squares: means over each reader's inputs, float64 [in]; None to go by the weights alone.
     """
     scores = []
     for number, readers in enumerate(widths.readers):
@@ -183,25 +183,14 @@ def score_channels(graph: GraphModule, widths: Widths, squares: Mapping[str, Ten
     return scores
 
 
-class _Squares:
-    """Sum of squares of each input, float64 [in]."""
-
-    def __init__(self, in_features: int) -> None:
-        self.sum = torch.zeros(in_features, dtype=torch.float64)
-
-    def add(self, x: Tensor, dense: Tensor) -> None:
-        """Take in rows, float32 [tokens, in_features]."""
-        self.sum += x.square().sum(0)
-
-
 def squares_of(graph: GraphModule, ctx: Context, pass_name: str, widths: Widths) -> dict[str, Tensor]:
-    """Run the samples, and return the sums of squares of each reader's inputs, by site."""
+    """Run the samples, and return the mean squares of each reader's inputs, by site."""
     samples, names = ctx.calibration(pass_name), {site.name for sites in widths.readers for site in sites}
     sites = [site for site in linear_sites(graph) if site.name in names]
     run = CalibrationRun(
-        graph, samples.ids, sites, _Squares, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+        graph, samples.ids, sites, MeanSquares, CalibrationOptions(true_sequential=False, spill=ctx.spill)
     )
-    return {site.name: statistic.sum for group, statistic in run.groups() for site in group}
+    return {site.name: statistic.value for group, statistic in run.groups() for site in group}
 
 
 def remove_widths(
