@@ -52,7 +52,7 @@ class Shifted:
         return why_not(
             (match.target is _aten.pad.default and match.args[2:3] not in ((), ("constant",)), "it repeats tokens"),
             (_filler(match) != 0, "it is not filled with zeros"),
-            (named["step"] != 1 or not (front or behind), "it is no shift"),
+            (named["step"] != 1 or not (front or behind), "it is not a shift"),
         )
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""What is left out of a weight or of its inputs: blocks, whole columns, inputs that are small.
+"""Choose blocks and columns of weights, and small inputs, that are left out.
 
 Invariant: a refit never raises an error under its Hessian, and counts are exact.
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 MOST_SIZES = 1 << 20
 """Sizes that a quantile is taken of."""
 STEP = 0.1
-"""What the share of a linear grows by at once."""
+"""Step by which the share of a linear grows."""
 MOST_SHARE = 0.95
 
 

@@ -31,7 +31,7 @@ _SMALL = 1 << 20
 
 
 class End(Protocol):
-    """What becomes of sums."""
+    """Ends of outputs: how sums become what is stored."""
 
     def start_tiles(self, first: Any, n_tiles: int) -> None:
         """Prepare for the outputs of ``n_tiles`` tiles of rows from ``first`` on."""
