@@ -94,8 +94,8 @@ class TrainingPass(Pass):
             rows, columns, rank = site.out_features, site.in_features, self.adapter_rank
             if rank * (rows + columns) >= rows * columns:
                 raise UsageError(
-                    f"{self.name}: adapters of rank {rank} have as many numbers as {site.name}, {rows}x{columns}; lower "
-                    "`adapter_rank`, or name the linear in `ignore`"
+                    f"{self.name}: adapters of rank {rank} have as many numbers as {site.name}, {rows}x{columns}; "
+                    "lower `adapter_rank`, or name the linear in `ignore`"
                 )
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
