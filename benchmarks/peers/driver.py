@@ -115,7 +115,9 @@ def job() -> Job:
     }  # fmt: skip
     if found := re.fullmatch(r"F16_(?:(\d):(\d)|B1x1@(\d+))", name):
         kept, of, percent = found.groups()
-        zeros = {"pattern": f"{kept}:{of}", "sparsity": 1 - int(kept) / int(of)} if of else {"sparsity": int(percent) / 100}
+        zeros = (
+            {"pattern": f"{kept}:{of}", "sparsity": 1 - int(kept) / int(of)} if of else {"sparsity": int(percent) / 100}
+        )
         return Job(**common, bits=16, group=0, symmetric=True, **zeros)
     found = re.fullmatch(r"(?:W(\d)A16|FP(\d)_(E\dM\d))(_ASYM)?(?:_G(\d+)|_C)", name)
     if found is None:
