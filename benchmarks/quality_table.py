@@ -79,7 +79,8 @@ def _verdict_on_zeros(group: list[dict[str, Any]], ours: list[dict[str, Any]]) -
             continue
         other = min(within, key=lambda other: other["perplexity"])
         lead = other["perplexity"] / row["perplexity"] - 1
-        verdict = "level" if abs(lead) <= _LEVEL else "ahead" if lead > 0 else "BEHIND"
+        ahead, behind = ("zeros pay", "fewer bits pay more") if row["who"] == "ours" else ("ours BEHIND", "ours ahead")
+        verdict = "level" if abs(lead) <= _LEVEL else ahead if lead > 0 else behind
         lines.append(
             f"- {row['who']} {row['method']} {row['format']} ({row['bits']:.3f} bits, {row['perplexity']:.4f}) against "
             f"{other['method']} {other['format']} ({other['bits']:.3f} bits, {other['perplexity']:.4f}): {verdict}\n"
