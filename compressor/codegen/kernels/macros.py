@@ -3,24 +3,28 @@
 ``T.prim_func`` asks for the stack it is called on, to find variables that are named in annotations only, and a macro
 (``T.inline``) that is called inside a kernel asks which parser calls it.  TVM 0.27 does both with ``inspect``, which
 reads file and line of every caller and, for each, goes through all imported modules: together most of the time that it
-takes to write a kernel.  Variables and parsers lie in the frames, so the frames alone are enough.
+takes to write a kernel.  Variables and parsers lie in the frames, so the frames alone are enough.  A macro's source is
+parsed once, not at every call.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import sys
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from tvm.script.parser.core import doc
 from tvm.script.parser.core.parser import ScriptMacro
 from tvm.tirx.script.parser import entry
 
 
 def search_by_frame() -> None:
-    """Replace TVM's search for a macro's parser, and its view of the stack, by ones that find the same."""
+    """Replace TVM's searches for a macro's parser and definition, and for the stack, by ones that find the same."""
     ScriptMacro._find_parser_def = _find_parser
+    ScriptMacro.get_macro_def = _definition
     entry.inspect = SimpleNamespace(**{**vars(inspect), "stack": _stack})
 
 
@@ -32,6 +36,19 @@ def _find_parser(_macro: Any) -> Any:
             return parser
         frame = frame.f_back
     raise RuntimeError("a macro of TVMScript was called outside a kernel; call it in a function under T.prim_func")
+
+
+def _definition(macro: Any) -> Any:
+    for definition in _parsed(macro.source.source).body:
+        if isinstance(definition, doc.FunctionDef) and definition.name == macro.func.__name__:
+            return definition
+    raise RuntimeError(f"{macro.func.__name__}: its source does not define it")
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(source: str) -> Any:
+    """Parse a macro's source; nothing that reads the tree changes it."""
+    return doc.parse(source)
 
 
 def _stack() -> list[inspect.FrameInfo]:

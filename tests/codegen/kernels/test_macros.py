@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import tvm
+from tvm.script.parser.core import doc
 from tvm.script.parser.core.parser import ScriptMacro
 from tvm.tirx.script.parser import entry
 
@@ -29,9 +30,12 @@ def test_kernels_are_those_of_tvms_own_search(monkeypatch: pytest.MonkeyPatch) -
 
     assert ScriptMacro._find_parser_def is macros._find_parser
     assert entry.inspect.stack is macros._stack
+    assert ScriptMacro.get_macro_def is macros._definition
     ours = written()
+    tvm.ir.assert_structural_equal(ours, written())  # of trees that were read before
     monkeypatch.setattr(ScriptMacro, "_find_parser_def", by_inspection)
     monkeypatch.setattr(entry, "inspect", inspect)
+    monkeypatch.setattr(macros, "_parsed", doc.parse)
     tvm.ir.assert_structural_equal(ours, written())
 
 
