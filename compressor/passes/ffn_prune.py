@@ -23,7 +23,8 @@ class FfnPrune(InnerPruning, Pass):
 
     Attributes:
         ratio: share of each network's inner channels to remove, above 0 and below 1.
-        multiple: what is left is rounded up to a multiple of this, which kernels like.
+        multiple: what is left is rounded up to a multiple of this, which kernels like; a network too narrow for that
+            stays whole, and a note says so.
         importance: ``obs`` removes in eight rounds what costs least once the other channels make up for it (optimal
             brain surgery, as ZipLM does to columns); ``activation`` goes by the size of a channel's contribution to the
             outputs, ``magnitude`` by its weights alone.
@@ -45,12 +46,21 @@ class FfnPrune(InnerPruning, Pass):
             raise UsageError(f"{self.name}: multiple {self.multiple} is not between 1 and 4096")
 
     def count_removed(self, channels: Channels) -> int:
-        """Return how many channels of a network go, so that a multiple is left."""
-        count = channels.family.count
-        left = -(-round((1 - self.ratio) * count) // self.multiple) * self.multiple
-        if left >= count or not left:
+        """Return how many channels of a network go, so that a multiple is left; none of one too narrow for that."""
+        left = self._left(channels)
+        if not left:
             raise UsageError(
-                f"{self.name}: {channels.readers[0]}: ratio {self.ratio:g} of {count} channels leaves {left}, "
-                f"rounded up to a multiple of {self.multiple}: change `ratio` or `multiple`, or ignore it"
+                f"{self.name}: {channels.readers[0]}: ratio {self.ratio:g} would take all of "
+                f"{channels.family.count} channels: change `ratio`, or ignore it"
             )
-        return count - left
+        return max(0, channels.family.count - left)
+
+    def why_whole(self, channels: Channels) -> str:
+        """Say how many channels would be left."""
+        return (
+            f"ratio {self.ratio:g} of {channels.family.count} channels leaves {self._left(channels)}, rounded up to a "
+            f"multiple of {self.multiple}: change `ratio` or `multiple`, or ignore it"
+        )
+
+    def _left(self, channels: Channels) -> int:
+        return -(-round((1 - self.ratio) * channels.family.count) // self.multiple) * self.multiple

@@ -34,16 +34,24 @@ class InnerPruning(Pass):
 
     @abstractmethod
     def count_removed(self, channels: Channels) -> int:
-        """Return how many of a family's channels go.
+        """Return how many of a family's channels go; 0 where all of them stay.
 
         Raises:
-            UsageError: none would go, or all.
+            UsageError: all would go, or the pass does not let a family stay whole.
         """
+
+    def why_whole(self, channels: Channels) -> str:
+        """Say why none of a family's channels go, and what to do; of a pass that lets families stay whole."""
+        return f"none of {channels.family.count} channels would go: change `ratio`, or ignore it"
 
     def check_removal(
         self, graph: GraphModule, dependencies: Dependencies, removed: Sequence[tuple[Channels, int]]
     ) -> None:
-        """Raise a UsageError if these removals do not go together; they do, where a pass does not say otherwise."""
+        """Raise a UsageError if these removals do not go together; they do, where a pass does not say otherwise.
+
+        Args:
+            removed: families, and how many channels of each go; at least one goes.
+        """
         return
 
     def __post_init__(self) -> None:
@@ -62,19 +70,27 @@ class InnerPruning(Pass):
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a model without such channels, or of which too few or too many would go."""
-        self._choose(graph)
+        self._choose(graph, ctx)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Remove the channels; each reader's record has the relative squared error of its outputs."""
-        return remove_inner(graph, ctx, self.name, self, *self._choose(graph))
+        return remove_inner(graph, ctx, self.name, self, *self._choose(graph, ctx))
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Remove as many channels of a graph without weights."""
-        return plan_removal(graph, *self._choose(graph), self.importance)
+        return plan_removal(graph, *self._choose(graph, ctx), self.importance)
 
-    def _choose(self, graph: GraphModule) -> tuple[Dependencies, list[tuple[Channels, int]]]:
-        """Return the channels, and how many of each family to remove."""
+    def _choose(self, graph: GraphModule, ctx: Context) -> tuple[Dependencies, list[tuple[Channels, int]]]:
+        """Return the channels, and how many of each family to remove; families that stay whole are noted."""
         dependencies, found = choose_channels_of(graph, self.name, self.targets, self.ignore, self.what)
-        removed = [(one, self.count_removed(one)) for one in found]
+        counts = [self.count_removed(one) for one in found]
+        whole = [one for one, count in zip(found, counts, strict=True) if not count]
+        if len(whole) == len(found):
+            raise UsageError(f"{self.name}: {whole[0].readers[0]}: {self.why_whole(whole[0])}")
+        if whole:
+            note = f"{self.name}: {len(whole)} of {len(found)} families stay whole, the first of them that of "
+            note += f"{whole[0].readers[0]}: {self.why_whole(whole[0])}"
+            ctx.notes += [note] if note not in ctx.notes else []
+        removed = [(one, count) for one, count in zip(found, counts, strict=True) if count]
         self.check_removal(graph, dependencies, removed)
         return dependencies, removed
