@@ -51,6 +51,7 @@ SHOWN = {
     "Starcoder 2",
     "Gemma 4, shared keys",  # a layer that shares another's keys, layers of different heads and widths
     "Qwen 3 VL, text",  # the half for texts, assignments to slices
+    "Llama 4, experts",  # all computed for each token, which chose one
     "DeepSeek 3",  # experts chosen by groups, shared experts, layers without experts
 }
 SHOWN_RECURRENT = {  # with the operators that have a state

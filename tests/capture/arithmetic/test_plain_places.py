@@ -76,3 +76,30 @@ def test_deviations_are_written_out(given: dict[str, Any]) -> None:
     x = 100 + torch.randn(2, 11)  # a mean of squares would lose most bits
     torch.testing.assert_close(graph(x), _Spreads(**given)(x), rtol=1e-5, atol=0)
     assert "std" not in str(graph.graph) and "var" not in str(graph.graph)
+
+
+class _Marks(nn.Module):
+    """Assigns, or adds, values where the input is negative: in all places, or in whole rows."""
+
+    def __init__(self, rows: bool, value: Tensor, adds: bool) -> None:
+        super().__init__()
+        self.rows, self.value, self.adds = rows, nn.Buffer(value), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.cos()
+        mask = x[0, :, 0] < 0 if self.rows else x < 0
+        where = [None, mask] if self.rows else [mask]
+        return torch.ops.aten.index_put(y, where, self.value, accumulate=self.adds)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "value"),
+    [(False, torch.tensor(2.0)), (False, torch.ones(1)), (True, torch.tensor(3.0)), (True, torch.randn(1, 3))],
+)
+def test_an_assignment_by_a_mask_is_a_choice(rows: bool, value: Tensor, adds: bool) -> None:
+    model = _Marks(rows, value, adds)
+    graph = capture(model, torch.randn(2, 7, 3), dynamic_shapes=({1: Dim("tokens", min=1)},))
+    x = torch.randn(2, 5, 3)
+    assert torch.equal(graph(x), model(x))
+    assert "index_put" not in str(graph.graph)
