@@ -56,7 +56,7 @@ def column_saliency(pass_name: str, graph: GraphModule, ctx: Context, sites: Seq
     model, rows = TrainableGraph(graph, names), samples.ids[:SALIENCY_SAMPLES]
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     with ctx.reporter.task(pass_name, len(rows)) as task:
-        for row in rows.split(1):
+        for row in torch.split(rows, 1):
             logits = model(row).last
             is_text = model.info.generates
             loss = next_token_loss(logits, row) if is_text else cross_entropy(logits, logits.detach().argmax(-1))
