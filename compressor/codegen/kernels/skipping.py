@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
-from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.prologue import Prologue, fill_rows
 from compressor.codegen.kernels.linear.weights import Weight, Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers, splat, splat_float
 from compressor.formats.extras import SkippedInputs
@@ -108,7 +108,7 @@ def skipping_linear(
     panels, _, _ = fmt.parts(rows, columns)["codes"][1]
     panel = Panel(SkippedInputs.panel_rows(rows, fmt.bits), columns, fmt, isa)
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
-    fill, gather, zero_small = _fill(columns, prologue), _gathering(panel), _zeroing(columns)
+    fill, gather, zero_small = fill_rows(columns, prologue), _gathering(panel), _zeroing(columns)
     block = 6 if isa.lanes == 16 else 3
     one, several = _one_token(panel), _tokens(panel, block)
 
@@ -140,24 +140,6 @@ def skipping_linear(
                 several(weight, p, a, tokens)
 
     return kernel
-
-
-def _fill(columns: int, prologue: Prologue | None) -> Any:
-    """Make a macro ``fill(inputs, vectors, a, m)`` that writes a token's activations: copied, or computed."""
-    compute = None if prologue is None else prologue.row(columns)
-
-    @T.inline
-    def copied(inputs, vectors, a, m):
-        for k in range(columns // 16):
-            a[m, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
-        for k in range(columns % 16):
-            a[m, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
-
-    @T.inline
-    def computed(inputs, vectors, a, m):
-        compute(inputs, vectors, m, a, m)  # type: ignore[misc]
-
-    return copied if compute is None else computed
 
 
 def _gathering(panel: Panel) -> Any:
