@@ -30,11 +30,11 @@ TOKENS = 4
 
 
 def supports(fmt: Format) -> str:
-    """Say what this kernel does not read; an empty text if it reads all, or if the format is another kernel's."""
+    """Say why this kernel does not serve a format; an empty text if it does, or if the format is another kernel's."""
     pattern = fmt.extra(KeptOfGroup)
-    if pattern is None or pattern.choices <= 32:
+    if pattern is None or pattern.choices <= 32:  # one bit of a lane for each
         return ""
-    return f"the kernel of N:M takes at most 32 choices a group, and {pattern.suffix[1:]} has {pattern.choices}"
+    return f"the kernel of N:M takes at most 32 choices a group, {pattern.choices} are too many"
 
 
 @dataclass(frozen=True)

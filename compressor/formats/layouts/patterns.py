@@ -30,7 +30,7 @@ def to_numbers(kept: Tensor, pattern: KeptOfGroup) -> Tensor:
     Raises:
         ValueError: a group does not keep as many.
     """
-    sets = (kept.unflatten(1, (-1, pattern.size)).long() << torch.arange(pattern.size)).sum(-1)
+    sets = (kept.view(len(kept), -1, pattern.size).long() << torch.arange(pattern.size)).sum(-1)
     known = _numbers(pattern)
     table = torch.full((1 << pattern.size,), -1)
     table[torch.tensor(list(known))] = torch.tensor(list(known.values()))
@@ -49,14 +49,14 @@ def from_numbers(numbers: Tensor, pattern: KeptOfGroup) -> Tensor:
 def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
     """Lay numbers down in rows' streams of bits: int64 [out, groups] -> int32 [tiles, words, 16]."""
     stream = (numbers[..., None] >> torch.arange(bits) & 1).flatten(1)
-    stream = pad(stream, (0, -stream.shape[1] % 32, 0, -len(stream) % TILE_ROWS)).unflatten(1, (-1, 32))
-    words = (stream << torch.arange(32)).sum(-1)  # below 2 ** 32
+    stream = pad(stream, (0, -stream.shape[1] % 32, 0, -len(stream) % TILE_ROWS))
+    words = (stream.view(len(stream), -1, 32) << torch.arange(32)).sum(-1)  # below 2 ** 32
     words = torch.where(words >> 31 > 0, words - (1 << 32), words).to(torch.int32)
-    return words.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).contiguous()
+    return words.view(-1, TILE_ROWS, words.shape[1]).transpose(1, 2).contiguous()
 
 
 def unpack_numbers(words: Tensor, bits: int, rows: int, groups: int) -> Tensor:
     """Undo :func:`pack_numbers`: int64 [rows, groups]."""
     of_rows = words.transpose(1, 2).flatten(0, 1)[:rows].long()
     stream = (of_rows[..., None] >> torch.arange(32) & 1).flatten(1)[:, : groups * bits]
-    return (stream.unflatten(1, (groups, bits)) << torch.arange(bits)).sum(-1)
+    return (stream.reshape(rows, groups, bits) << torch.arange(bits)).sum(-1)

@@ -65,9 +65,7 @@ def admm_blocks(W: Tensor, hessian: Tensor, start: Tensor, damp: float) -> Tenso
     return largest((of_tiles(kept.double()) > 0).double(), count)
 
 
-def admm_masks(
-    W: Tensor, hessian: Tensor, start: Tensor, damp: float, project: Callable[[Tensor], Tensor]
-) -> Tensor:
+def admm_masks(W: Tensor, hessian: Tensor, start: Tensor, damp: float, project: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the weights that ADMM ends with: bool [out, in].
 
     Args:

@@ -26,7 +26,7 @@ _BLOCK = 128  # columns whose errors go to one another one by one
 
 def largest_of_groups(size: Tensor, pattern: KeptOfGroup) -> Tensor:
     """Return where the N largest of every M neighbours are: [out, in] -> bool; of equal ones the first."""
-    grouped = size.unflatten(1, (-1, pattern.size))
+    grouped = size.reshape(len(size), -1, pattern.size)
     order = grouped.argsort(dim=-1, descending=True, stable=True)[..., : pattern.kept]
     return torch.zeros_like(grouped, dtype=torch.bool).scatter(-1, order, True).flatten(1)
 
@@ -40,7 +40,7 @@ def largest_entries(weight: Tensor, hessian: Tensor | None, pattern: KeptOfGroup
 def left_entries(weight: Tensor, pattern: KeptOfGroup) -> Tensor | None:
     """Return N of every M with all that are not zero, bool [out, in]; None if a group has more."""
     is_left = weight != 0
-    most = int(is_left.unflatten(1, (-1, pattern.size)).sum(-1).max())
+    most = int(is_left.view(len(weight), -1, pattern.size).sum(-1).max())
     return largest_of_groups(is_left.float(), pattern) if most <= pattern.kept else None
 
 

@@ -55,5 +55,5 @@ def test_several_weights_share_computed_inputs() -> None:
 
 
 def test_too_many_choices_are_named() -> None:
-    assert "at most 32 choices a group, and 4:8 has 70" in supports(Format.parse("W8A16_4:8"))
+    assert "at most 32 choices a group, 70 are too many" in supports(Format.parse("W8A16_4:8"))
     assert not supports(Format.parse("W8A16_2:4")) and not supports(Format.parse("W8A16"))
