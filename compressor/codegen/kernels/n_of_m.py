@@ -135,13 +135,13 @@ def n_of_m_linear(
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, columns), "float32")
         if tokens == 1:
-            fill(read, of_norm, a, T.int64(0))
+            fill(read, of_norm, T.int64(0), a, T.int64(0))
             for i in T.parallel(weights.steps(1)):
                 weight, tile = T.meta_var(weights.of_task(i, 1))
                 one(weight, tile, a, tokens)
         else:
             for m in T.parallel(tokens):
-                fill(read, of_norm, a, m)
+                fill(read, of_norm, m, a, m)
             for i in T.parallel(weights.steps(1)):
                 weight, tile = T.meta_var(weights.of_task(i, 1))
                 several(weight, tile, a, tokens)

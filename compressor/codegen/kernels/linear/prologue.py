@@ -105,18 +105,20 @@ _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _
 
 
 def fill_rows(columns: int, prologue: Prologue | None) -> Any:
-    """Make a macro ``fill(inputs, vectors, a, m)`` that writes a token's activations: copied, or computed."""
+    """Make a macro ``fill(inputs, vectors, m, rows, at)`` that writes token m's activations to a row: copied, or
+    computed.
+    """
     compute = None if prologue is None else prologue.row(columns)
 
     @T.inline
-    def copied(inputs, vectors, a, m):
+    def copied(inputs, vectors, m, rows, at):
         for k in range(columns // 16):
-            a[m, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
+            rows[at, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
         for k in range(columns % 16):
-            a[m, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
+            rows[at, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
 
     @T.inline
-    def computed(inputs, vectors, a, m):
-        compute(inputs, vectors, m, a, m)  # type: ignore[misc]
+    def computed(inputs, vectors, m, rows, at):
+        compute(inputs, vectors, m, rows, at)  # type: ignore[misc]
 
     return copied if compute is None else computed
