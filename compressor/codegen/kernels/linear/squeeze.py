@@ -18,7 +18,7 @@ from compressor.codegen.kernels.linear.products import Products
 
 LINE_BYTES = 64
 AHEAD_BYTES = 4096
-"""How far ahead of a tile's codes lines are prefetched while it is squeezed: a page, which the processor does not pass."""
+"""How far ahead of a tile's codes lines are prefetched while it is squeezed: a page."""
 ROOM = 64
 """Elements behind those that are kept, which a whole register may be stored to."""
 
@@ -39,15 +39,12 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
     """
     width = 64 if body.integer and isa.squeeze_bytes is not None else 16
     one, add_up = _step(body.integer, width, isa), adding_up(body)
-    # Bytes that are squeezed as int32 become bytes again when all are there, which are fewer.
-    is_wide = body.integer and width == 16 and isa.squeeze is not None
     tail = body.chunks * body.fmt.chunk_columns - kept
     steps, lines = -(-columns // width), body.chunks * body.fmt.chunk_words
     share = -(-lines // steps)
 
     @T.inline
     def squeeze(picked, totals, a, parts, first, m0, n_tokens, n_tiles):
-        wide = T.meta_var(T.alloc_buffer((1, 1, kept + ROOM), "int32") if is_wide else picked)
         for t in range(n_tokens):
             for n in range(n_tiles):
                 fill = T.alloc_buffer((1,), "int64")
@@ -58,14 +55,8 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
                             there = T.meta_var((step * share + line) * LINE_BYTES + AHEAD_BYTES)
                             prefetch(parts["codes"][first + n, 0, 0, 0], there)
                     word = T.meta_var(parts["kept"][first + n, T.ramp(step * (width // 8), 1, width // 8)])
-                    if is_wide:
-                        one(wide, a, word, 0, 0, m0 + t, step, fill)
-                    else:
-                        one(picked, a, word, t, n, m0 + t, step, fill)
+                    one(picked, a, word, t, n, m0 + t, step, fill)
                     fill[0] = T.min(fill[0], T.int64(kept))
-                for k in range(-(-kept // 16) if is_wide else 0):
-                    some = T.meta_var(wide[0, 0, T.ramp(k * 16, 1, 16)])
-                    picked[t, n, T.ramp(k * 16, 1, 16)] = T.Cast("int8x16", some)
                 for k in range(tail):
                     picked[t, n, kept + k] = T.int8(0) if body.integer else T.float32(0)
                 add_up(picked, totals, t, n)
@@ -91,7 +82,7 @@ def _step(integer: bool, width: int, isa: Isa) -> Any:
         wide = T.meta_var(T.reinterpret(T.Cast("int32x16", values) if integer else values, dtype="int32x16"))
         squeezed = T.meta_var(squeeze(wide, mask))  # type: ignore[misc]
         there = T.meta_var(T.ramp(fill[0], 1, width))
-        picked[t, n, there] = squeezed if integer else T.reinterpret(squeezed, dtype="float32x16")
+        picked[t, n, there] = T.Cast("int8x16", squeezed) if integer else T.reinterpret(squeezed, dtype="float32x16")
         fill[0] = fill[0] + T.Cast("int64", T.popcount(mask))
 
     @T.inline
