@@ -142,7 +142,7 @@ def onnx_runtime(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender
     options.intra_op_num_threads = torch.get_num_threads()
     sessions = [
         ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        for _ in range(copies_of(dense.nbytes, tokens))
+        for _ in range(min(MOST_SESSIONS, copies_of(dense.nbytes, tokens)))
     ]
     x = np.random.default_rng(0).standard_normal((tokens, columns)).astype(np.float32)
     calls = [lambda s=s: s.run(None, {"x": x}) for s in sessions]  # type: ignore[misc]
@@ -166,7 +166,8 @@ def openvino(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender]:
     settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
     x = np.random.default_rng(0).standard_normal((tokens, columns)).astype(np.float32)
     requests = [
-        ov.compile_model(model, "CPU", settings).create_infer_request() for _ in range(copies_of(dense.nbytes, tokens))
+        ov.compile_model(model, "CPU", settings).create_infer_request()
+        for _ in range(min(MOST_SESSIONS, copies_of(dense.nbytes, tokens)))
     ]
     calls = [lambda r=r: r.infer([x], share_inputs=True) for r in requests]  # type: ignore[misc]
     yield Contender("OpenVINO, int8 weights", calls, dense.nbytes, 1.0)
