@@ -42,6 +42,7 @@ from compressor.numerics.sparsity.block_sparsity import largest_blocks
 SPARSITIES = (70, 80, 90, 95)
 SHAPES = ("4096x4096", "2048x2048", "512x2048", "5632x2048", "2048x5632")  # the last four are the 852 M Llama's
 TOKENS, WORKING_SET_BYTES, LARGE_BYTES = 128, 128 << 20, 512 << 20
+MOST_SESSIONS = 16  # of a peer that takes long to make one: small weights are then in its caches, which favours it
 DENSE = ("W8A8", "W4A8_G128")
 
 
