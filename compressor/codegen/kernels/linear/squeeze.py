@@ -17,6 +17,8 @@ from compressor.codegen.kernels.linear.preparation import adding_up
 from compressor.codegen.kernels.linear.products import Products
 
 LINE_BYTES = 64
+AHEAD_BYTES = 4096
+"""How far ahead of a tile's codes lines are prefetched while it is squeezed: a page."""
 ROOM = 64
 """Elements behind those that are kept, which a whole register may be stored to."""
 
@@ -50,7 +52,8 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
                 for step in range(steps):
                     if n_tokens == 1:  # memory is waited for otherwise; several tokens wait for arithmetic
                         for line in range(share):
-                            prefetch(parts["codes"][first + n, 0, 0, 0], (step * share + line) * LINE_BYTES)
+                            there = T.meta_var((step * share + line) * LINE_BYTES + AHEAD_BYTES)
+                            prefetch(parts["codes"][first + n, 0, 0, 0], there)
                     word = T.meta_var(parts["kept"][first + n, T.ramp(step * (width // 8), 1, width // 8)])
                     one(picked, a, word, t, n, m0 + t, step, fill)
                     fill[0] = T.min(fill[0], T.int64(kept))
