@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import shutil
@@ -26,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage, one a run at least, a look at PyTorch, TVM and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
