@@ -62,7 +62,6 @@ SHOWN_RECURRENT = {  # with the operators that have a state
     "RWKV": {"causal_convolution", "wkv"},
 }
 NOT_QUANTISED = {
-    "ALBERT": "each call of its one block gets weights of its own, which transformers' model has no place for",
     "Falcon, ALiBi": "its products with W.T are not recognised as linears",
     "SqueezeBERT": "its linears are convolutions in groups",
 }

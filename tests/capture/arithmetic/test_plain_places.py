@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils._sympy.functions import FloorDiv
 
+from compressor.capture.arithmetic.sizes import _plain
 from compressor.capture.capture import capture
 
 
@@ -103,3 +106,12 @@ def test_an_assignment_by_a_mask_is_a_choice(rows: bool, value: Tensor, adds: bo
     x = torch.randn(2, 5, 3)
     assert torch.equal(graph(x), model(x))
     assert "index_put" not in str(graph.graph)
+
+
+def test_divisions_of_sizes_that_differ_by_a_number_are_compared() -> None:
+    """Of a mean over pairs and a stride of two, SEW takes the smaller length: they are equal."""
+    n = sympy.Symbol("n", integer=True, positive=True)
+    inner = FloorDiv(n - 3, 2)
+    assert _plain(FloorDiv(inner + 1, 2) - FloorDiv(inner - 1, 2)) == 1
+    assert _plain(FloorDiv(n + 7, 3) - FloorDiv(n - 2, 3)) == 3
+    assert not _plain(FloorDiv(n, 2) - FloorDiv(n - 1, 2)).is_number
