@@ -3,8 +3,8 @@
     python benchmarks/peers/torchpruning.py WEIGHTS IMAGES.safetensors --speedup 2.1 --seconds 60
 
 IMAGES has `inputs` and `labels`; the first half is trained on, without labels, and the other half judges.  Prints a
-line of JSON.  Torch-Pruning 1.6.1 has no rule for padded shortcuts, and stops when channels of the streams go ("mat1 and
-mat2 shapes cannot be multiplied"); so the convolutions that write these are ignored, and inner channels go alone.
+line of JSON.  Torch-Pruning 1.6.1 has no rule for padded shortcuts, and stops when channels of the streams go ("mat1
+and mat2 shapes cannot be multiplied"); so the convolutions that write these are ignored, and inner channels go alone.
 """
 
 from __future__ import annotations
