@@ -253,7 +253,7 @@ def _bind(
         if node.op != "get_attr":
             continue
         name, tensor = node.target, read(node.target).detach()
-        if name in buffers and not (info.kind == "seq2seq" and _is_large(tensor)):
+        if name in buffers and not ((info.kind == "seq2seq" or info.labels_frames) and _is_large(tensor)):
             tensors[name] = tensor
             continue
         if name in layout.transposed:

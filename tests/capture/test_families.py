@@ -33,6 +33,7 @@ SHOWN = {
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
     "BART, decoder",  # positions counted from the length of its cache
+    "MVP, decoder",  # the same, in a model that writes its attention out
     "Mixtral",  # experts, stored one by one
     "OLMoE",
     "Qwen 2, experts",
@@ -62,7 +63,6 @@ SHOWN_RECURRENT = {  # with the operators that have a state
     "RWKV": {"causal_convolution", "wkv"},
 }
 NOT_QUANTISED = {
-    "ALBERT": "each call of its one block gets weights of its own, which transformers' model has no place for",
     "Falcon, ALiBi": "its products with W.T are not recognised as linears",
     "SqueezeBERT": "its linears are convolutions in groups",
 }

@@ -72,6 +72,7 @@ ELSEWHERE = (
     "gptq_w3a16_g128_x86",
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
+    "relu_sparse_w8a16_x86",
 )
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith(ELSEWHERE))
 FULL = "quickstart"  # most others, for time's sake, compress the first block's attention
