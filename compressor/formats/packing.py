@@ -140,8 +140,8 @@ def _every_byte(value: int) -> int:
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
-    if fmt.extra(ColumnBlocks) is not None:
-        kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+    if (blocks := fmt.extra(ColumnBlocks)) is not None:
+        kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns), blocks.width)
         for which, values in coded_rows(kept_part(packed)):
             yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
         return
@@ -175,12 +175,12 @@ def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: Col
 
     Args:
         kept: [out, kept], the columns that are stored, as many as the format keeps of ``in_features``.
-        columns: int64 [tiles, kept], rising, which they are.
+        columns: int64 [tiles, kept], rising, which they are: whole blocks.
     """
     fmt, rows = kept.format.with_extra(blocks), kept.shape[0]
     if columns.shape != (-(-rows // TILE_ROWS), fmt.stored_columns(in_features)):
         raise ValueError(f"{fmt.name} of {rows} x {in_features} does not keep columns {tuple(columns.shape)}")
-    return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features)}, fmt, (rows, in_features))
+    return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features, blocks.width)}, fmt, (rows, in_features))
 
 
 def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:

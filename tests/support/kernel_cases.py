@@ -25,7 +25,7 @@ from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
-from compressor.formats.layouts.columns import from_bits
+from compressor.formats.layouts.columns import from_bits, of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, pack
 from compressor.formats.parts import TILE_ROWS
@@ -81,8 +81,9 @@ def tolerance(fmt: Format, isa: Isa) -> float:
 def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
     blocks = fmt.extra(ColumnBlocks)
     if blocks is not None:
-        count, tiles = fmt.stored_columns(columns), -(-rows // TILE_ROWS)
-        kept = torch.rand(tiles, columns, generator=rng).argsort(dim=1)[:, :count].sort(dim=1).values
+        count, tiles, width = fmt.stored_columns(columns), -(-rows // TILE_ROWS), blocks.width
+        order = torch.rand(tiles, blocks.blocks(columns), generator=rng).argsort(dim=1)
+        kept = of_blocks(order[:, : count // width].sort(dim=1).values, width)
         return leave_out(random_packed(fmt.of_kept, rows, count, rng), kept, columns, blocks)
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
