@@ -40,8 +40,8 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
         )
     if fmt.extra(ColumnBlocks) is not None:
         raise UsageError(
-            f"scheme {scheme}: which blocks are left out is chosen by the passes magnitude, wanda, sparsegpt and alps; "
-            f"use one of them, or {fmt.of_kept.name}"
+            f"scheme {scheme}: which blocks are left out is chosen by the passes magnitude, wanda, sparsegpt and alps, "
+            f"of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
         )
     return fmt.with_group_size(group_size) if group_size else fmt
 

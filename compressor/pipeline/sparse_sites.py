@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,8 +63,12 @@ class BlockPruning(Pass):
         refit: whether what is kept is refitted to the outputs of the whole weight before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
         pack: whether the weights are stored in the format; otherwise they stay dense, with zeros.
+        width: columns of the blocks that the pass leaves out.
+        other: what leaves out blocks of another width, for messages.
     """
 
+    width: ClassVar[int] = 1
+    other: ClassVar[str] = "group_sparse leaves out blocks of 16x4"
     scheme: str
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
@@ -87,17 +92,20 @@ class BlockPruning(Pass):
 
     def __post_init__(self) -> None:
         fmt = Format.parse(self.scheme)
-        if fmt.extra(ColumnBlocks) is None:
+        if (blocks := fmt.extra(ColumnBlocks)) is None:
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves nothing out; say how much at its end, such as "
-                f"{fmt.name}_B16x1@50: half of the blocks of 16 rows by 1 column"
+                f"{fmt.name}_B16x{self.width}@50: half of the blocks of 16 rows by {self.width} "
+                f"column{'s' if self.width > 1 else ''}"
             )
+        if blocks.width != self.width:
+            raise UsageError(f"{self._name}: scheme {self.scheme}: takes _B16x{self.width}@...; {self.other}")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
 
     @property
     def _name(self) -> str:
-        return type(self).__name__.lower()
+        return type(self).__module__.rpartition(".")[2]
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear, and say where fewer bits would do better.
@@ -144,7 +152,7 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        kept = left_blocks(weight, fmt.stored_columns(columns))
+        kept = left_blocks(weight, fmt.stored_columns(columns), self.width)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         factor, damp = dampened_factor(hessian, least)

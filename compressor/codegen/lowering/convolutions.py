@@ -67,7 +67,7 @@ def fused_convolution(
         float32 [N, H', W', out], with ``next_format`` int8: the codes plus 128, as unsigned bytes.
     """
     if x.dtype == torch.int8:
-        x = (x.view(torch.uint8).float() - 128) * parts[-1]
+        x = (x.view(torch.uint8).float() - 128) * _input_scale(parts, format)
     rows = _OPS.patches(x.permute(_TO_LAST) if is_planar else x, *geometry)
     y: Tensor
     if is_depthwise and not format:
@@ -85,6 +85,11 @@ def fused_convolution(
     inverse = torch.where(next_scale > SMALLEST, 1.0 / next_scale, 0.0)
     codes = torch.round((y * inverse).clamp(-act.max_value, act.max_value))
     return (codes + 128).to(torch.uint8).view(torch.int8)
+
+
+def _input_scale(parts: Any, format: str) -> Any:
+    """Return the part of a packed weight that has the scale of its activations."""
+    return parts[list(Format.parse(format).parts(1, 1)).index("input_scale")]
 
 
 def fuse_convolutions(graph: fx.Graph) -> list[Outcome]:
@@ -289,8 +294,8 @@ class RoundForNext:
     def rewrite(self, graph: fx.Graph, match: tuple[fx.Node, fx.Node]) -> fx.Node:
         """Give the first convolution the scale and the format of the second."""
         source, node = match
-        parts: Any = node.args[1]
-        source.args = (*source.args[:4], parts[-1], *source.args[5:9], node.args[5], *source.args[10:])
+        scale = _input_scale(node.args[1], str(node.args[5]))
+        source.args = (*source.args[:4], scale, *source.args[5:9], node.args[5], *source.args[10:])
         source.meta = {**source.meta, "val": source.meta["val"].to(torch.int8)}
         return node
 

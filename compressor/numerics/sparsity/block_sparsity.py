@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from compressor.errors import CompressorError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
+from compressor.formats.layouts.columns import of_blocks
 from compressor.formats.packing import PackedWeight, dequantize, leave_out
 from compressor.formats.parts import TILE_ROWS, TILED
 from compressor.numerics.nearest import rtn_quantize
@@ -36,7 +37,7 @@ def of_tiles(values: Tensor) -> Tensor:
     return filled.view(-1, TILE_ROWS, values.shape[1]).sum(1)
 
 
-def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor:
+def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, width: int = 1) -> Tensor:
     """Return the columns of each tile with the largest blocks, rising: int64 [tiles, count].
 
     Args:
@@ -44,11 +45,12 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
         hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
             contribution.
         count: columns to keep.
+        width: columns of a block; it divides both.
     """
     size = weight.double().square()
     if hessian is not None:
         size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
-    return largest(of_tiles(size), count)
+    return of_blocks(largest(of_tiles(size).unflatten(1, (-1, width)).sum(2), count // width), width)
 
 
 def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
@@ -96,15 +98,18 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
-def left_blocks(weight: Tensor, count: int) -> Tensor | None:
+def left_blocks(weight: Tensor, count: int, width: int = 1) -> Tensor | None:
     """Return so many columns of each tile with all that are not zero, rising: int64 [tiles, count]; None if a tile has
     more.
 
     Args:
         weight: float [out, in], pruned before.
+        width: columns of a block; it divides both.
     """
-    is_left = of_tiles((weight != 0).double()) > 0
-    return None if int(is_left.sum(1).max()) > count else largest(is_left.double(), count)
+    is_left = of_tiles((weight != 0).double()).unflatten(1, (-1, width)).sum(2) > 0
+    if int(is_left.sum(1).max()) > count // width:
+        return None
+    return of_blocks(largest(is_left.double(), count // width), width)
 
 
 def only_kept(
