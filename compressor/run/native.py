@@ -18,6 +18,7 @@ from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.convolutions import reads_groups
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
@@ -26,6 +27,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
@@ -81,6 +83,8 @@ class NativeBackend:
         for site in packed_weight_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
             if not site.is_depthwise:
+                if fmt.extra(ColumnBlocks) is not None and reads_groups(site.node):
+                    continue  # by the kernel of convolutions
                 formats[site.name] = fmt.name
             elif reason := depthwise.supports(fmt, site.in_features):
                 raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")

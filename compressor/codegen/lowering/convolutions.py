@@ -117,6 +117,18 @@ def geometry_of(x: fx.Node, pairs: Any, is_planar: bool = False) -> Geometry | N
     return Geometry((high, wide), channels, kernel, stride, padding, dilation) if is_fixed else None
 
 
+def reads_groups(linear: fx.Node) -> bool:
+    """Tell whether a packed linear will be a convolution whose kernel reads its format: over patches, or of images."""
+    given: Any = linear.args
+    x, name = given[0], str(given[3])
+    if x.target is _OPS.patches.default:
+        (x, *pairs), is_image = x.args, True
+    else:
+        pairs, is_image = list(_PIXEL), x.meta["val"].dim() == 4
+    sizes = geometry_of(x, pairs) if is_image else None
+    return sizes is not None and not supports(Format.parse(name), sizes)
+
+
 def bounds_of(node: fx.Node) -> tuple[float | None] | None:
     """Return the upper bound of a relu, in a tuple, None for none; None where the node is not a relu."""
     args: Any = node.args

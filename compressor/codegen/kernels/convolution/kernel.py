@@ -111,6 +111,7 @@ def kernel_name(
         "_round": epilogue.next_activations is not None,
     }
     size = "x".join(map(str, geometry.size))
+    stored = stored.replace("@", "_zero").replace(".", "p")  # linkers read @ as a version
     return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 

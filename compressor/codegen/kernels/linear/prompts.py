@@ -85,10 +85,15 @@ class TurnedProducts(Products):
 
 
 def slower(fmt: Format, isa: Isa) -> str:
-    """Say that prompts would take less time if the weight were stored dense; an empty text where they would not."""
+    """Say that prompts, or convolutions, would take less time if the weight were stored dense; an empty text where they
+    would not.
+    """
     blocks = fmt.extra(ColumnBlocks)
     if blocks is None:
         return ""
+    if blocks.width > 1:
+        dense = f"convolutions would be quicker stored dense, in {fmt.of_kept.name}, whose products AMX has"
+        return f"{fmt.name}: {dense}" if isa.matrix_unit and blocks.percent < LEAST_PERCENT_AMX else ""
     least = LEAST_PERCENT_AMX if isa.matrix_unit else LEAST_PERCENT
     why = supports(fmt, isa) or (f"that pays from {least}% on" if blocks.percent < least else "")
     dense = f"prompts would be quicker stored dense, in {fmt.of_kept.name}"
