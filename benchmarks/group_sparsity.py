@@ -40,7 +40,7 @@ def make(network: torch.nn.Module, percents: list[str], folder: Path) -> dict[st
     shapes, dense = ({0: torch.export.Dim("batch", min=1)},), None
     rest = {"rtn": {"scheme": DENSE, "targets": ["Conv2d", "Linear"]}}
     found = {DENSE: folder / DENSE}
-    found |= {name: folder / name for name in (f"{DENSE}_B16x4@{percent}" for percent in percents)}
+    found |= {name: folder / name for name in (f"{DENSE}_B32x4@{percent}" for percent in percents)}
     for name, bundle in found.items():
         if (bundle / "manifest.json").exists():
             continue

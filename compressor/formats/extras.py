@@ -87,7 +87,7 @@ class OutlierFeatures:
 
 @dataclass(frozen=True)
 class ColumnBlocks:
-    """Blocks of 16 rows by one column, or by four, many of which are zero and not stored: the rows of a tile keep the
+    """Blocks of 16 rows by one column, or 32 by four, many of which are zero and not stored: the rows of a tile keep the
     same columns.
 
     Attributes:
@@ -98,30 +98,41 @@ class ColumnBlocks:
     percent: float
     width: Literal[1, 4] = 1
     label: ClassVar[str] = "sparsity"
-    pattern: ClassVar[str] = r"_B16X([14]@\d{1,3}(?:\.\d{1,2})?)"
+    pattern: ClassVar[str] = r"_B((?:16X1|32X4)@\d{1,3}(?:\.\d{1,2})?)"
 
     def __post_init__(self) -> None:
         if not 0 < self.percent < 100:
             raise UsageError(
-                f"format: {self.percent:g}% of the blocks of 16x{self.width} are zero; give more than 0, below 100"
+                f"format: {self.percent:g}% of the blocks of {self.shape} are zero; give more than 0, below 100"
             )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows that a block has: a pair shares what it meets in a convolution, at the speed of dense ones."""
+        return 1 if self.width == 1 else 2
+
+    @property
+    def shape(self) -> str:
+        """Rows by columns."""
+        return f"{16 * self.tiles}x{self.width}"
 
     @property
     def suffix(self) -> str:
         """End of a format's name."""
-        return f"_B16x{self.width}@{self.percent:g}"
+        return f"_B{self.shape}@{self.percent:g}"
 
     @property
     def text(self) -> str:
         """What it leaves out, in words."""
         columns = "1 column" if self.width == 1 else f"{self.width} columns"
-        return f"{self.percent:g}% of the blocks of 16 rows by {columns} are zero and not stored; a bit for each"
+        rows = 16 * self.tiles
+        return f"{self.percent:g}% of the blocks of {rows} rows by {columns} are zero and not stored; a bit for each"
 
     @classmethod
     def read(cls, text: str) -> ColumnBlocks | None:
         """Return the extra that the group of ``pattern`` names."""
-        width, _, percent = text.partition("@")
-        return cls(float(percent), 1 if width == "1" else 4)
+        shape, _, percent = text.partition("@")
+        return cls(float(percent), 1 if shape == "16X1" else 4)
 
     def conflict(self, fmt: Any) -> str:
         """Leave out columns of a format whose parts are of rows and columns."""

@@ -143,7 +143,9 @@ def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
 
 def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
     blocks = fmt.extra(ColumnBlocks)
-    return None if blocks is None else ("uint8", (_tiles(rows), -(-blocks.blocks(columns) // 64) * 8))
+    if blocks is None:
+        return None
+    return "uint8", (-(-_tiles(rows) // blocks.tiles), -(-blocks.blocks(columns) // 64) * 8)
 
 
 def _thresholds(fmt: Layout, _rows: int, columns: int) -> Stored | None:

@@ -1,8 +1,8 @@
-"""Fine-grained sparsity of convolutions: groups of 16 outputs by 4 inputs are left out (after SparseByteNN, Xu et al.
+"""Fine-grained sparsity of convolutions: groups of 32 outputs by 4 inputs are left out (after SparseByteNN, Xu et al.
 2023).
 
     conv.weight [out, in * taps]   becomes   codes of the groups that are kept, and a bit for each group
-    every tile of 16 rows keeps as many groups; a group is the operand of one dot product of four bytes
+    every pair of tiles of 16 rows keeps as many groups; a group is the operand of one dot product of four bytes
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.graph.sites import Site, weight_sites
 from compressor.numerics.sparsity.block_sparsity import largest_blocks
@@ -28,14 +29,14 @@ from compressor.pipeline.sites import choose_sites
 
 @dataclass(frozen=True)
 class GroupSparse(BlockPruning, Pass):
-    """Leave out groups of 16 outputs by 4 inputs of convolutions, whose kernel skips them, and round the others by GPTQ.
+    """Leave out groups of 32 outputs by 4 inputs of convolutions, whose kernel skips them, and round the others by GPTQ.
 
-    The 16 rows of a tile keep the same groups, and all tiles of a weight as many.  Depthwise convolutions, and those
+    The 32 rows of a pair of tiles keep the same groups, and all pairs of a weight as many.  Depthwise convolutions, and those
     whose channels are not a multiple of four, are left to the passes behind this one.  A layer that would have a smaller
     error in a dense format of no more bytes has a note that says so.
 
     Attributes:
-        scheme: format name that ends with what is left out: ``W8A8_STATIC_B16x4@30``.
+        scheme: format name that ends with what is left out: ``W8A8_STATIC_B32x4@30``.
         targets: class names, module names or ``re:`` patterns of the convolutions to compress.
         ignore: patterns of convolutions to leave dense.
         importance: what a group is kept for: ``activation``, the size of its contribution to the outputs (as Wanda), or
@@ -47,7 +48,7 @@ class GroupSparse(BlockPruning, Pass):
             training that keeps these, and this pass behind it with the same ``scheme``, which then packs.
     """
 
-    scheme: str = "W8A8_STATIC_B16x4@30"
+    scheme: str = "W8A8_STATIC_B32x4@30"
     targets: str | tuple[str, ...] = "Conv2d"
     ignore: str | tuple[str, ...] = ()
     importance: Literal["activation", "magnitude"] = "activation"
@@ -55,12 +56,13 @@ class GroupSparse(BlockPruning, Pass):
     dampening_frac: float = 0.01
     pack: bool = True
 
-    width: ClassVar[int] = 4
+    width: ClassVar[Literal[1, 4]] = 4
     other: ClassVar[str] = "magnitude, wanda, sparsegpt and alps leave out blocks of 16x1"
 
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""
-        return largest_blocks(weight, inputs.hessian if self.importance == "activation" else None, count, self.width)
+        energy = inputs.hessian if self.importance == "activation" else None
+        return largest_blocks(weight, energy, count, ColumnBlocks(50, self.width))
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every convolution that has groups, and say which of those that match have none."""

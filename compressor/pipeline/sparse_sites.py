@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ class BlockPruning(Pass):
         other: what leaves out blocks of another width, for messages.
     """
 
-    width: ClassVar[int] = 1
-    other: ClassVar[str] = "group_sparse leaves out blocks of 16x4"
+    width: ClassVar[Literal[1, 4]] = 1
+    other: ClassVar[str] = "group_sparse leaves out blocks of 32x4"
     scheme: str
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
@@ -91,15 +91,14 @@ class BlockPruning(Pass):
         return {}
 
     def __post_init__(self) -> None:
-        fmt = Format.parse(self.scheme)
+        fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.width)
         if (blocks := fmt.extra(ColumnBlocks)) is None:
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves nothing out; say how much at its end, such as "
-                f"{fmt.name}_B16x{self.width}@50: half of the blocks of 16 rows by {self.width} "
-                f"column{'s' if self.width > 1 else ''}"
+                f"{fmt.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
             )
         if blocks.width != self.width:
-            raise UsageError(f"{self._name}: scheme {self.scheme}: takes _B16x{self.width}@...; {self.other}")
+            raise UsageError(f"{self._name}: scheme {self.scheme}: takes _B{wanted.shape}@...; {self.other}")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
 
@@ -152,7 +151,7 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        kept = left_blocks(weight, fmt.stored_columns(columns), self.width)
+        kept = left_blocks(weight, fmt.stored_columns(columns), ColumnBlocks(50, self.width))
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         factor, damp = dampened_factor(hessian, least)

@@ -15,7 +15,7 @@ from compressor.formats.layouts.columns import from_bits, of_blocks, to_bits
 from compressor.formats.packing import dequantize, kept_part, leave_out
 
 NAMES = ["W8A8_B16x1@80", "W4A16_G32_B16x1@50", "W3A8_ASYM_G64_B16x1@12.5", "NF4_G64_B16x1@99", "LUT3_B16x1@70"]
-NAMES += ["W8A8_STATIC_B16x4@30", "W4A8_C_STATIC_B16x4@75"]
+NAMES += ["W8A8_STATIC_B32x4@30", "W4A8_C_STATIC_B32x4@75"]
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,6 +39,7 @@ def test_what_is_left_out_is_zero_and_the_rest_exact(name: str, rows: int, colum
     blocks = fmt.extra(ColumnBlocks)
     assert blocks is not None
     kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns), blocks.width)
+    kept = kept.repeat_interleave(blocks.tiles, dim=0)
     assert kept.shape[1] == fmt.stored_columns(columns)
     dense, values = dequantize(packed), dequantize(kept_part(packed))
     expected = torch.zeros(rows, columns + 3)  # what fills up the last block is dropped
@@ -74,8 +75,8 @@ def test_bytes_of_a_large_weight() -> None:
 @pytest.mark.parametrize(("name", "what"), [
     ("W8A8_B32_B16x1@50", "scales of blocks"), ("W8A8_T_B16x1@50", "of the tensor"), ("BIP2A8_B16x1@50", "bit planes"),
     ("W4A4_G128_AG128_B16x1@50", "activations in groups"), ("W4A16_S1_B16x1@50", "floats beside"),
-    ("W8A8_B16x4@50", "is of convolutions"), ("W8A16_B16x4@50", "is of convolutions"), ("W8A8_B16x2@50", "unknown"),
-    ("W8A8_G32_STATIC_B16x4@50", "scales of groups"), ("W8A1_STATIC_B16x4@50", "is of convolutions"),
+    ("W8A8_B32x4@50", "is of convolutions"), ("W8A16_B32x4@50", "is of convolutions"), ("W8A8_B16x2@50", "unknown"),
+    ("W8A8_G32_STATIC_B32x4@50", "scales of groups"), ("W8A1_STATIC_B32x4@50", "is of convolutions"),
     ("NVFP4_B16x1@50", "E4M3 scales"), ("W8A8_B16x1@0", "more than 0"),
 ])  # fmt: skip
 def test_what_does_not_go_together(name: str, what: str) -> None:

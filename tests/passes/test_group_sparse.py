@@ -27,8 +27,9 @@ from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.run.native import NativeBackend
 
-SCHEME = "W8A8_STATIC_B16x4@30"
+SCHEME = "W8A8_STATIC_B32x4@30"
 IMAGES = torch.randn(12, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+BLOCKS = ColumnBlocks(30, 4)
 SAMPLES = Samples(IMAGES, torch.empty(0), "", "by chance")
 
 
@@ -76,19 +77,19 @@ def test_refitting_pays_and_importance_is_that_of_the_outputs(network: GraphModu
         errors[key] = ctx.records[0].error
         if key == "magnitude":
             weight = next(value for name, value in graph.named_parameters() if name.startswith("4.weight"))
-            groups = torch.nn.functional.pad(weight, (0, 0, 0, 8)).view(3, 16, 4, 4).any(1).any(2).sum(1)
-            assert groups.tolist() == [3, 3, 3]
-            assert left_blocks(weight, 12, 4) is not None and left_blocks(weight, 8, 4) is None
+            groups = torch.nn.functional.pad(weight, (0, 0, 0, 24)).view(2, 32, 4, 4).any(1).any(2).sum(1)
+            assert groups.tolist() == [3, 3]
+            assert left_blocks(weight, 12, BLOCKS) is not None and left_blocks(weight, 8, BLOCKS) is None
     assert errors["refitted"] < errors["kept"]
 
 
 def test_largest_groups_against_a_reference() -> None:
     rng = torch.Generator().manual_seed(0)
-    weight, energy = torch.randn(24, 20, generator=rng), torch.rand(20, generator=rng)
+    weight, energy = torch.randn(40, 20, generator=rng), torch.rand(20, generator=rng)
     for hessian in (None, energy):
-        kept = largest_blocks(weight, hessian, 8, 4)
+        kept = largest_blocks(weight, hessian, 8, BLOCKS)
         for tile, columns in enumerate(kept.tolist()):
-            rows = weight[16 * tile : 16 * tile + 16].double() ** 2 * (1 if hessian is None else hessian.double())
+            rows = weight[tile // 2 * 32 : tile // 2 * 32 + 32].double() ** 2 * (1 if hessian is None else hessian.double())
             sizes = {block: float(rows[:, 4 * block : 4 * block + 4].sum()) for block in range(5)}
             best = sorted(sorted(sizes, key=lambda block: -sizes[block])[:2])
             assert columns == [4 * block + i for block in best for i in range(4)]
@@ -96,15 +97,15 @@ def test_largest_groups_against_a_reference() -> None:
 
 def test_exact_bytes() -> None:
     fmt = Format.parse(SCHEME)
-    assert fmt.stored_columns(320) == 4 * (80 - 24) and fmt.extra(ColumnBlocks) == ColumnBlocks(30, 4)
-    assert fmt.packed_bytes(64, 320) == 64 * 224 + 4 * 16 + 2 * 64 + 4
+    assert fmt.stored_columns(320) == 4 * (80 - 24) and fmt.extra(ColumnBlocks) == BLOCKS
+    assert fmt.packed_bytes(80, 320) == 80 * 224 + 3 * 16 + 2 * 80 + 4
 
 
 def test_what_cannot_be_is_said_before_work(network: GraphModule) -> None:
     for make, message in (
         (lambda: GroupSparse("W8A8_STATIC_B16x1@30"), "wanda, sparsegpt and alps leave out blocks of 16x1"),
-        (lambda: Wanda(SCHEME), "group_sparse leaves out blocks of 16x4"),
-        (lambda: GroupSparse("W8A8_STATIC"), "_B16x4@50: half of the blocks of 16 rows by 4 columns"),
+        (lambda: Wanda(SCHEME), "group_sparse leaves out blocks of 32x4"),
+        (lambda: GroupSparse("W8A8_STATIC"), "_B32x4@50: half of the blocks of 32x4"),
         (lambda: Rtn(SCHEME), "of convolutions by group_sparse"),
     ):
         with pytest.raises(UsageError, match=message):

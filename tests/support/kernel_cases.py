@@ -82,8 +82,9 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
     blocks = fmt.extra(ColumnBlocks)
     if blocks is not None:
         count, tiles, width = fmt.stored_columns(columns), -(-rows // TILE_ROWS), blocks.width
-        order = torch.rand(tiles, blocks.blocks(columns), generator=rng).argsort(dim=1)
+        order = torch.rand(-(-tiles // blocks.tiles), blocks.blocks(columns), generator=rng).argsort(dim=1)
         kept = of_blocks(order[:, : count // width].sort(dim=1).values, width)
+        kept = kept.repeat_interleave(blocks.tiles, dim=0)[:tiles]
         return leave_out(random_packed(fmt.of_kept, rows, count, rng), kept, columns, blocks)
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)

@@ -37,7 +37,7 @@ def of_tiles(values: Tensor) -> Tensor:
     return filled.view(-1, TILE_ROWS, values.shape[1]).sum(1)
 
 
-def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, width: int = 1) -> Tensor:
+def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: ColumnBlocks | None = None) -> Tensor:
     """Return the columns of each tile with the largest blocks, rising: int64 [tiles, count].
 
     Args:
@@ -45,12 +45,12 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, width: in
         hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
             contribution.
         count: columns to keep.
-        width: columns of a block; it divides both.
+        blocks: of which shape, 16x1 unless it is given; their width divides both.
     """
     size = weight.double().square()
     if hessian is not None:
         size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
-    return of_blocks(largest(of_tiles(size).unflatten(1, (-1, width)).sum(2), count // width), width)
+    return _largest(of_tiles(size), count, blocks)
 
 
 def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
@@ -98,18 +98,31 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
-def left_blocks(weight: Tensor, count: int, width: int = 1) -> Tensor | None:
+def _largest(sizes: Tensor, count: int, blocks: ColumnBlocks | None) -> Tensor:
+    """Return the columns of the largest blocks for each tile, from float [tiles, in]: int64 [tiles, count]."""
+    if blocks is None or blocks.width == 1:
+        return largest(sizes, count)
+    chosen = of_blocks(largest(_by_block(sizes, blocks), count // blocks.width), blocks.width)
+    return chosen.repeat_interleave(blocks.tiles, dim=0)[: len(sizes)]
+
+
+def _by_block(sizes: Tensor, blocks: ColumnBlocks) -> Tensor:
+    """Add up float [tiles, in] over blocks: [rows of blocks, columns of blocks]."""
+    filled = pad(sizes, (0, 0, 0, -len(sizes) % blocks.tiles))
+    return filled.unflatten(0, (-1, blocks.tiles)).sum(1).unflatten(1, (-1, blocks.width)).sum(2)
+
+
+def left_blocks(weight: Tensor, count: int, blocks: ColumnBlocks) -> Tensor | None:
     """Return so many columns of each tile with all that are not zero, rising: int64 [tiles, count]; None if a tile has
     more.
 
     Args:
         weight: float [out, in], pruned before.
-        width: columns of a block; it divides both.
+        blocks: of which shape; their width divides both.
     """
-    is_left = of_tiles((weight != 0).double()).unflatten(1, (-1, width)).sum(2) > 0
-    if int(is_left.sum(1).max()) > count // width:
-        return None
-    return of_blocks(largest(is_left.double(), count // width), width)
+    entries = of_tiles((weight != 0).double())
+    most = int((_by_block(entries, blocks) > 0).sum(1).max())
+    return None if most > count // blocks.width else _largest((entries > 0).double(), count, blocks)
 
 
 def only_kept(

@@ -54,24 +54,27 @@ def load_weights(
         T.buffer_store(start, splat(0, isa.lanes) - start[to + n, at], [to + n, at])
 
 
-def load_kept(weights: Any, start: Any, codes: Any, tile: Any, feed: Feed, fmt: Format, chunks: int, isa: Isa) -> None:
-    """Emit signed bytes of the columns that a tile keeps, one after the other, and minus what the 128 adds.
+def load_kept(
+    weights: Any, start: Any, codes: Any, first: Any, n_tiles: int, feed: Feed, fmt: Format, chunks: int, isa: Isa
+) -> None:
+    """Emit signed bytes of the columns that some tiles keep, one after the other, and minus what the 128 adds.
 
     Args:
-        weights: int32 [1, 4 bytes of chunks, 16].
-        start: int32 [1, 16].
-        chunks: that are stored of the tile.
+        weights: int32 [n_tiles, words of all chunks, 16].
+        start: int32 [n_tiles, 16].
+        first: of the tiles.
+        chunks: that are stored of a tile.
     """
-    loader = _Loader(weights, start, 0, codes, tile, feed, fmt, isa)
-    quads, places = fmt.chunk_columns // 4, [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
-    for at in places:
-        T.buffer_store(start, splat(0, isa.lanes), [0, at])
+    loader, quads = _Loader(weights, start, 0, codes, first, feed, fmt, isa), fmt.chunk_columns // 4
+    places = [(n, T.ramp(part, 1, isa.lanes)) for n in range(n_tiles) for part in range(0, TILE_ROWS, isa.lanes)]
+    for n, at in places:
+        T.buffer_store(start, splat(0, isa.lanes), [n, at])
     with T.serial(0, chunks) as c:
         for quad in range(quads):
-            for at in places:
-                loader.put(0, c * quads + quad, at, loader.stored(0, c, quad, at))
-    for at in places:
-        T.buffer_store(start, splat(0, isa.lanes) - start[0, at], [0, at])
+            for n, at in places:
+                loader.put(n, c * quads + quad, at, loader.stored(n, c, quad, at))
+    for n, at in places:
+        T.buffer_store(start, splat(0, isa.lanes) - start[n, at], [n, at])
 
 
 class _Loader:

@@ -21,22 +21,21 @@ from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.targets import x86
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import of_blocks, to_bits
-from compressor.formats.parts import TILE_ROWS
 
 TOLERANCE = 2e-6  # of the largest output: both sides apply scales in float32
 ONE, THREE = ((1, 1), (1, 1), (0, 0), (1, 1)), ((3, 3), (1, 1), (1, 1), (1, 1))
 
 # size, channels, out, pairs, format: outputs that fill no block, rows that fill no tile, many tiles, strides, dilation
 CASES: dict[str, Any] = {
-    "pixels": ((7, 7), 36, 40, ONE, "W8A8_STATIC_B16x4@30"),
-    "one pixel": ((1, 1), 8, 16, ONE, "W8A8_STATIC_B16x4@50"),
-    "parts of the rows": ((7, 7), 64, 384, ONE, "W8A8_STATIC_B16x4@70"),
-    "4 bits": ((5, 9), 40, 20, ONE, "W4A8_C_STATIC_B16x4@50"),
-    "every second": ((9, 6), 12, 16, ((1, 1), (2, 2), (0, 0), (1, 1)), "W8A8_STATIC_B16x4@30"),
-    "three by three": ((9, 12), 20, 37, ((3, 3), (2, 2), (1, 1), (1, 1)), "W8A8_STATIC_B16x4@30"),
-    "dilated": ((11, 10), 8, 16, ((3, 5), (1, 1), (2, 2), (2, 2)), "W8A8_STATIC_B16x4@50"),
-    "nothing is left out": ((5, 5), 8, 24, THREE, "W8A8_STATIC_B16x4@1"),
-    "one group is left": ((6, 30), 32, 16, THREE, "W8A8_STATIC_B16x4@99"),
+    "pixels": ((7, 7), 36, 40, ONE, "W8A8_STATIC_B32x4@30"),
+    "one pixel": ((1, 1), 8, 16, ONE, "W8A8_STATIC_B32x4@50"),
+    "parts of the rows": ((7, 7), 64, 384, ONE, "W8A8_STATIC_B32x4@70"),
+    "4 bits": ((5, 9), 40, 20, ONE, "W4A8_C_STATIC_B32x4@50"),
+    "every second": ((9, 6), 12, 16, ((1, 1), (2, 2), (0, 0), (1, 1)), "W8A8_STATIC_B32x4@30"),
+    "three by three": ((9, 12), 20, 37, ((3, 3), (2, 2), (1, 1), (1, 1)), "W8A8_STATIC_B32x4@30"),
+    "dilated": ((11, 10), 8, 16, ((3, 5), (1, 1), (2, 2), (2, 2)), "W8A8_STATIC_B32x4@50"),
+    "nothing is left out": ((5, 5), 8, 24, THREE, "W8A8_STATIC_B32x4@1"),
+    "one group is left": ((6, 30), 32, 16, THREE, "W8A8_STATIC_B32x4@99"),
 }
 
 
@@ -89,10 +88,10 @@ def test_floats_are_rounded_as_the_dense_kernel_rounds_them() -> None:
     """A pattern that keeps all columns has the bits of the dense format."""
     geometry, isa = Geometry((6, 7), 16, *THREE), x86.AVX512_VNNI
     rng = torch.Generator().manual_seed(0)
-    fmt = Format.parse("W8A8_STATIC_B16x4@1")
+    fmt = Format.parse("W8A8_STATIC_B32x4@1")
     dense = random_packed(fmt.of_kept, 32, geometry.columns, rng).parts
     x, found = torch.randn(2, 6, 7, 16, generator=rng), []
-    kept = to_bits(of_blocks(torch.arange(geometry.columns // 4).expand(2, -1), 4), geometry.columns, 4)
+    kept = to_bits(of_blocks(torch.arange(geometry.columns // 4).expand(1, -1), 4), geometry.columns, 4)
     for each, more in ((fmt.of_kept, []), (fmt, [kept])):
         kernel = build(convolution(32, geometry, each, False, False, Epilogue(), isa), isa)
         found.append(call(kernel, x, *dense.values(), *more, out=(2, 6, 7, 32)))
@@ -110,7 +109,7 @@ def test_more_bits_than_there_is_room_for_do_no_harm() -> None:
 
 
 def test_what_has_no_kernel_and_what_is_slower() -> None:
-    fmt, pixels = Format.parse("W8A8_STATIC_B16x4@30"), Geometry((7, 7), 16, *ONE)
+    fmt, pixels = Format.parse("W8A8_STATIC_B32x4@30"), Geometry((7, 7), 16, *ONE)
     assert "6 channels are not a multiple of 4" in supports(fmt, Geometry((7, 7), 6, *ONE))
     assert "blocks of 1 column" in supports(Format.parse("W8A8_STATIC_B16x1@30"), pixels)
     assert "only convolutions" in linear_supports(fmt, x86.AVX512_VNNI)
@@ -118,11 +117,12 @@ def test_what_has_no_kernel_and_what_is_slower() -> None:
     assert "@" not in convolution_name(16, pixels, fmt, True, True, Epilogue())  # linkers read it as a version
 
 
-def test_tiles_take_more_outputs_than_pairs_of_tiles_do() -> None:
-    """24 sums of one tile: as many products for a load of weights as 12 outputs by 2 tiles have."""
-    fmt, geometry = Format.parse("W8A8_STATIC_B16x4@30"), Geometry((14, 24), 16, *THREE)
+def test_lone_tiles_take_more_outputs_than_pairs_do() -> None:
+    """24 sums: as many products for each load of weights and activations as the dense kernel has."""
+    fmt, geometry = Format.parse("W8A8_STATIC_B32x4@30"), Geometry((14, 24), 16, *THREE)
     from compressor.codegen.kernels.convolution.feeds import ImageFeed
 
     assert fmt.activations is not None
     feed = ImageFeed(geometry, fmt.activations, is_rounded=True)
-    assert GroupProducts(feed, fmt, 4, x86.AVX512_VNNI).outputs == 24 and TILE_ROWS == 16
+    found = [GroupProducts(feed, fmt, tiles, x86.AVX512_VNNI) for tiles in (4, 3)]
+    assert [(each.n_tiles, each.outputs) for each in found] == [(2, 12), (1, 24)]
