@@ -1,5 +1,5 @@
-"""Networks of MobileNetV2's and MobileNetV1's shape (Sandler et al. 2018, table 2; Howard et al. 2017, table 1) in plain
-PyTorch, their weights by chance."""
+"""Networks of MobileNetV2's and MobileNetV1's shape in plain PyTorch, their weights by chance (Sandler et al. 2018, table
+2; Howard et al. 2017, table 1)."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class OutlierFeatures:
 
 @dataclass(frozen=True)
 class ColumnBlocks:
-    """Blocks of 16 rows by one column, or 32 by four, many of which are zero and not stored: the rows of a tile keep the
-    same columns.
+    """Blocks of 16 rows by one column, or 32 by four, of which many are zero and not stored: the rows of a tile keep
+    the same columns.
 
     Attributes:
         percent: of the blocks of each tile of 16 rows that are zero, above 0 and below 100.
@@ -108,7 +108,7 @@ class ColumnBlocks:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 16 rows that a block has: a pair shares what it meets in a convolution, at the speed of dense ones."""
+        """Tiles of 16 rows that a block has: a pair of them shares the activations that it meets in a convolution."""
         return 1 if self.width == 1 else 2
 
     @property

@@ -23,17 +23,17 @@ from compressor.numerics.sparsity.block_sparsity import largest_blocks
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 from compressor.pipeline.sites import choose_sites
+from compressor.pipeline.sparse_sites import BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
 class GroupSparse(BlockPruning, Pass):
-    """Leave out groups of 32 outputs by 4 inputs of convolutions, whose kernel skips them, and round the others by GPTQ.
+    """Leave out groups of 32 outputs by 4 inputs of convolutions, which their kernel skips, and round others by GPTQ.
 
-    The 32 rows of a pair of tiles keep the same groups, and all pairs of a weight as many.  Depthwise convolutions, and those
-    whose channels are not a multiple of four, are left to the passes behind this one.  A layer that would have a smaller
-    error in a dense format of no more bytes has a note that says so.
+    The 32 rows of a pair of tiles keep the same groups, and all pairs of a weight as many.  Depthwise convolutions, and
+    those whose channels are not a multiple of four, are left to the passes behind this one.  A layer that would have a
+    smaller error in a dense format of no more bytes has a note that says so.
 
     Attributes:
         scheme: format name that ends with what is left out: ``W8A8_STATIC_B32x4@30``.
@@ -89,7 +89,9 @@ class GroupSparse(BlockPruning, Pass):
         sites = choose_sites(graph, "group_sparse", fmt.of_kept, self.targets, self.ignore, weight_sites, "convolution")
         left = {site.name: why for site in sites if (why := _why_dense(site))}
         if len(left) == len(sites):
-            raise UsageError("group_sparse: nothing to compress: " + "; ".join(f"{name} {why}" for name, why in left.items()))
+            raise UsageError(
+                "group_sparse: nothing to compress: " + "; ".join(f"{name} {why}" for name, why in left.items())
+            )
         return [site for site in sites if site.name not in left], left
 
 

@@ -79,7 +79,12 @@ def test_convolutions_that_skip_groups(tmp_path: Path, require_tool: Callable[[s
     require_tool("g++")
     folder, bundle = save(classifier(resnet(stages=1)), tmp_path / "resnet"), tmp_path / "bundle"
     images = {"images": str(pictures(tmp_path / "pictures")), "samples": 8}
-    given = {"calibration": images, "evaluation": {"images": images["images"]}, "gates": {"batch_independent": True}, "tune": "off"}
+    given = {
+        "calibration": images,
+        "evaluation": {"images": images["images"]},
+        "gates": {"batch_independent": True},
+        "tune": "off",
+    }
     result = answer("run", GROUPS, "--model", folder, *settings(**given), "-o", bundle)
     sparse = {site["site"] for site in result["sites"] if site["format"] == "W8A8_STATIC_B32x4@30"}
     assert len(sparse) == 2 and any("3 channels are not a multiple of 4" in note for note in result["notes"])

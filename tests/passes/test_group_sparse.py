@@ -1,4 +1,4 @@
-"""group_sparse: plan, records and weights agree; what has no groups is named; masks and refitting against a reference."""
+"""group_sparse: plan, records and weights agree; what has no groups is named; masks against a reference."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_plan_records_and_kernels_agree(network: GraphModule) -> None:
     for name, record in sparse.items():
         assert (plans[name].format, plans[name].bytes_after) == (SCHEME, record.bytes_after)
     assert plans["0"].note == "stays dense: 3 channels are not a multiple of 4" and "depthwise" in plans["2"].note
-    assert [note for note in ctx.notes if "0 stays as it is: 3 channels" in note or "2 stays as it is: depthwise" in note]
+    assert [
+        note for note in ctx.notes if "0 stays as it is: 3 channels" in note or "2 stays as it is: depthwise" in note
+    ]
     library = compile_graph(graph, X86(isa="avx512_vnni"), tune="off")
     families = {kernel["family"] for kernel in library.kernels}
     assert families == {"convolution", "depthwise"}
@@ -89,7 +91,9 @@ def test_largest_groups_against_a_reference() -> None:
     for hessian in (None, energy):
         kept = largest_blocks(weight, hessian, 8, BLOCKS)
         for tile, columns in enumerate(kept.tolist()):
-            rows = weight[tile // 2 * 32 : tile // 2 * 32 + 32].double() ** 2 * (1 if hessian is None else hessian.double())
+            rows = weight[tile // 2 * 32 : tile // 2 * 32 + 32].double() ** 2 * (
+                1 if hessian is None else hessian.double()
+            )
             sizes = {block: float(rows[:, 4 * block : 4 * block + 4].sum()) for block in range(5)}
             best = sorted(sorted(sizes, key=lambda block: -sizes[block])[:2])
             assert columns == [4 * block + i for block in best for i in range(4)]

@@ -109,7 +109,8 @@ def _largest(sizes: Tensor, count: int, blocks: ColumnBlocks | None) -> Tensor:
 def _by_block(sizes: Tensor, blocks: ColumnBlocks) -> Tensor:
     """Add up float [tiles, in] over blocks: [rows of blocks, columns of blocks]."""
     filled = pad(sizes, (0, 0, 0, -len(sizes) % blocks.tiles))
-    return filled.unflatten(0, (-1, blocks.tiles)).sum(1).unflatten(1, (-1, blocks.width)).sum(2)
+    shape = (len(filled) // blocks.tiles, blocks.tiles, sizes.shape[1] // blocks.width, blocks.width)
+    return filled.view(shape).sum((1, 3))
 
 
 def left_blocks(weight: Tensor, count: int, blocks: ColumnBlocks) -> Tensor | None:

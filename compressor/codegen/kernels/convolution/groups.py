@@ -1,8 +1,8 @@
 """Products of a convolution that skip groups of four inputs: time falls with what is left out.
 
 The 32 rows of a pair of tiles keep the same groups, so a pair has a list of them, which a task makes of the stored bits
-once for all of its outputs: where the four bytes of each lie behind those that an output reads first.  A group's weights,
-two registers, then meet the four bytes of each output of a block, as in
+once for all of its outputs: where the four bytes of each lie behind those that an output reads first.  The weights of a
+group, two registers, then meet the four bytes of each output of a block, as in
 :mod:`compressor.codegen.kernels.convolution.dots`: 24 products take 12 broadcasts and three loads.  Were each tile to
 keep groups of its own, they would take 24 broadcasts, and loads would be what limits the products: a sixth of the time
 of 512 channels of 14 x 14.  A number of tiles that is odd is taken one by one, by blocks of twice as many outputs.
