@@ -1,5 +1,5 @@
-"""Networks of MobileNetV2's and MobileNetV1's shape in plain PyTorch, their weights by chance (Sandler et al. 2018, table
-2; Howard et al. 2017, table 1)."""
+"""Networks of the shape of MobileNetV2 (Sandler et al. 2018, table 2) and MobileNetV1 (Howard et al. 2017, table 1) in
+plain PyTorch, their weights by chance."""
 
 from __future__ import annotations
 
