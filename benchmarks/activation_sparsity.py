@@ -24,7 +24,7 @@ import tvm
 from torch import Tensor
 
 from compressor.codegen.kernels.linear import packed
-from compressor.codegen.kernels.skipping import skipping_linear
+from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, skip_inputs

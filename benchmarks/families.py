@@ -2,12 +2,13 @@
 
     python benchmarks/families.py [NAME ...] [--markdown FILE]
 
-Families are those of tests/support/families.py and encoder_decoders.py, built from transformers' own configurations and
-saved as folders.  Each is captured, its linears (but for the head) are quantised to W4A16_G32 by GPTQ on random tokens
-(of speech, on noise), and its x86 bundle is written with `tune: off`.  The oracle is transformers' model in float64
-(float32 where it cannot), with the weights that the packed ones stand for.  A row has the bundle's error in the logits
-of a prompt (in hidden states of padded texts, for encoders), and the difference between a prompt at once and in steps;
-both are relative, root mean square.  Where a family is refused, the row has the message.
+Families are those of tests/support/families.py, encoder_decoders.py and ctc_models.py, built from transformers' own
+configurations and saved as folders.  Each is captured, its linears (but for the head) are quantised to W4A16_G32 by
+GPTQ on random tokens (of speech, on noise), and its x86 bundle is written with `tune: off`.  The oracle is
+transformers' model in float64 (float32 where it cannot), with the weights that the packed ones stand for.  A row has
+the bundle's error in the logits of a prompt (of each frame of a sound; in hidden states of padded texts, for encoders),
+and the difference between a prompt at once and in steps; both are relative, root mean square.  Where a family is
+refused, the row has the message.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import transformers
 from bundles import write_bundle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import ctc_models
 import encoder_decoders
 import families
 from packed_models import SCHEME, exact, heads_of, random_samples, take_packed_weights
@@ -60,20 +62,22 @@ def main() -> None:
     passed, total, share = 0, 0, "no family of that name"
     both = {**encoder_decoders.TEXT, **encoder_decoders.SPEECH}
     decoders = {**families.DECODERS, **families.RECURRENT}
-    tables = {"decoder": decoders, "encoder": families.ENCODERS, "encoder-decoder": both}
-    for kind, table in tables.items():
+    tables = {
+        "decoder": (decoders, lambda cls, given: measure(cls, given, True)),
+        "encoder": (families.ENCODERS, lambda cls, given: measure(cls, given, False)),
+        "encoder-decoder": (both, measure_both),
+        "frames of sounds": (ctc_models.CTC, measure_frames),
+    }
+    for kind, (table, measured) in tables.items():
         for name, (cls, given) in table.items():
             if options.names and name not in options.names:
                 continue
             total += 1
             begin = time.perf_counter()
             try:
-                found = (
-                    measure_both(cls, given) if kind == "encoder-decoder" else measure(cls, given, kind == "decoder")
-                )
-                error, steps = found
+                error, steps = measured(cls, given)
                 passed += error < LIMIT and steps < 1e-5
-                difference = "" if kind == "encoder" else f"{steps:.1e}"
+                difference = f"{steps:.1e}" if "decoder" in kind else ""
                 row = f"{name} | {kind} | yes | {error:.1e} | {difference}"
             except CompressorError as refusal:
                 reason = " ".join(str(refusal).replace("|", "/").split())
@@ -113,9 +117,9 @@ def measure(cls: str, given: dict[str, Any], decoder: bool) -> tuple[float, floa
         return relative(prompt, exact(model, torch.from_numpy(ids)).numpy()), relative(np.concatenate(steps, 1), prompt)
 
 
-def recipe_for(folder: Path, name: str, heads: list[str]) -> Recipe:
+def recipe_for(folder: Path, name: str, heads: list[str], targets: str = "re:.*") -> Recipe:
     """Return a recipe whose only pass packs all linears but the heads."""
-    step = {name: {"scheme": SCHEME, "targets": "re:.*", **({"ignore": heads} if heads else {})}}
+    step = {name: {"scheme": SCHEME, "targets": targets, **({"ignore": heads} if heads else {})}}
     return Recipe.from_dict({"model": str(folder), "passes": [step], "target": "x86"})
 
 
@@ -154,6 +158,23 @@ def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
         session = bundle.session(2, 4, source, mask)
         steps = [session.step(ids[:, :5], np.arange(5)), *(session.step(ids[:, [i]]) for i in range(5, ids.shape[1]))]
         return relative(prompt, expected), relative(np.concatenate(steps, 1), prompt)
+
+
+def measure_frames(cls: str, given: dict[str, Any]) -> tuple[float, float]:
+    """Return the error in the logits of two sounds' frames, and 0: there are no steps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        model = ctc_models.save(folder, cls, given)
+        dense, recipe = capture(folder), recipe_for(folder, "gptq", ["lm_head"], "Linear")  # no convolutions
+        make_backend(recipe.target.build(), None).check(dense)
+        rng = np.random.default_rng(3)
+        sounds = [torch.from_numpy(rng.normal(0, 1, (1, 5000)).astype(np.float32)) for _ in range(8)]
+        samples = dataclasses.replace(random_samples(families.VOCAB, families.LENGTH), ids=sounds)
+        graph, _ = write_bundle(dense, recipe, samples, Path(scratch) / "bundle")
+        take_packed_weights(model, graph)
+        heard = rng.normal(0, 1, (2, 6000)).astype(np.float32)
+        expected = model.double()(torch.from_numpy(heard).double()).logits.numpy()
+        return relative(compressor.load(Path(scratch) / "bundle").run(heard), expected), 0.0
 
 
 def relative(got: Any, expected: Any) -> float:

@@ -37,6 +37,9 @@ def wanted_rows(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Return producer, method and format of every row, and the command for our child or the peer's driver."""
     for methods, formats in entry.get("ours", {}).items():
         for given in formats:
+            if isinstance(given, dict) and "passes" in given:  # written out, each with its own options
+                yield {"who": "ours", "method": methods, "format": given["format"], "passes": given["passes"]}
+                continue
             options = given if isinstance(given, dict) else {"scheme" if isinstance(given, str) else "bits": given}
             passes = [{name: _options(name, options)} for name in methods.split("+")]
             name = given if isinstance(given, str) else f"{options['bits']} bits" if "bits" in options else str(given)

@@ -30,14 +30,15 @@ def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
         parts.append(
             f"**Incomplete: {len(rows)} of {wanted} rows are measured; who is ahead holds among these only.**\n"
         )
-    widths: dict[int, list[dict[str, Any]]] = {}
+    levels: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        widths.setdefault(_width(row["format"]), []).append(row)
-    for width in sorted(widths, reverse=True):
-        group = sorted(widths[width], key=lambda row: row["perplexity"])
+        levels.setdefault(_level(row["format"]), []).append(row)
+    for zeros, width in sorted(levels, key=lambda level: (level[0], -level[1])):
+        group = sorted(levels[zeros, width], key=lambda row: row["perplexity"])
         body = "".join(_line(row, dense) for row in group)
-        parts.append(f"## {width} bits\n\n{_COLUMNS}{'|---' * 10}|\n{body}")
-        parts.append(_verdict(group, [row for row in rows if row["who"] == "ours"]))
+        parts.append(f"## {f'{zeros}% zeros' if zeros else f'{width} bits'}\n\n{_COLUMNS}{'|---' * 10}|\n{body}")
+        ours = [row for row in rows if row["who"] == "ours"]
+        parts.append(_verdict_on_zeros(group, ours) if zeros else _verdict(group, ours))
     versions = {row["who"]: row["version"] for row in rows if row["who"] != "ours"}
     if versions:
         parts.append("Peers: " + "; ".join(f"{who} {version}" for who, version in versions.items()) + ".\n")
@@ -46,12 +47,15 @@ def table(model: str, rows: list[dict[str, Any]], wanted: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _width(name: str) -> int:
-    """Return the first number of a format's name, or of a budget."""
+def _level(name: str) -> tuple[int, int]:
+    """Return the percentage of zeros that a format is named for, or 0 and its width: its first number, or a budget."""
+    if found := re.search(r"@(\d+)|_(\d):(\d)", name):
+        percent, kept, of = found.groups()
+        return int(percent) if percent else round(100 * (1 - int(kept) / int(of))), 0
     found = re.search(r"\d+", name)
     if found is None:
         raise ValueError(f"{name}: no width in the name of the format")
-    return int(found[0])
+    return 0, int(found[0])
 
 
 def _line(row: dict[str, Any], dense: float) -> str:
@@ -61,6 +65,28 @@ def _line(row: dict[str, Any], dense: float) -> str:
         f"{row['perplexity'] / dense - 1:+.2%} | {row['kl_divergence']:.5f} | {row['seconds']:.1f} | "
         f"{row['cpu_s']:.1f} | {row['peak_rss_bytes'] / 1e6:.0f} |\n"
     )
+
+
+def _verdict_on_zeros(group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    """For each row of ours, our best row without zeros and with no more bits; for a peer's, our best with as many."""
+    lines = []
+    dense = [row for row in ours if not _level(row["format"])[0]]
+    mine = [row for row in group if row["who"] == "ours"]
+    for row in group:
+        within = [other for other in dense if other["bits"] <= row["bits"] + 5e-4] if row["who"] == "ours" else mine
+        if not within:
+            lines.append(f"- {row['who']} {row['method']} {row['format']}: nothing of ours to compare with\n")
+            continue
+        other = min(within, key=lambda other: other["perplexity"])
+        lead = other["perplexity"] / row["perplexity"] - 1
+        ahead, behind = ("zeros pay", "fewer bits pay more") if row["who"] == "ours" else ("ours BEHIND", "ours ahead")
+        verdict = "level" if abs(lead) <= _LEVEL else ahead if lead > 0 else behind
+        lines.append(
+            f"- {row['who']} {row['method']} {row['format']} ({row['bits']:.3f} bits, {row['perplexity']:.4f}) against "
+            f"{other['method']} {other['format']} ({other['bits']:.3f} bits, {other['perplexity']:.4f}): {verdict}\n"
+        )
+    words = "Against our best format without zeros and with no more bits; peers against our best with as many zeros:"
+    return f"{words}\n\n{''.join(lines)}"
 
 
 def _verdict(group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:

@@ -46,11 +46,11 @@ class VerificationError(CompressorError):
     exit_code: ClassVar[int] = 4
 
 
-class CaptureError(CompressorError):
-    """A model that could not be turned into a graph."""
+class CaptureError(UsageError):
+    """A model that cannot be turned into a graph, or whose operators have no kernels."""
 
 
-class ModelFileError(CaptureError, UsageError):
+class ModelFileError(CaptureError):
     """A model file that cannot be read, or that asks for what is not served."""
 
 

@@ -113,9 +113,11 @@ class _Count:
         if self._done:
             left: float | None = seconds / self._done * (self._total - self._done)
         else:
-            left = None if expected is None else max(0.0, expected - seconds)
+            left = None if expected is None else expected - seconds
         far = f"{self._done} of {self._total}" if self._total > 1 else f"goes on since {duration(seconds)}"
-        return far if left is None else f"{far}, about {duration(left)} left"
+        if left is None:
+            return far
+        return f"{far}, about {duration(left)} left" if left > 0 else f"{far}, longer than expected"
 
 
 def duration(seconds: float) -> str:

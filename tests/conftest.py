@@ -18,6 +18,7 @@ from compressor.host.threads import wait_passively
 wait_passively()  # as the command does; before torch is imported
 
 from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
+from prices import share_prices  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +58,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep tests away from the user's database of schedules."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
+        session = folder.parent.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder.parent
+        share_prices(patch, session)
         patch.setenv("COMPRESS_CACHE_DIR", str(folder))
         yield folder
 

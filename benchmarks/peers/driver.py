@@ -4,7 +4,8 @@ A driver runs in its peer's environment, from the checkout's folder:
 
     PYTHON -m benchmarks.peers.PEER MODEL IDS OUT METHOD FORMAT [DTYPE]
 
-MODEL is a Hugging Face folder, IDS a .npy file of int64 [samples, sequence], FORMAT a name such as W4A16_ASYM_G128.
+MODEL is a Hugging Face folder, IDS a .npy file of int64 [samples, sequence], FORMAT a name such as W4A16_ASYM_G128, or
+of zeros among weights that are not rounded: F16_2:4, of 4 weights 2 are kept; F16_B1x1@70, 70% are zero.
 DTYPE is what the model computes in, where the peer lets one choose; float16 unless given, so that those who store
 scales in the model's type have them as small as ours.  OUT gets the dequantised model as a Hugging Face folder in
 float32, and row.json.
@@ -40,6 +41,7 @@ class Job:
         bits, symmetric: of a weight.
         group: columns a scale; 0 is a row.
         float_format: "E4M3" and the like; empty for integers.
+        sparsity, pattern: share of zeros, and the weights kept of how many; "0:0" where any may be.
         dtype: what the model is loaded in.
     """
 
@@ -51,6 +53,8 @@ class Job:
     group: int
     symmetric: bool
     float_format: str = ""
+    sparsity: float = 0.0
+    pattern: str = "0:0"
     dtype: torch.dtype = torch.float16
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -105,15 +109,23 @@ class Job:
 def job() -> Job:
     """Parse the job from the command line."""
     model, ids, out, method, name, *dtype = sys.argv[1:]
+    common: dict[str, Any] = {
+        "model": Path(model), "ids": torch.from_numpy(np.load(ids)), "out": Path(out), "method": method,
+        "dtype": getattr(torch, dtype[0] if dtype else "float16"),
+    }  # fmt: skip
+    if found := re.fullmatch(r"F16_(?:(\d):(\d)|B1x1@(\d+))", name):
+        kept, of, percent = found.groups()
+        zeros = (
+            {"pattern": f"{kept}:{of}", "sparsity": 1 - int(kept) / int(of)} if of else {"sparsity": int(percent) / 100}
+        )
+        return Job(**common, bits=16, group=0, symmetric=True, **zeros)
     found = re.fullmatch(r"(?:W(\d)A16|FP(\d)_(E\dM\d))(_ASYM)?(?:_G(\d+)|_C)", name)
     if found is None:
         sys.exit(f"{name}: not a format that the drivers know")
     bits, float_bits, layout, asym, group = found.groups()
     return Job(
-        model=Path(model), ids=torch.from_numpy(np.load(ids)), out=Path(out), method=method,
-        bits=int(bits or float_bits), group=int(group or 0), symmetric=not asym, float_format=layout or "",
-        dtype=getattr(torch, dtype[0] if dtype else "float16"),
-    )  # fmt: skip
+        **common, bits=int(bits or float_bits), group=int(group or 0), symmetric=not asym, float_format=layout or ""
+    )
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:

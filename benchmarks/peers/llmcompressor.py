@@ -1,4 +1,5 @@
-"""llm-compressor: RTN, GPTQ (act-order, MSE observer) and AWQ, saved as compressed-tensors."""
+"""llm-compressor: RTN, GPTQ (act-order, MSE observer) and AWQ, saved as compressed-tensors; SparseGPT and Wanda, saved
+with their zeros."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
@@ -23,6 +25,8 @@ from benchmarks.peers.driver import Job, job, linears, weight_count
 SETTINGS = {
     "rtn": "QuantizationModifier, MSE observer",
     "gptq": "GPTQModifier, actorder=static, MSE observer, dampening_frac=0.01, sequential",
+    "sparsegpt": "SparseGPTModifier, dampening_frac=0.01, sequential; zeros are stored",
+    "wanda": "WandaPruningModifier, sequential; zeros are stored",
     "awq": "AWQModifier (duo_scaling), then QuantizationModifier with the MSE observer",
 }
 
@@ -51,10 +55,13 @@ def main() -> None:
         by_group.setdefault(task.group_for(module.in_features), []).append(name)
     groups = {f"group_{group}": scheme(task, group, names) for group, names in by_group.items()}
     options: dict[str, Any] = {"config_groups": groups, "ignore": ["lm_head"]}
+    zeros = {"sparsity": task.sparsity, "mask_structure": task.pattern, "targets": list(modules)}
     recipe = {
         "rtn": lambda: [QuantizationModifier(**options)],
         "gptq": lambda: [GPTQModifier(**options, actorder="static")],
         "awq": lambda: [AWQModifier(duo_scaling=True), QuantizationModifier(**options)],
+        "sparsegpt": lambda: [SparseGPTModifier(**zeros, dampening_frac=0.01)],
+        "wanda": lambda: [WandaPruningModifier(**zeros)],
     }[task.method]()
     samples = Dataset.from_dict({"input_ids": task.ids.tolist(), "attention_mask": torch.ones_like(task.ids).tolist()})
     with task.timed():
@@ -68,8 +75,8 @@ def main() -> None:
             name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
         stored = [tensor for name, tensor in saved.items() if name.rpartition(".")[0] in modules]
-        read = CompressedTensorsConfig(run_compressed=False)
-        dense = AutoModelForCausalLM.from_pretrained(folder, quantization_config=read, dtype=task.dtype)
+        read = {} if task.sparsity else {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+        dense = AutoModelForCausalLM.from_pretrained(folder, dtype=task.dtype, **read)
         state = {name: tensor for name, tensor in dense.state_dict().items() if name in parameters}
         if missing := parameters - state.keys() - {"lm_head.weight"}:
             raise SystemExit(f"not dequantised: {sorted(missing)}")

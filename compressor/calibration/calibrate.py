@@ -120,10 +120,11 @@ class CalibrationRun(Generic[S]):
         """
         store = self._options.store
         for step in list(calibration_steps(self._graph, self._names, self._options.true_sequential)):
-            block = self._sites(step.index, step.names)
+            cut = segments(self._graph)
+            block = _sites(cut[step.index], step.names)
             if store is not None and store.restore(self._graph, block):
                 continue
-            self._advance(step.index)
+            self._advance(cut, step.index)
             for number, names in enumerate(step.rounds):
                 yield from self._show(step.index, names, step.rounds[number + 1 :])
             self._run.release(segments(self._graph)[step.index])
@@ -137,15 +138,10 @@ class CalibrationRun(Generic[S]):
             return self._make_by_channel(site.out_features, site.in_features)
         return self._make_statistic(site.input_width)
 
-    def _sites(self, index: int, names: Sequence[str]) -> list[Site]:
-        """Look sites up: replacing a linear does not move the cuts, but the nodes are new."""
-        sites = {site.name: site for site in linears(segments(self._graph)[index])}
-        return [sites[name] for name in names]
-
-    def _advance(self, index: int) -> None:
+    def _advance(self, cut: Sequence[Segment], index: int) -> None:
         """Run on to a segment's beginning."""
         for behind in range(self._done, index):
-            self._run.advance(segments(self._graph)[behind])
+            self._run.advance(cut[behind])
             if self._dense is not None:
                 self._dense.advance(self._dense_segments[behind])
         self._done = index
@@ -155,10 +151,10 @@ class CalibrationRun(Generic[S]):
     ) -> Iterator[tuple[list[Site], S]]:
         """Run to the inputs of some groups, and yield them with their statistics."""
         segment = segments(self._graph)[index]
-        groups = [self._sites(index, group) for group in names]
+        groups = [_sites(segment, group) for group in names]
         ahead = None
         if self._options.true_sequential:
-            ahead = [self._sites(index, group) for round_ in later for group in round_]
+            ahead = [_sites(segment, group) for round_ in later for group in round_]
         statistics = [self._statistic(group[0]) for group in groups]
         rows = _read(self._run, segment, groups, ahead)
         # The dense graph may send a token to other experts: their rows are not beside each other.
@@ -173,6 +169,12 @@ class CalibrationRun(Generic[S]):
         pool_experts(groups, statistics)
         while groups:  # pops, so that a statistic is freed when the caller is done with it
             yield groups.pop(0), statistics.pop(0)
+
+
+def _sites(segment: Segment, names: Sequence[str]) -> list[Site]:
+    """Look sites up: replacing a linear does not move the cuts, but the nodes are new."""
+    sites = {site.name: site for site in linears(segment)}
+    return [sites[name] for name in names]
 
 
 def _beside(groups: Sequence[list[Site]], xs: Sequence[Tensor], dense: Iterator[Tensor]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from compressor.capture.arithmetic.constants import fold_constants
 from compressor.capture.convolution.rewrite import rewrite_convolutions
 from compressor.capture.ctc.program import ctc_notes, ctc_program
 from compressor.capture.ctc.weight_norms import fold_weight_norms
-from compressor.capture.experts.split import check_experts, split_experts
+from compressor.capture.experts.split import route_all, split_experts
 from compressor.capture.export import (
     error_context,
     example_call,
@@ -175,7 +175,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
     graph, constants = _unlifted(exported, groups, list(inspect.signature(program.forward).parameters)[: len(args)])
     layout = normalize(graph)
     check_numbers(graph, meta_model.name)
-    check_experts(graph, meta_model.name)
+    route_all(graph, meta_model.name)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if probed is not None and meta_model.kind in ("decoder", "seq2seq"):
         with error_context(None, meta_model.name):
@@ -253,7 +253,7 @@ def _bind(
         if node.op != "get_attr":
             continue
         name, tensor = node.target, read(node.target).detach()
-        if name in buffers and not (info.kind == "seq2seq" and _is_large(tensor)):
+        if name in buffers and not ((info.kind == "seq2seq" or info.labels_frames) and _is_large(tensor)):
             tensors[name] = tensor
             continue
         if name in layout.transposed:

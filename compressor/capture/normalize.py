@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.capture.arithmetic.assigned import AssignedSlice
+from compressor.capture.arithmetic.assigned import AssignedSlice, AssignedWhere
 from compressor.capture.arithmetic.complex_numbers import RealParts
 from compressor.capture.arithmetic.plain_form import OperatorForm
 from compressor.capture.arithmetic.promotion import ExplicitTypes
@@ -62,7 +62,8 @@ def normalize(graph: fx.Graph) -> Normalized:
     done = Normalized()
     done.outcomes += apply([RealParts()], graph)
     graph.eliminate_dead_code()
-    done.outcomes += apply([OperatorForm(), AssignedSlice(), KnownBound(), Shifted(), LateSlice()], graph)
+    assigned: list[Rule] = [AssignedSlice(), AssignedWhere()]
+    done.outcomes += apply([OperatorForm(), *assigned, KnownBound(), Shifted(), LateSlice()], graph)
     done.outcomes += apply([ExplicitTypes(), DropCheck(), DropNoOp(), PlainForm(), DropTranspositions()], graph)
     graph.eliminate_dead_code()  # so that the rules count real users only
     transposable = _used_only_transposed(graph)

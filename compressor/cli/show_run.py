@@ -42,8 +42,7 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
         dense, ours = metrics.get(f"dense_{key}"), metrics.get(key)
         if ours is None:
             continue
-        ratio = f"{ours / dense:.2f}x" if dense else ""
-        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), ratio)
+        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), _ratio(ours, dense))
     console.print(table)
     for name, key, form in (
         ("perplexity increase", "perplexity_increase", "{:+.2%}"),
@@ -83,6 +82,14 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     command = "serve" if (outcome.bundle / "index.html").is_file() else "inspect"
     command = "generate" if command == "inspect" and "cache_bytes_per_token" in metrics else command
     console.print(f"wrote {outcome.bundle}; try: compress {command} {outcome.bundle}", highlight=False, markup=False)
+
+
+def _ratio(ours: float, dense: float | None) -> str:
+    """Write a ratio in two decimals, a small one in two digits; nothing where there is nothing to compare with."""
+    if not dense:
+        return ""
+    ratio = ours / dense
+    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
 def _show_certainty(console: Console, metrics: Mapping[str, Any]) -> None:

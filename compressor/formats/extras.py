@@ -170,14 +170,14 @@ class ColumnBlocks:
 class SkippedInputs:
     """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
 
-    Codes lie column by column, in panels of up to 256 rows.
+    Codes lie column by column, in panels of up to 2048 bytes a column.
     """
 
     label: ClassVar[str] = "inputs"
     pattern: ClassVar[str] = r"(_SKIP)"
     suffix: ClassVar[str] = "_SKIP"
     text: ClassVar[str] = "below a stored threshold they count as zero, and codes are not read"
-    most_bytes: ClassVar[int] = 512
+    most_bytes: ClassVar[int] = 2048
 
     @classmethod
     def read(cls, text: str) -> SkippedInputs | None:

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
-from compressor.graph.sites import _PACKED, PACKED_FORM, Site
+from compressor.graph.sites import _PACKED, PACKED_FORM, Site, calls_again
 
 
 def set_parameter(graph: GraphModule, name: str, value: Tensor) -> None:
@@ -48,8 +48,10 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     The module's code stays as it is until the caller is done and calls ``graph.recompile()``: torch.fx keeps the source
     of every version, and one for each linear would take more memory than the weights.
 
-    The dense weight goes when nothing else uses it.  The site's node is gone afterwards.  Other sites can still be
-    replaced, but the ``input`` of one that reads this node's output directly is stale: list the sites again.
+    Later calls of the same module read the packed weight too, unless it has the scale of one call's input: what is
+    stored once stays so.  The dense weight goes when nothing else uses it.  The site's node is gone afterwards.  Other
+    sites can still be replaced, but the ``input`` of one that reads this node's output directly is stale: list the
+    sites again.
 
     Raises:
         ValueError: the packed weight has another shape.
@@ -61,6 +63,8 @@ def replace_linear(graph: GraphModule, site: Site, packed: PackedWeight) -> None
     with graph.graph.inserting_before(old):
         new = call_packed(graph, site.name, cast(Node, old.args[0]), packed, bias)
     new.target, new.meta = PACKED_FORM[old.target], dict(old.meta)
+    for call in calls_again(old) if not packed.format.has_input_scale else ():
+        call.target, call.args = new.target, (call.args[0], new.args[1], call.args[2], *new.args[3:])
     old.replace_all_uses_with(new)
     graph.graph.erase_node(old)
     if not weight.users:
@@ -125,14 +129,21 @@ def packed_weight(graph: GraphModule, site: Site) -> PackedWeight:
 
 
 def replace_packed(graph: GraphModule, site: Site, packed: PackedWeight) -> None:
-    """Store the packed weight of one of :func:`compressor.graph.sites.packed_sites` in another format."""
+    """Store the packed weight of one of :func:`compressor.graph.sites.packed_sites` in another format.
+
+    Where other calls read it too, they keep it, and this one gets its own.
+    """
     args: Any = site.node.args
+    name, shared = site.weight_name.removesuffix(".codes"), any(len(part.users) > 1 for part in args[1])
+    call = site.name.rpartition("@")[2] if "@" in site.name else "1"
     with graph.graph.inserting_before(site.node):
-        stored = store_parts(graph, site.weight_name.removesuffix(".codes"), packed)
+        stored = store_parts(graph, f"{name}@{call}" if shared else name, packed)
     site.node.args = (args[0], stored, args[2], packed.format.name, *args[4:])
     for old in args[1]:
+        if old.users:
+            continue
         graph.graph.erase_node(old)
-        if old.target.rpartition(".")[2] not in packed.parts:
+        if old.target.rpartition(".")[2] not in packed.parts or shared:
             delete_parameter(graph, old.target)
 
 

@@ -93,6 +93,18 @@ def weight_sites(graph: GraphModule) -> list[Site]:
     return sites
 
 
+def first_calls(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites without the later calls of modules whose first one is among them: they share its weight."""
+    nodes = {again for site in sites for again in calls_again(site.node)}
+    return [site for site in sites if site.node not in nodes]
+
+
+def calls_again(node: Node) -> list[Node]:
+    """Return the calls behind a linear's node in which its module is called again, with the same weight."""
+    users = [user for user in cast(Node, node.args[1]).users if user.target is node.target]
+    return sorted(user for user in users if user.args[1] is node.args[1] and owner(user) == owner(node) and user > node)
+
+
 def _routers(graph: GraphModule) -> set[Node]:
     """Find the linears that choose experts: the last ones in front of the index of experts."""
     ahead = list({cast(Node, node.args[1]) for node in graph.graph.find_nodes(op="call_function", target=_ROWS)})
@@ -115,7 +127,7 @@ def packed_sites(graph: GraphModule) -> list[Site]:
 
 def packed_weight_sites(graph: GraphModule) -> list[Site]:
     """As :func:`packed_sites`, with depthwise convolutions."""
-    sites = []
+    sites, seen = [], dict[str, int]()
     for node in graph.graph.nodes:
         if node.target not in (_PACKED, _PACKED_DEPTHWISE):
             continue
@@ -125,6 +137,8 @@ def packed_weight_sites(graph: GraphModule) -> list[Site]:
         owner_name, module_class = _owner(node, f"{name}.weight")
         if any(user.target is _LOOKED_UP for user in codes.users):
             name = owner_name  # the codes are named after the table
+        seen[name] = seen.get(name, 0) + 1
+        name = name if seen[name] == 1 else f"{name}@{seen[name]}"  # another call reads the same codes
         bias_name = bias.target if is_parameter(graph, bias) else None
         sites.append(Site(name, node, x, module_class, codes.target, bias_name, in_features, out_features, False))
     return sites

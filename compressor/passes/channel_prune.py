@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan
 from compressor.pipeline.structured.widths import (
     Measure,
@@ -28,10 +28,9 @@ from compressor.pipeline.structured.widths import (
     plan_widths,
     remove_widths,
     same_share,
-    score_channels,
-    squares_of,
 )
 from compressor.recipe.gates import parse_amount
+from compressor.training.saliency import SALIENCY_SAMPLES, ChannelImportance, channel_scores, check_saliency
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class ChannelPrune(Pass):
         allocate: ``global`` removes the least important channels of all families, in units of each family's mean;
             ``uniform`` the same share of each.
         importance: ``activation`` goes by the size of a channel's contribution to what reads it, ``magnitude`` by the
-            weights that read it alone.
+            weights that read it alone, ``taylor`` by what the loss of 64 samples at most changes by without it, to
+            first order: of next tokens, or of the class that the model predicts.
         refit: whether what reads the channels is refitted to the outputs that it had.
         multiple: what is left of a family is rounded up to a multiple of this, which kernels like.
         least: share of each family that stays in any case.
@@ -62,7 +62,7 @@ class ChannelPrune(Pass):
     macs: float | None = None
     weight_bytes: float | str | None = None
     allocate: Literal["global", "uniform"] = "global"
-    importance: Literal["activation", "magnitude"] = "activation"
+    importance: ChannelImportance = "activation"
     refit: bool = True
     multiple: int = 1
     least: float = 0.1
@@ -91,15 +91,21 @@ class ChannelPrune(Pass):
         """True where channels are ranked by their activations."""
         return self.importance == "activation"
 
+    @property
+    def training(self) -> TrainingNeeds | None:
+        """Return what gradients take, where channels are ranked by them."""
+        return TrainingNeeds(SALIENCY_SAMPLES, 1, False) if self.importance == "taylor" else None
+
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a model without such channels, or a budget that they cannot meet."""
         self._counts(graph, widths := self._widths(graph), _unranked(widths), False)
+        if self.importance == "taylor":
+            check_saliency("channel_prune", graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Remove the channels; each reader's record has its relative squared error."""
         widths = self._widths(graph)
-        squares = squares_of(graph, ctx, "channel_prune", widths) if self.importance == "activation" else None
-        scores = score_channels(graph, widths, squares)
+        scores = channel_scores("channel_prune", graph, ctx, widths, self.importance)
         counts = self._counts(graph, widths, scores, self.allocate == "global")
         chosen = [torch.argsort(s, stable=True)[:n].sort().values for s, n in zip(scores, counts, strict=True)]
         return remove_widths(graph, ctx, "channel_prune", self, self.refit, widths, chosen)

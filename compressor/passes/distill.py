@@ -39,6 +39,8 @@ class Distill(TaughtPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to train.
         ignore: patterns of linears to leave as they are.
+        adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
+            (LoRA); 0 trains the weight itself.
     """
 
     temperature: float = 1.0
@@ -59,3 +61,4 @@ class Distill(TaughtPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    adapter_rank: int = 0

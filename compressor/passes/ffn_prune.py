@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
-
 from compressor.errors import UsageError
-from compressor.graph.dependencies.channels import Dependencies
 from compressor.numerics.sparsity.column_removal import Importance
-from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.structured.channels import Channels, choose_channels_of, plan_removal, remove_inner
+from compressor.pipeline.structured.channels import Channels
+from compressor.pipeline.structured.inner_pruning import InnerPruning
 
 
 @dataclass(frozen=True)
-class FfnPrune(Pass):
+class FfnPrune(InnerPruning, Pass):
     """Remove inner channels of feed-forward networks, and refit what reads the others by least squares.
 
     Attributes:
         ratio: share of each network's inner channels to remove, above 0 and below 1.
-        multiple: what is left is rounded up to a multiple of this, which kernels like.
+        multiple: what is left is rounded up to a multiple of this, which kernels like; a network too narrow for that
+            stays whole, and a note says so.
         importance: ``obs`` removes in eight rounds what costs least once the other channels make up for it (optimal
             brain surgery, as ZipLM does to columns); ``activation`` goes by the size of a channel's contribution to the
             outputs, ``magnitude`` by its weights alone.
@@ -44,37 +41,26 @@ class FfnPrune(Pass):
     ignore: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise UsageError(f"ffn_prune: ratio {self.ratio:g} is not between 0 and 1; 0.25 removes a quarter")
+        super().__post_init__()
         if not 1 <= self.multiple <= 4096:
-            raise UsageError(f"ffn_prune: multiple {self.multiple} is not between 1 and 4096")
+            raise UsageError(f"{self.name}: multiple {self.multiple} is not between 1 and 4096")
 
-    def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse a model without such channels."""
-        self._choose(graph)
+    def count_removed(self, channels: Channels) -> int:
+        """Return how many channels of a network go, so that a multiple is left; none of one too narrow for that."""
+        left = self._left(channels)
+        if not left:
+            raise UsageError(
+                f"{self.name}: {channels.readers[0]}: ratio {self.ratio:g} would take all of "
+                f"{channels.family.count} channels: change `ratio`, or ignore it"
+            )
+        return max(0, channels.family.count - left)
 
-    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Remove the channels; each reader's record has the relative squared error of its outputs."""
-        return remove_inner(graph, ctx, "ffn_prune", self, *self._choose(graph))
+    def why_whole(self, channels: Channels) -> str:
+        """Say how many channels would be left."""
+        return (
+            f"ratio {self.ratio:g} of {channels.family.count} channels leaves {self._left(channels)}, rounded up to a "
+            f"multiple of {self.multiple}: change `ratio` or `multiple`, or ignore it"
+        )
 
-    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Remove as many channels of a graph without weights."""
-        return plan_removal(graph, *self._choose(graph), self.importance)
-
-    def _choose(self, graph: GraphModule) -> tuple[Dependencies, list[tuple[Channels, int]]]:
-        """Return the channels, and how many of each to remove.
-
-        Raises:
-            UsageError: no channels can be removed, or so few that none of their multiples is left out.
-        """
-        dependencies, channels = choose_channels_of(graph, "ffn_prune", self.targets, self.ignore)
-        removed = []
-        for one in channels:
-            left = -(-round((1 - self.ratio) * one.family.count) // self.multiple) * self.multiple
-            if left >= one.family.count or not left:
-                raise UsageError(
-                    f"ffn_prune: {one.readers[0]}: ratio {self.ratio:g} of {one.family.count} channels leaves {left}, "
-                    f"rounded up to a multiple of {self.multiple}: change `ratio` or `multiple`, or ignore it"
-                )
-            removed.append((one, one.family.count - left))
-        return dependencies, removed
+    def _left(self, channels: Channels) -> int:
+        return -(-round((1 - self.ratio) * channels.family.count) // self.multiple) * self.multiple

@@ -44,6 +44,8 @@ class Finetune(TrainingPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to train.
         ignore: patterns of linears to leave as they are.
+        adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
+            (LoRA); 0 trains the weight itself.
     """
 
     steps: int = 200
@@ -62,6 +64,7 @@ class Finetune(TrainingPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    adapter_rank: int = 0
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a model that predicts no next tokens."""

@@ -24,7 +24,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 from compressor.pipeline.sites import choose_sites
-from compressor.pipeline.sparse_sites import BlockPruning, Inputs
+from compressor.pipeline.sparse_sites import Allocation, BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,14 @@ class GroupSparse(BlockPruning, Pass):
             not positive definite.
         pack: store the weights in the format of ``scheme``.  Without it they stay dense, with groups of zeros: for a
             training that keeps these, and this pass behind it with the same ``scheme``, which then packs.
+        allocate: how much is left out of each layer: ``uniform`` takes the share that ``scheme`` names from each, the
+            others at most as many bytes together.  ``owl`` leaves less out where more weights are outliers; ``budget``
+            measures each layer at several shares, and an integer programme finds the least sum of their errors (needs
+            ``compressor[search]``).
+        owl_lambda: shares differ by at most twice that.
+        owl_factor: an outlier contributes so many times the mean of its layer's weights.
+        schemes: formats that ``budget`` chooses from beside ``scheme``; by default ``scheme`` with half to twice
+            as many columns.
     """
 
     scheme: str = "W8A8_STATIC_B32x4@30"
@@ -55,6 +63,10 @@ class GroupSparse(BlockPruning, Pass):
     refit: bool = True
     dampening_frac: float = 0.01
     pack: bool = True
+    allocate: Allocation = "uniform"
+    owl_lambda: float = 0.08
+    owl_factor: float = 5.0
+    schemes: tuple[str, ...] = ()
 
     width: ClassVar[Literal[1, 4]] = 4
     other: ClassVar[str] = "magnitude, wanda, sparsegpt and alps leave out blocks of 16x1"

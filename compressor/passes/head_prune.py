@@ -9,6 +9,7 @@ heads; of a decoder whose groups go, caches get smaller as well, and all layers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,14 +19,13 @@ from compressor.errors import UsageError
 from compressor.graph.caches import attention_layers
 from compressor.graph.dependencies.channels import Dependencies
 from compressor.numerics.sparsity.column_removal import Importance
-from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.structured.channels import Channels, choose_channels_of, plan_removal, remove_inner
+from compressor.pipeline.structured.channels import Channels, What
+from compressor.pipeline.structured.inner_pruning import InnerPruning
 
 
 @dataclass(frozen=True)
-class HeadPrune(Pass):
+class HeadPrune(InnerPruning, Pass):
     """Remove heads of attention, and refit what reads the others by least squares.
 
     Attributes:
@@ -47,46 +47,26 @@ class HeadPrune(Pass):
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise UsageError(f"head_prune: ratio {self.ratio:g} is not between 0 and 1; 0.25 removes a quarter")
+    @property
+    def what(self) -> What:
+        """What goes."""
+        return self.remove
 
-    def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse a model without such heads."""
-        self._choose(graph)
+    def count_removed(self, channels: Channels) -> int:
+        """Return how many heads of an attention go, as many of each group."""
+        size = channels.family.count // channels.groups
+        left = int((1 - self.ratio) * size + 0.5)
+        if not 0 < left < size:
+            what = f"{size} heads{' of a group' if channels.groups > 1 else ''}"
+            lost = "its last head" if not left else "none"
+            raise UsageError(
+                f"{self.name}: {channels.readers[0]}: at ratio {self.ratio:g} of {what}, the attention would lose "
+                f"{lost}; {1 / size:.3g} is one head: change `ratio`, or ignore it"
+            )
+        return (size - left) * channels.groups
 
-    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Remove the heads; each reader's record has the relative squared error of its outputs."""
-        return remove_inner(graph, ctx, "head_prune", self, *self._choose(graph))
-
-    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Remove as many heads of a graph without weights."""
-        return plan_removal(graph, *self._choose(graph), self.importance)
-
-    def _choose(self, graph: GraphModule) -> tuple[Dependencies, list[tuple[Channels, int]]]:
-        """Return the heads, and how many of each attention to remove.
-
-        Raises:
-            UsageError: no heads can be removed, the ratio removes none or all of them, or caches would differ.
-        """
-        dependencies, found = choose_channels_of(graph, "head_prune", self.targets, self.ignore, self.remove)
-        removed = []
-        for one in found:
-            size = one.family.count // one.groups
-            left = int((1 - self.ratio) * size + 0.5)
-            if not 0 < left < size:
-                what = f"{size} heads{' of a group' if one.groups > 1 else ''}"
-                lost = "its last head" if not left else "none"
-                raise UsageError(
-                    f"head_prune: {one.readers[0]}: at ratio {self.ratio:g} of {what}, the attention would lose "
-                    f"{lost}; {1 / size:.3g} is one head: change `ratio`, or ignore it"
-                )
-            removed.append((one, (size - left) * one.groups))
-        self._check_caches(graph, dependencies, removed)
-        return dependencies, removed
-
-    def _check_caches(
-        self, graph: GraphModule, dependencies: Dependencies, removed: list[tuple[Channels, int]]
+    def check_removal(
+        self, graph: GraphModule, dependencies: Dependencies, removed: Sequence[tuple[Channels, int]]
     ) -> None:
         """Refuse layers with different numbers of heads in their caches."""
         gone = [(one.family, one.first_channels(count)) for one, count in removed]
@@ -94,6 +74,6 @@ class HeadPrune(Pass):
         if len(set(left.values())) > 1:
             most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
             raise UsageError(
-                f"head_prune: caches of all layers have as many heads, and {most} would keep {left[most]} where "
+                f"{self.name}: caches of all layers have as many heads, and {most} would keep {left[most]} where "
                 f"{least} keeps {left[least]}: match all layers, or take `remove: query_heads`"
             )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressor.numerics.sparsity.block_sparsity import largest_blocks
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sparse_sites import BlockPruning, Inputs
+from compressor.pipeline.sparse_sites import Allocation, BlockPruning, Inputs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,14 @@ class Magnitude(BlockPruning, Pass):
             not positive definite.
         pack: store the weights in the format of ``scheme``.  Without it they stay dense, with blocks of zeros: for a
             training that keeps these, and one of these passes behind it with the same ``scheme``, which then packs.
+        allocate: how much is left out of each linear: ``uniform`` takes the share that ``scheme`` names from each, the
+            others at most as many bytes together.  ``owl`` leaves less out where more weights are outliers; ``budget``
+            measures each linear at several shares, and an integer programme finds the least sum of their errors (needs
+            ``compressor[search]``).
+        owl_lambda: shares differ by at most twice that.
+        owl_factor: an outlier contributes so many times the mean of its linear's weights.
+        schemes: formats that ``budget`` chooses from beside ``scheme``; by default ``scheme`` with half to twice
+            as many columns.
     """
 
     scheme: str
@@ -36,6 +44,10 @@ class Magnitude(BlockPruning, Pass):
     refit: bool = True
     dampening_frac: float = 0.01
     pack: bool = True
+    allocate: Allocation = "uniform"
+    owl_lambda: float = 0.08
+    owl_factor: float = 5.0
+    schemes: tuple[str, ...] = ()
 
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
         """Return the columns that each tile keeps."""

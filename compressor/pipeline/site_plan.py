@@ -16,7 +16,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import meta_packed
 from compressor.graph.kinds.gate_projections import WHY_DENSE, gate_projections
 from compressor.graph.rewrite import replace_linear
-from compressor.graph.sites import ROUTER, Site, linear_sites, match_sites, weight_sites
+from compressor.graph.sites import PACKED_FORM, ROUTER, Site, linear_sites, match_sites, weight_sites
 from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes
 from compressor.pipeline.sites import patterns, site_notes
@@ -87,6 +87,8 @@ def plan_sites(
     ignored = {site.name for site in match_sites(weight_sites(graph), patterns(ignore))[0]}
     gates, plans = gate_projections(graph), []
     for site in weight_sites(graph):
+        if site.node.target not in PACKED_FORM:  # packed with the first call of its module
+            continue
         weight = graph.get_parameter(site.weight_name)
         shape = (site.out_features, site.in_features)
         before = weight.numel() * weight.element_size()

@@ -19,7 +19,15 @@ from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
-from compressor.graph.sites import Site, linear_sites, match_sites, packed_weight_sites, weight_sites
+from compressor.graph.sites import (
+    Site,
+    calls_again,
+    first_calls,
+    linear_sites,
+    match_sites,
+    packed_weight_sites,
+    weight_sites,
+)
 from compressor.host.tensor_files import release
 from compressor.numerics.nearest import weight_error
 from compressor.pipeline.context import Context, SiteRecord
@@ -62,7 +70,8 @@ def choose_sites(
 ) -> list[Site]:
     """Return the linears that match ``targets`` and not ``ignore``, in dataflow order.
 
-    Gate projections (:mod:`compressor.graph.kinds.gate_projections`) are quantised only if ``targets`` names them.
+    Gate projections (:mod:`compressor.graph.kinds.gate_projections`) are quantised only if ``targets`` names them.  A
+    module that is called again is there once, by its first call, unless ``fmt`` stores the scale of a call's input.
 
     Args:
         fmt: format whose group size has to fit; None if nothing is quantised.
@@ -90,6 +99,8 @@ def choose_sites(
             raise UsageError(f"{pass_name}: the model has no {what} that can be compressed")
         hints = "; ".join(f"{p!r}: nearest {', '.join(_nearest(p, known))}" for p in unmatched)
         raise UsageError(f"{pass_name}: patterns that match no {what} of the model: {hints}")
+    if find in (linear_sites, weight_sites) and (fmt is None or not fmt.has_input_scale):
+        matched = first_calls(matched)
     if fmt is not None and find in (linear_sites, weight_sites) and matched:
         matched = without_gates(graph, matched, patterns(targets))
         if not matched:
@@ -217,7 +228,10 @@ def site_notes(site: Site, packed: PackedWeight, bytes_before: int) -> list[str]
         site.in_features
     ):
         notes.append(f"{packed.format.name} leaves nothing out of {site.in_features} columns, which fill whole chunks")
-    if site.tied:
+    again = calls_again(site.node)
+    if again and not packed.format.has_input_scale:
+        notes.append(f"called {len(again) + 1} times: all read the weight that is packed for the first call")
+    elif site.tied:
         notes.append(f"tied: the dense weight {site.weight_name} stays for the embedding")
     if packed.nbytes > bytes_before:
         notes.append(f"stored bytes exceed the dense weight's {bytes_before}")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from functools import partial
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
+from compressor.calibration.statistics import Inputs as Channels
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.formats.weights import GroupScales, Integers
+from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import half_product, quadratic
@@ -25,15 +30,22 @@ from compressor.numerics.sparsity.block_sparsity import (
     dampened_factor,
     left_blocks,
     only_kept,
+    outliers,
     round_columns,
     round_kept,
 )
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.resume import Blocks
+from compressor.pipeline.resume import Blocks, cached_tensors
 from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites, plan_untouched
-from compressor.pipeline.sites import choose_sites
+from compressor.pipeline.sites import by_segment, choose_sites, error_context, summarise_formats
+from compressor.search.knapsack import require_solver
+from compressor.search.sparsity import by_budget, by_outliers, check_schemes, stored_bytes
+
+Allocation: TypeAlias = Literal["uniform", "owl", "budget"]
+"""How much is left out of each linear: the same of all, less where there are outliers, or what an integer programme
+finds."""
 
 _BETTER = "the error would be smaller in"
 _DENSE = "blocks become zero; it stays dense"
@@ -63,6 +75,9 @@ class BlockPruning(Pass):
         refit: whether what is kept is refitted to the outputs of the whole weight before it is rounded.
         dampening_frac: fraction of the Hessian's mean diagonal added to the diagonal.
         pack: whether the weights are stored in the format; otherwise they stay dense, with zeros.
+        allocate: how much is left out of each linear.
+        owl_lambda, owl_factor: of ``owl``: most that shares differ by, halved; size of an outlier, in means.
+        schemes: of ``budget``: names of formats to choose from.
         width: columns of the blocks that the pass leaves out.
         other: what leaves out blocks of another width, for messages.
     """
@@ -75,6 +90,10 @@ class BlockPruning(Pass):
     refit: bool
     dampening_frac: float
     pack: bool
+    allocate: Allocation
+    owl_lambda: float
+    owl_factor: float
+    schemes: tuple[str, ...]
 
     @abstractmethod
     def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
@@ -92,15 +111,38 @@ class BlockPruning(Pass):
 
     def __post_init__(self) -> None:
         fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.width)
-        if (blocks := fmt.extra(ColumnBlocks)) is None:
+        if fmt.extra(ColumnBlocks) is None:
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves nothing out; say how much at its end, such as "
                 f"{fmt.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
             )
-        if blocks.width != self.width:
-            raise UsageError(f"{self._name}: scheme {self.scheme}: takes _B{wanted.shape}@...; {self.other}")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
+        if not 0 < self.owl_lambda <= 0.5 or not self.owl_factor > 0:
+            raise UsageError(
+                f"{self._name}: owl_lambda {self.owl_lambda}, owl_factor {self.owl_factor}: give a share above 0, at "
+                "most 0.5, and a number above 0"
+            )
+        if self.schemes and self.allocate != "budget":
+            raise UsageError(f"{self._name}: schemes are what `allocate: budget` chooses from; this is {self.allocate}")
+        if self.allocate != "uniform" and not self.pack:
+            raise UsageError(
+                f"{self._name}: allocate {self.allocate} packs each linear in a format of its own, and no later pass "
+                "would know it: take `pack: true`, or `allocate: uniform`"
+            )
+        for each in check_schemes(self._name, self.scheme, self.schemes):
+            if (blocks := each.extra(ColumnBlocks)) is not None and blocks.width != self.width:
+                raise UsageError(f"{self._name}: scheme {each.name}: takes _B{wanted.shape}@...; {self.other}")
+
+    @property
+    def runs_samples(self) -> bool:
+        """True if what is left out of each linear is measured first."""
+        return self.allocate != "uniform"
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a budget where the solver of integer programmes is not installed."""
+        if self.allocate == "budget":
+            require_solver()
 
     @property
     def _name(self) -> str:
@@ -112,8 +154,11 @@ class BlockPruning(Pass):
         The records' errors are those of the sites' outputs over the samples.
         """
         formats, samples, begin = self._formats(graph), ctx.calibration(self._name), len(ctx.records)
+        if self.allocate != "uniform":
+            formats = self._allocated(graph, ctx, formats)
+        plain = {site: fmt.name for site, fmt in formats.items()}
         with ctx.reporter.task(self._name, len(formats)) as task:
-            blocks = Blocks(ctx, self._name, self, task, decides=samples.sha256, chained=True)
+            blocks = Blocks(ctx, self._name, self, task, decides=[samples.sha256, plain], chained=True)
             quantize_calibrated(graph, ctx, self._name, formats, blocks, self._quantize)
         worse = sum(_BETTER in (record.note or "") for record in ctx.records[begin:])
         if worse:
@@ -127,6 +172,11 @@ class BlockPruning(Pass):
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Predict what :meth:`run` will do, on a graph without weights."""
         needs, formats = CalibrationNeeds(True, True), self._formats(graph)
+        if self.allocate != "uniform":
+            ctx.notes.append(
+                f"{self._name}: allocate {self.allocate}: what is left out of each linear follows from what the run "
+                f"measures; planned as {self.scheme} for all, and together they take no more bytes than that"
+            )
         if self.pack:
             return plan_sites(graph, formats, self.ignore, self._work, pruning_bytes, needs)
         plans = plan_untouched(graph)
@@ -143,7 +193,73 @@ class BlockPruning(Pass):
         found = choose_sites(graph, self._name, fmt.of_kept, self.targets, self.ignore)
         return {site.name: fmt for site in found}
 
+    def _allocated(self, graph: GraphModule, ctx: Context, formats: Mapping[str, Format]) -> dict[str, Format]:
+        """Return a format of its own for each linear, all together in no more bytes; a note compares them."""
+        sites = [site for site in linear_sites(graph) if site.name in formats]
+        candidates = check_schemes(self._name, self.scheme, self.schemes)
+        samples, is_owl = ctx.calibration(self._name), self.allocate == "owl"
+        options = {name: getattr(self, name) for name in ("refit", "dampening_frac", "owl_factor")}
+        decides = [samples.sha256, [s.name for s in sites], [fmt.name for fmt in candidates], self._name, options]
+        measure = partial(self._outliers if is_owl else self._errors, graph, ctx, sites, candidates)
+        measured = cached_tensors(graph, ctx, f"allocate {self.allocate}", decides, measure)
+        text = f"{self._name}: allocate {self.allocate}: "
+        if is_owl:
+            counts = {name: float(count) for name, count in measured.items()}
+            chosen = by_outliers(by_segment(graph, sites), counts, candidates[0], self.owl_lambda)
+            weights = sum(site.out_features * site.in_features for site in sites)
+            text += f"{sum(counts.values()) / weights:.2%} of the weights are outliers"
+        else:
+            errors = {name: values.tolist() for name, values in measured.items()}
+            chosen = by_budget(sites, candidates, errors)
+            ours = sum(errors[name][candidates.index(fmt)] for name, fmt in chosen.items())
+            uniform = sum(each[0] for each in errors.values())
+            text += f"errors of all outputs add up to {ours:.4g}, with {self.scheme} to {uniform:.4g}"
+        stored, most = (stored_bytes(sites, each) for each in (chosen, formats))
+        ctx.notes.append(f"{text}; {stored:,} bytes, where {self.scheme} takes {most:,}")
+        ctx.notes.append(summarise_formats(self._name, sites, chosen))
+        return chosen
+
+    def _outliers(
+        self, graph: GraphModule, ctx: Context, sites: list[Site], candidates: list[Format]
+    ) -> dict[str, Tensor]:
+        """Return how many of each site's weights are outliers: int64 [1]."""
+        found, options = {}, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+        run = CalibrationRun(graph, ctx.calibration(self._name).ids, sites, Channels, options)
+        for group, statistic in run.groups():
+            for site in group:
+                weight = graph.get_parameter(site.weight_name).detach()
+                found[site.name] = torch.tensor([outliers(weight, statistic.mean_square, self.owl_factor)])
+        return found
+
+    def _errors(
+        self, graph: GraphModule, ctx: Context, sites: list[Site], candidates: list[Format]
+    ) -> dict[str, Tensor]:
+        """Return each site's error in each format on the dense model's inputs: float64 [formats], to four digits.
+
+        Further digits depend on the number of threads.
+        """
+        found, options = {}, CalibrationOptions(true_sequential=False, spill=ctx.spill)
+        with ctx.reporter.task("sparsities", len(sites)) as task:
+            run = CalibrationRun(graph, ctx.calibration(self._name).ids, sites, Hessian, options)
+            for group, statistic in run.groups():
+                for site in group:
+                    weight = graph.get_parameter(site.weight_name).detach().float()
+                    with error_context(site):
+                        least, _ = enough_dampening(statistic.tokens, weight.shape[1], self.dampening_frac)
+                        inputs = Inputs(statistic.value, *dampened_factor(statistic.value, least))
+                        errors = [self._pruned(weight, inputs, fmt)[1] for fmt in candidates]
+                    found[site.name] = torch.tensor([float(f"{error:.4g}") for error in errors], dtype=torch.float64)
+                    task.advance()
+        return found
+
     def _work(self, rows: int, columns: int, fmt: Format) -> Work:
+        work = self._work_of(rows, columns, fmt)
+        if self.allocate == "budget":
+            for other in check_schemes(self._name, self.scheme, self.schemes):
+                work += self._work_of(rows, columns, other)
+        return work
+
+    def _work_of(self, rows: int, columns: int, fmt: Format) -> Counter[str]:
         return Counter(pruning_work(rows, columns, fmt)) + Counter(
             self.choosing_work(rows, columns, fmt.stored_columns(columns))
         )
@@ -151,31 +267,44 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        kept = left_blocks(weight, fmt.stored_columns(columns), ColumnBlocks(50, self.width))
+        left = left_blocks(weight, fmt.stored_columns(columns), ColumnBlocks(50, self.width))
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
-        factor, damp = dampened_factor(hessian, least)
-        if kept is None:
-            kept = self.choose_blocks(weight, Inputs(hessian, factor, damp), fmt.stored_columns(columns))
-        stored: PackedWeight | Tensor
-        if self.pack:
-            stored, damp = round_kept(weight, hessian, kept, fmt, damp, refit=self.refit)
-            values, dense = dequantize(stored), smaller_dense(fmt, *weight.shape)
-        else:
-            stored, damp = only_kept(weight, hessian, kept, damp, refit=self.refit)
-            values, dense = stored, None
+        inputs = Inputs(hessian, *dampened_factor(hessian, least))
+        stored, error, damp = self._pruned(weight, inputs, fmt, left)
         if damp > least:
             notes.append(f"dampening raised to {damp:g}: the Hessian is not positive definite with {least:g}")
         if dead := int((torch.diagonal(hessian) <= 0).sum()):
             notes.append(f"{dead} inputs are zero in all samples")
-        norm = float(quadratic(weight.double(), hessian)) or 1.0
-        error = float(quadratic(weight.double() - values, hessian)) / norm
+        dense = smaller_dense(fmt, *weight.shape) if self.pack else None
         if dense is not None:
-            rounded = round_columns(weight.double(), hessian.double(), factor, dense)
-            other = float(quadratic(weight.double() - dequantize(rounded), hessian)) / norm
-            if other < error:
+            rounded = round_columns(weight.double(), hessian.double(), inputs.factor, dense)
+            if _relative_loss(weight, dequantize(rounded), hessian) < error:
                 notes.append(f"{_BETTER} {dense.name}, which takes no more bytes")
         return Quantized(stored, error, None, notes)
+
+    def _pruned(
+        self, weight: Tensor, inputs: Inputs, fmt: Format, kept: Tensor | None = None
+    ) -> tuple[PackedWeight | Tensor, float, float]:
+        """Return the weight as it is stored, its error, and the most that a tile was dampened by.
+
+        Args:
+            kept: columns that each tile keeps; None chooses them.
+        """
+        if kept is None:
+            kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]))
+        stored: PackedWeight | Tensor
+        if self.pack:
+            stored, damp = round_kept(weight, inputs.hessian, kept, fmt, inputs.dampening_frac, refit=self.refit)
+            return stored, _relative_loss(weight, dequantize(stored), inputs.hessian), damp
+        stored, damp = only_kept(weight, inputs.hessian, kept, inputs.dampening_frac, refit=self.refit)
+        return stored, _relative_loss(weight, stored, inputs.hessian), damp
+
+
+def _relative_loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:
+    """Return the relative squared error of the outputs."""
+    norm = float(quadratic(weight.double(), hessian)) or 1.0
+    return float(quadratic(weight.double() - values, hessian)) / norm
 
 
 def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:

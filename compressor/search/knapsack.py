@@ -24,14 +24,11 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         UsageError: the smallest alternatives together exceed the budget.
         ToolchainError: the extra ``search`` is not installed, or the solver failed.
     """
-    try:
-        import numpy as np
-        from scipy import sparse
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise ToolchainError(
-            f"choosing under a budget needs scipy: pip install 'compressor[search]' ({error})"
-        ) from error
+    require_solver()
+    import numpy as np
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     least = sum(min(alternatives) for alternatives in sizes)
     if least > budget:
         raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
@@ -56,6 +53,20 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
     ends = np.cumsum([0, *counts])
     return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]
+
+
+def require_solver() -> None:
+    """Refuse an installation without the solver.
+
+    Raises:
+        ToolchainError: the extra ``search`` is not installed.
+    """
+    try:
+        import scipy.optimize  # noqa: F401 (only whether it is there)
+    except ImportError as error:
+        raise ToolchainError(
+            f"choosing under a budget needs scipy: pip install 'compressor[search]' ({error})"
+        ) from error
 
 
 def amount(value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.calibration.segment_runner import flat_inputs
 from compressor.graph.model import ModelInfo
+from compressor.training.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TrainableGraph:
         points: nodes whose values are returned beside the output.
 
     Attributes:
-        weights: the copies, by name.
+        weights: what is trained, by name: the copies, or their adapters.
     """
 
     def __init__(self, graph: GraphModule, names: Sequence[str] = (), points: Sequence[Node] = ()) -> None:
@@ -47,6 +48,13 @@ class TrainableGraph:
         parameters = {name: graph.get_parameter(name).detach() for name in names}
         self.weights = {n: p.to(torch.float32, copy=True).requires_grad_() for n, p in parameters.items()}
         self._device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
+        self._adapters: Adapters | None = None
+
+    def adapt(self, names: Collection[str], rank: int, seed: int) -> None:
+        """Train adapters in the place of some weights, which stay what they are until they are stored."""
+        frozen = {name: self.weights.pop(name).detach() for name in names}
+        self._adapters = Adapters(frozen, rank, seed)
+        self.weights |= self._adapters.leaves
 
     def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
         """Run one batch from empty caches; with gradients, where they are enabled.
@@ -55,14 +63,20 @@ class TrainableGraph:
             batch: int64 [B, S]; of a plain module its input, float32 [B, ...].
             weights: others in place of its own.
         """
-        reader = _Reader(self.graph, self.weights if weights is None else weights, self.points)
+        reader = _Reader(self.graph, self._values() if weights is None else weights, self.points)
         inputs = [value.to(self._device) for value in flat_inputs(self.info, batch)]
         last, *_ = reader.run(*inputs, enable_io_processing=False)
         return Outputs(last, [reader.seen[node] for node in self.points])
 
     def stored(self) -> dict[str, Tensor]:
         """Return the weights as they will be stored: in the type that each parameter has."""
-        return {name: weight.detach().to(self._types[name], copy=True) for name, weight in self.weights.items()}
+        with torch.no_grad():
+            values = self._values()
+        return {name: values[name].detach().to(kind, copy=True) for name, kind in self._types.items()}
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return what stands in the place of parameters, by name."""
+        return self.weights if self._adapters is None else self.weights | self._adapters.fused()
 
 
 def _info(graph: GraphModule) -> ModelInfo:

@@ -27,6 +27,7 @@ from compressor.training.settings import Settings, Shape
 from compressor.training.trainable import TrainableGraph
 
 _COPIES = 7  # float32 copies of a weight: itself, its gradient, two means, the best, and what a step works in
+_FUSED = 4  # of a weight that has adapters: itself, with these added, its gradient, and the best
 
 
 class TrainingPass(Pass):
@@ -36,6 +37,7 @@ class TrainingPass(Pass):
         steps ... checkpoint_every: as in :class:`compressor.training.settings.Settings`.
         vectors, tables: whether norms and biases, and embedding tables, are trained beside the linears.
         targets, ignore: patterns of linears.
+        adapter_rank: of the matrices that are trained in the place of linears' weights; 0 trains these.
     """
 
     steps: int
@@ -54,6 +56,7 @@ class TrainingPass(Pass):
     tables: bool
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
+    adapter_rank: int = 0
 
     @abstractmethod
     def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
@@ -61,11 +64,13 @@ class TrainingPass(Pass):
 
     def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
         """Return which entries are zero: those of the linears that are zero already."""
-        return KeptZeros(weights, {site.weight_name for site in sites})
+        return KeptZeros(weights, {site.weight_name for site in sites} & weights.keys())  # adapters keep their own
 
     def __post_init__(self) -> None:
         try:
             self._settings()
+            if not 0 <= self.adapter_rank <= 10**9:
+                raise UsageError(f"adapter_rank {self.adapter_rank} is not a whole number from 0")
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
@@ -80,12 +85,18 @@ class TrainingPass(Pass):
         return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse a model whose samples are not one tensor, and patterns that match nothing."""
+        """Refuse samples of more than one tensor, patterns that match nothing, and adapters that save nothing."""
         info: ModelInfo = graph.meta["model"]
         if info.hears or info.pair is not None:
             what = "of speech" if info.hears else "of pictures with texts"
             raise UsageError(f"{self.name}: {info.name} is a model {what}, which is not trained; leave the pass out")
-        self._choose(graph)
+        for site in self._choose(graph)[0]:
+            rows, columns, rank = site.out_features, site.in_features, self.adapter_rank
+            if rank * (rows + columns) >= rows * columns:
+                raise UsageError(
+                    f"{self.name}: adapters of rank {rank} have as many numbers as {site.name}, {rows}x{columns}; "
+                    "lower `adapter_rank`, or name the linear in `ignore`"
+                )
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train, and put the best weights in the place of the old ones."""
@@ -101,6 +112,8 @@ class TrainingPass(Pass):
                 tensors, history = found.tensors, History(**found.records[0])
             else:
                 model, objective = self.prepare(graph, ctx, names)
+                if self.adapter_rank:
+                    model.adapt(list(dict.fromkeys(site.weight_name for site in sites)), self.adapter_rank, ctx.seed)
                 masks = self.masks(graph, ctx, model.weights, sites)
                 training = Training(model, objective, samples.ids, self._settings(), masks, checkpoints, ctx.seed)
                 tensors = training.run(task)
@@ -115,6 +128,10 @@ class TrainingPass(Pass):
         sites, names = self._choose(graph)
         trained = {site.name for site in sites}
         working = 4 * _COPIES * sum(graph.get_parameter(name).numel() for name in names)
+        if self.adapter_rank:
+            shapes = {site.weight_name: (site.out_features, site.in_features) for site in sites}.values()
+            saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)
+            working -= 4 * (sum(saved) - _COPIES * self.adapter_rank * sum(map(sum, shapes)))
         return [
             dataclasses.replace(plan, note="is trained", working_bytes=working) if plan.site in trained else plan
             for plan in plan_untouched(graph)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.capture.capture import capture
+from compressor.cli.commands import main
 from compressor.errors import CaptureError, UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -179,6 +181,14 @@ def test_error_names_module_and_line(capfd: pytest.CaptureFixture[str]) -> None:
     ):
         capture(Branching(), (torch.ones(2, 4),))
     assert capfd.readouterr() == ("", "")  # torch prints the graph so far
+
+
+def test_a_model_that_is_refused_is_bad_input(folder: Path) -> None:
+    """Exit code 2 and one message, as of any other bad input."""
+    edit_json(folder / "config.json", model_type="openai-gpt", architectures=["OpenAIGPTLMHeadModel"])
+    for command in ("check", "inspect"):
+        done = CliRunner().invoke(main, [command, str(folder)])
+        assert done.exit_code == 2 and done.stderr.count("error: ") == 1, done.output
 
 
 def test_plain_module_needs_inputs_and_float32() -> None:

@@ -51,6 +51,7 @@ SHOWN = {
     "Starcoder 2",
     "Gemma 4, shared keys",  # a layer that shares another's keys, layers of different heads and widths
     "Qwen 3 VL, text",  # the half for texts, assignments to slices
+    "Llama 4, experts",  # all computed for each token, which chose one
     "DeepSeek 3",  # experts chosen by groups, shared experts, layers without experts
 }
 SHOWN_RECURRENT = {  # with the operators that have a state
@@ -61,7 +62,6 @@ SHOWN_RECURRENT = {  # with the operators that have a state
     "RWKV": {"causal_convolution", "wkv"},
 }
 NOT_QUANTISED = {
-    "ALBERT": "each call of its one block gets weights of its own, which transformers' model has no place for",
     "Falcon, ALiBi": "its products with W.T are not recognised as linears",
     "SqueezeBERT": "its linears are convolutions in groups",
 }

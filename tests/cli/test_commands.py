@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from prices import with_prices
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, save_model
 from torch.fx import GraphModule
@@ -81,9 +82,10 @@ def process(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path, require_tool: Callable[[str], Path]) -> Iterator[dict[str, Any]]:
+def ran(folder: Path, require_tool: Callable[[str], Path], own_cache: Path) -> Iterator[dict[str, Any]]:
     """Return what a whole run printed; its bundle is ``folder / "bundle"``."""
     require_tool("g++")
+    with_prices(own_cache)
     gates = "gates={decode_tokens_per_s: '>= 0.0001x dense', latency_ms: <= 1000s}"
     files = ("--junit", folder / "junit.xml", "--report", folder / "report.json")
     done = process("run", folder / "recipe.yaml", "-o", folder / "bundle", "--json", "--set", gates, *files)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from compressor.cli.figures import figure, label, quantity, stdout_console
+from compressor.cli.show_run import _ratio
+from compressor.progress import _Count
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,15 @@ def test_a_narrow_terminal_gets_lines_that_go_on(monkeypatch: pytest.MonkeyPatch
     assert stdout_console().width == 72
     monkeypatch.setenv("COLUMNS", "120")
     assert stdout_console().width == 120
+
+
+def test_small_ratios_keep_two_digits() -> None:
+    assert [_ratio(ours, 200.0) for ours in (500.0, 20.0, 0.5)] == ["2.50x", "0.10x", "0.0025x"]
+    assert _ratio(1.0, None) == ""
+
+
+def test_a_task_that_takes_longer_than_expected_says_so() -> None:
+    task = _Count(1)
+    assert task.state(5.0, 19.0) == "goes on since 5.0 s, about 14 s left"
+    assert task.state(30.0, 19.0) == "goes on since 30 s, longer than expected"
+    assert task.state(30.0, None) == "goes on since 30 s"

@@ -88,7 +88,7 @@ def blocks(cache: Path) -> set[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, own_cache: Path) -> bytes:
     """Return the manifest of a bundle that nothing happened to; its weights are in the session's cache."""
-    content = finish(start(folder, folder / "undisturbed", own_cache))
+    content = finish(start(folder, folder / "undisturbed", with_prices(own_cache)))
     assert [stage["reused"] for stage in content["passes"]] == [0, 0]
     return (folder / "undisturbed" / "manifest.json").read_bytes()
 

@@ -47,7 +47,7 @@ def test_bytes_lie_as_documented() -> None:
 def test_panels_waste_little_and_share_work(rows: int, bits: int) -> None:
     panel, unit = SkippedInputs.panel_rows(rows, bits), 128 // bits
     panels = -(-rows // panel)
-    assert (panel % unit == 0 and panel * bits // 8 <= 512 and panels > 1) or rows <= 16
+    assert (panel % unit == 0 and panel * bits // 8 <= 2048 and panels > 1) or rows <= 16
     assert panels * panel < rows + 2 * unit
 
 

@@ -11,9 +11,9 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize, pack
 from compressor.graph.kinds.tables import embedding_tables, rows_of_tables
 from compressor.graph.model import clone_graph, weight_bytes
-from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
+from compressor.graph.rewrite import drop_dead_parameters, replace_linear, replace_packed, set_parameter
 from compressor.graph.segments import segments, shared_nodes
-from compressor.graph.sites import group_by_input, linear_sites, match_sites, run_nodes, ties
+from compressor.graph.sites import group_by_input, linear_sites, match_sites, packed_sites, run_nodes, ties
 from compressor.numerics.grids import choose_grid, round_to_grid
 
 transformers = pytest.importorskip("transformers")
@@ -138,11 +138,18 @@ def test_repeated_and_functional_linears() -> None:
     packed, x = quantize(weight), torch.linspace(-1, 1, 16).view(2, 8)
     dense = graph(x)
     replace_linear(graph, sites[0], packed)
-    assert [site.name for site in linear_sites(graph)] == ["layer@2", "free_linear"]  # no call takes another's name
-    replace_linear(graph, linear_sites(graph)[0], packed)
+    assert [site.name for site in linear_sites(graph)] == ["free_linear"]
+    assert [site.name for site in packed_sites(graph)] == ["layer", "layer@2"]  # both read what is stored once
+    assert [name for name in dict(graph.named_parameters()) if "codes" in name] == ["layer.codes"]
     graph.recompile()
     assert "layer.weight" not in dict(graph.named_parameters())
     torch.testing.assert_close(graph(x), dense, rtol=0.05, atol=0.02)
+    shared = graph(x)
+    for site in packed_sites(graph):  # each call gets a weight of its own, the other keeps its
+        replace_packed(graph, site, packed)
+        graph.recompile()
+        assert torch.equal(graph(x), shared)
+    assert len([name for name in dict(graph.named_parameters()) if "codes" in name]) == 2
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -29,7 +29,9 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
+from compressor.pipeline.structured.widths import find_widths
 from compressor.search.widths import choose_widths
+from compressor.training.saliency import column_saliency
 from compressor.verify.bundle import verify_bundle
 
 relu = nn.functional.relu
@@ -341,3 +343,36 @@ def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_refused_before_any_work(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ChannelPrune(**options).requires(captured(name), Context())
+
+
+def test_taylor_is_the_slope_of_the_loss() -> None:
+    """By the plainest definition: scale a channel of one family, in all that reads it, and difference the losses."""
+    graph = captured("MobileNet")
+    for name, parameter in graph.named_parameters():
+        set_tensor(graph, name, parameter.detach().double())
+    widths = find_widths(graph, "channel_prune", "re:.*", ())
+    ctx = Context(samples=Samples(PICTURES[:3].double(), torch.zeros(0), "pictures", "random pictures"))
+    sites = {site.name: site for readers in widths.readers for site in readers}
+    scores = widths.losses(column_saliency("channel_prune", graph, ctx, list(sites.values())))
+    predicted = graph(PICTURES[:3].double()).argmax(1)
+    slopes = []
+    for channel in (3, 17):
+        losses = []
+        for scale in (1 + 1e-4, 1 - 1e-4):
+            scaled = clone_graph(graph)
+            for site in widths.readers[1]:
+                weight = graph.get_parameter(site.weight_name).detach().clone()
+                weight[:, widths.columns(1, site)[channel]] *= scale
+                set_tensor(scaled, site.weight_name, weight)
+            losses.append(nn.functional.cross_entropy(scaled(PICTURES[:3].double()), predicted, reduction="none"))
+        slopes.append(float(((losses[0] - losses[1]) / 2e-4).square().mean()))
+    assert float(scores[1][3] / scores[1][17]) == pytest.approx(slopes[0] / slopes[1], rel=1e-3)
+
+
+def test_taylor_chooses_and_says_what_it_cannot_rank() -> None:
+    graph = Pipeline([ChannelPrune(0.3, importance="taylor", refit=False)], [VerifyStages()]).run(
+        captured("Llama"), Context(samples=samples_of("Llama"))
+    )
+    assert weight_bytes(graph) < weight_bytes(captured("Llama"))
+    with pytest.raises(UsageError, match="importance taylor needs gradients of a loss"):
+        ChannelPrune(0.3, importance="taylor").requires(captured("BERT"), Context())

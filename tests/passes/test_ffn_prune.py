@@ -156,3 +156,13 @@ def test_a_packed_model_has_no_channels_left() -> None:
     graph = Rtn("W8A16").run(captured("Llama, tied"), Context())
     with pytest.raises(UsageError, match=re.escape("an earlier pass has packed every linear")):
         FfnPrune().requires(graph, Context())
+
+
+def test_a_network_too_narrow_for_the_multiple_stays_whole_and_is_noted() -> None:
+    """The linears of rank 8 in Gemma 3n are beside feed-forward networks of 64 channels."""
+    graph, ctx = captured("Gemma 3n"), Context()
+    plans = {plan.site: plan.note for plan in FfnPrune(0.5).plan(graph, ctx)}
+    assert plans["model.layers.0.laurel.linear_right"] == "stays as it is"
+    assert plans["model.layers.1.mlp.down_proj"] == "32 of 64 channels are left"
+    (note,) = ctx.notes
+    assert "4 of 7 families stay whole, the first of them that of model.layers.0.laurel.linear_right" in note

@@ -71,7 +71,7 @@ def take_packed_weights(model: Any, graph: Any) -> None:
 def _take_packed_experts(model: Any, graph: Any, node: Any) -> None:
     parts = [graph.get_parameter(part.target) for part in node.args[2]]
     name = node.args[2][0].target.rpartition(".")[0]
-    is_turned = model.get_submodule(name.rpartition(".")[0]).is_transposed
+    is_turned = getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", True)  # Llama 4 states nothing
     for expert, held in enumerate(model.get_parameter(name)):
         dense = _PACKED(torch.eye(node.args[5]), [part[expert] for part in parts], None, *node.args[4:])  # [in, out]
         with torch.no_grad():

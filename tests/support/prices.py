@@ -1,8 +1,10 @@
-"""Prices of work on this machine, for tests with a cache folder of their own."""
+"""Prices of work on this machine, measured once for all workers, and for tests with a cache folder of their own."""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +12,22 @@ import pytest
 import torch
 
 from compressor.plan import prices
-from compressor.plan.prices import machine_prices
+from compressor.plan.prices import Prices, machine_prices
+
+
+def share_prices(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the workers that share a folder measure this machine once for each number of threads."""
+    measure = prices.probe
+
+    def probe() -> Prices:
+        file = folder / f"prices_{torch.get_num_threads()}.json"
+        with open(folder / "prices.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                file.write_text(json.dumps(dataclasses.asdict(measure())))
+        return Prices(**json.loads(file.read_text()))
+
+    patch.setattr(prices, "probe", probe)
 
 
 def with_prices(cache: Path) -> Path:

@@ -1,8 +1,9 @@
-"""Say assignments to a part of a tensor with slices and concatenations.
+"""Say assignments to a part of a tensor with slices and concatenations, or with a choice at each place.
 
 slice_scatter(x, y, d, begin, end)          becomes      cat(x[:begin], y, x[end:])
 slice_scatter(x, y, d, begin, end, step)    becomes      the same, where y's entries go in front of the entries of x
                                                          that are left between them
+index_put(x, [mask], y)                     becomes      where(mask, y, x), and x + y in place of y where y is added
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compressor.graph.matching import replace_by
 from compressor.graph.rewrite import call_before
 from compressor.graph.rules import why_not
 
@@ -63,6 +65,40 @@ class AssignedSlice:
         match.replace_all_uses_with(made)
         graph.erase_node(match)
         return made
+
+
+class AssignedWhere:
+    """A tensor that gets the same values wherever a mask holds is chosen place by place."""
+
+    name = "assignment by a mask"
+
+    def pattern(self, node: fx.Node) -> fx.Node | None:
+        """Match an assignment to the places of one mask, whole dimensions in front of it left out."""
+        if node.target is not _aten.index_put.default:
+            return None
+        indices: Any = node.args[1]
+        which = indices[-1]
+        alone = which is not None and all(each is None for each in indices[:-1])
+        return node if alone and which.meta["val"].dtype == torch.bool else None
+
+    def check(self, match: fx.Node) -> str:
+        """Ask for values that do not depend on which of the mask's places they go to."""
+        args: Any = match.args
+        x, indices, values = args[:3]
+        behind = x.meta["val"].dim() - (len(indices) - 1) - indices[-1].meta["val"].dim()
+        sizes = values.meta["val"].shape
+        own = any(not isinstance(size, int) or size != 1 for size in sizes[: len(sizes) - behind])
+        return why_not((len(sizes) > behind and own, "each place that the mask picks has a value of its own"))
+
+    def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node:
+        """Call ``where``."""
+        args: Any = match.args
+        x, indices, values, adds = (*args, match.kwargs.get("accumulate", False))[:4]
+        mask = indices[-1]
+        for _ in range(x.meta["val"].dim() - (len(indices) - 1) - mask.meta["val"].dim()):
+            mask = call_before(graph, match, _aten.unsqueeze.default, mask, -1)
+        new = call_before(graph, match, _aten.add.Tensor, x, values) if adds else values
+        return replace_by(graph, match, _aten.where.self, (mask, new, x))
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any, int, Any, Any, Any]:

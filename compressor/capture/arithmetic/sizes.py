@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.functions import FloorDiv
 
 from compressor.graph.rules import why_not
 
@@ -47,19 +48,17 @@ def sizes_stay_numbers(module: nn.Module) -> Iterator[None]:
 
 
 class KnownBound:
-    """The smaller or larger of a size and a number is the size or the number, where the size's range says so."""
+    """The smaller or larger of two sizes, or of a size and a number, is the one that is known to be it."""
 
     name = "known bound"
 
     def pattern(self, node: fx.Node) -> fx.Node | None:
-        """Match a minimum or maximum of a size and a number."""
-        if node.target not in (torch.sym_min, torch.sym_max) or len(node.args) != 2:
-            return None
-        return node if sum(isinstance(arg, int) for arg in node.args) == 1 else None
+        """Match a minimum or maximum of a size and a number, or of two sizes."""
+        return node if node.target in (torch.sym_min, torch.sym_max) and len(node.args) == 2 else None
 
     def check(self, match: fx.Node) -> str:
-        """Ask for a range that lies on one side of the number."""
-        return why_not((_decided(match) is None, "the size may lie on both sides of the number"))
+        """Ask for a range that lies on one side of the number, or for sizes that differ by a number."""
+        return why_not((_decided(match) is None, "either may be the smaller one"))
 
     def rewrite(self, graph: fx.Graph, match: fx.Node) -> fx.Node | None:
         """Put the one or the other in its place; return None where that is the number."""
@@ -75,13 +74,28 @@ def _decided(node: fx.Node) -> Any:
     """Return what a minimum or maximum always is; None if that varies."""
     size, number = sorted(node.args, key=lambda arg: isinstance(arg, int))
     known: Any = size.meta["val"].node  # type: ignore[union-attr]
-    span = known.shape_env.bound_sympy(known.expr)
     smaller = node.target is torch.sym_min
+    if isinstance(number, fx.Node):
+        more = _plain(known.expr - number.meta["val"].node.expr)
+        return None if not more.is_number else number if bool(more > 0) is smaller else size
+    span = known.shape_env.bound_sympy(known.expr)
     if span.upper <= number:
         return size if smaller else number
     if span.lower >= number:
         return number if smaller else size
     return None
+
+
+def _plain(expression: Any) -> Any:
+    """Take whole multiples out of divisions: ``(n + 3) // 2`` becomes ``(n + 1) // 2 + 1``."""
+
+    def taken_out(base: Any, divisor: Any) -> Any:
+        number, rest = base.as_coeff_Add()
+        if not (number.is_Integer and divisor.is_Integer):
+            return FloorDiv(base, divisor)
+        return FloorDiv(rest + number % divisor, divisor) + number // divisor
+
+    return expression.replace(FloorDiv, taken_out)
 
 
 class _SizesStayNumbers(TorchFunctionMode):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from compressor.capture.experts.every_token import route_experts
 from compressor.errors import CaptureError
 from compressor.graph.matching import is_parameter
 from compressor.graph.provenance import module_path, source_line
@@ -40,12 +41,13 @@ class ExpertSlice:
     transposed: bool
 
 
-def check_experts(graph: fx.Graph, name: str) -> None:
-    """Refuse experts that are not routed through transformers' interface: all would be computed for each token.
+def route_all(graph: fx.Graph, name: str) -> None:
+    """Route experts that do not come through transformers' interface, or refuse them: all would be computed.
 
     Raises:
         CaptureError: names the module and the line of the product.
     """
+    route_experts(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
             continue

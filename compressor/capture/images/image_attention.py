@@ -82,6 +82,7 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks: query [B, H, S, D], key and value [B, Hkv, T, D] -> [B, S, H, D]."""
@@ -92,6 +93,8 @@ def _attend(
         wanted = ", ".join([*unknown, *(["dropout"] if dropout else []), *(["causality"] if is_unmasked else [])])
         raise CaptureError(f"{name} asks its attention for {wanted}, which no operator here implements")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if position_bias is not None:  # of frames of speech, from their distances
+        attention_mask = position_bias if attention_mask is None else attention_mask + position_bias
     if query.shape == key.shape == value.shape and (attention_mask is None or attention_mask.shape[1] == 1):
         mask = query.new_ones(query.shape[0], query.shape[2])  # every patch sees every other
         bias = () if attention_mask is None else (0, attention_mask)

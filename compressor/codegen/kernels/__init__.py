@@ -3,6 +3,6 @@
 Invariant: a kernel asks an instruction set what it can do, never what it is called.
 """
 
-from compressor.codegen.kernels.macros import find_parsers_by_frame
+from compressor.codegen.kernels.macros import search_by_frame
 
-find_parsers_by_frame()
+search_by_frame()

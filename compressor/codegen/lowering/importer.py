@@ -49,7 +49,7 @@ def check_operators(graph: fx.GraphModule, ours: Collection[str]) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if node.op != "call_function":
             continue
-        where = " at ".join(filter(None, (module_path(node), source_line(node)))) or node.name
+        where = _place(node)
         if picks_by_mask(node):
             raise CaptureError(
                 f"{where}: picks by a mask, and how many it picks is unknown; multiply by it, or use where"
@@ -59,6 +59,29 @@ def check_operators(graph: fx.GraphModule, ours: Collection[str]) -> None:
                 f"{where}: the operator {name} has no kernel; write it with basic ones, or capture the part of the "
                 "model around it"
             )
+
+
+def _place(node: fx.Node) -> str:
+    """Return the module and the line that a node comes from."""
+    return " at ".join(filter(None, (module_path(node), source_line(node)))) or node.name
+
+
+def _named(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a converter's errors say which operator of the model it was that has no kernel, and where it stands."""
+
+    def converted(node: fx.Node, *importer: Any) -> Any:
+        try:
+            return convert(node, *importer)
+        except CompressorError:
+            raise
+        except Exception as error:  # TVM's converters raise whatever they stumble over
+            name = getattr(node.target, "__name__", str(node.target))
+            raise CaptureError(
+                f"{_place(node)}: the operator {name} has no kernel as it is called here ({first_line(error)}); write "
+                "it with basic ones, or capture the part of the model around it"
+            ) from error
+
+    return converted
 
 
 class Importer(ExportedProgramImporter):  # type: ignore[misc]
@@ -109,7 +132,12 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
 def import_program(
     program: ExportedProgram, converters: Mapping[str, Callable[..., Any]], importer: Importer
 ) -> tuple[tvm.IRModule, list[str]]:
-    """Return the Relax program, with parameters as inputs after the others, and their names."""
+    """Return the Relax program, with parameters as inputs after the others, and their names.
+
+    Raises:
+        CaptureError: names the operator that cannot be converted, and the module and the line that it comes from.
+    """
+    importer.convert_map = {name: _named(convert) for name, convert in importer.convert_map.items()}
     kind = torch.export.graph_signature.InputKind
     with error_context("import"):
         mod = importer.from_exported_program(
@@ -117,7 +145,7 @@ def import_program(
             keep_params_as_input=True,
             unwrap_unit_return_tuple=True,
             no_bind_return_tuple=False,
-            custom_convert_map=converters,
+            custom_convert_map={name: _named(convert) for name, convert in converters.items()},
         )
     mod["main"] = mod["main"].without_attr("params")
     specs = program.graph_signature.input_specs

@@ -53,6 +53,18 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: C
     return _largest(of_tiles(size), count, blocks)
 
 
+def outliers(weight: Tensor, squares: Tensor, factor: float) -> int:
+    """Count the weights whose contribution |w| ||x|| is more than so many means of it (Yin et al. 2023, OWL, arXiv
+    2310.05175, section 3.2).
+
+    Args:
+        weight: float [out, in].
+        squares: mean squares of the inputs, float [in].
+    """
+    size = weight.double().abs() * squares.double().sqrt()
+    return int((size > factor * size.mean()).sum())
+
+
 def without_dead(weight: Tensor, hessian: Tensor) -> Tensor:
     """Return the weight with zeros where the inputs are zero in all samples: blocks there cost nothing to leave out."""
     return weight.masked_fill(torch.diagonal(hessian) <= 0, 0.0)

@@ -49,6 +49,19 @@ class Widths:
         """Return the columns of each channel in a reader's weight, int64 [channels, columns of one]."""
         return torch.from_numpy(self.families[family].places[site.weight_name, 1])
 
+    def losses(self, saliency: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return each channel's mean square of what its readers' columns add up to, in units of its family's mean.
+
+        Args:
+            saliency: by site, what a sample's loss changes by without a column, to first order, float64 [samples, in].
+        """
+        found = []
+        for number, readers in enumerate(self.readers):
+            parts = [saliency[site.name][:, self.columns(number, site)].sum(2) for site in readers]
+            score = torch.stack(parts).sum(0).square().mean(0)
+            found.append(score / max(float(score.mean()), 1e-300))
+        return found
+
 
 def find_widths(
     graph: GraphModule, pass_name: str, targets: Sequence[str] | str, ignore: Sequence[str] | str

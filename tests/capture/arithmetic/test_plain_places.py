@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils._sympy.functions import FloorDiv
 
+from compressor.capture.arithmetic.sizes import _plain
 from compressor.capture.capture import capture
 
 
@@ -76,3 +79,39 @@ def test_deviations_are_written_out(given: dict[str, Any]) -> None:
     x = 100 + torch.randn(2, 11)  # a mean of squares would lose most bits
     torch.testing.assert_close(graph(x), _Spreads(**given)(x), rtol=1e-5, atol=0)
     assert "std" not in str(graph.graph) and "var" not in str(graph.graph)
+
+
+class _Marks(nn.Module):
+    """Assigns, or adds, values where the input is negative: in all places, or in whole rows."""
+
+    def __init__(self, rows: bool, value: Tensor, adds: bool) -> None:
+        super().__init__()
+        self.rows, self.value, self.adds = rows, nn.Buffer(value), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.cos()
+        mask = x[0, :, 0] < 0 if self.rows else x < 0
+        where = [None, mask] if self.rows else [mask]
+        return torch.ops.aten.index_put(y, where, self.value, accumulate=self.adds)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "value"),
+    [(False, torch.tensor(2.0)), (False, torch.ones(1)), (True, torch.tensor(3.0)), (True, torch.randn(1, 3))],
+)
+def test_an_assignment_by_a_mask_is_a_choice(rows: bool, value: Tensor, adds: bool) -> None:
+    model = _Marks(rows, value, adds)
+    graph = capture(model, torch.randn(2, 7, 3), dynamic_shapes=({1: Dim("tokens", min=1)},))
+    x = torch.randn(2, 5, 3)
+    assert torch.equal(graph(x), model(x))
+    assert "index_put" not in str(graph.graph)
+
+
+def test_divisions_of_sizes_that_differ_by_a_number_are_compared() -> None:
+    """Of a mean over pairs and a stride of two, SEW takes the smaller length: they are equal."""
+    n = sympy.Symbol("n", integer=True, positive=True)
+    inner = FloorDiv(n - 3, 2)
+    assert _plain(FloorDiv(inner + 1, 2) - FloorDiv(inner - 1, 2)) == 1
+    assert _plain(FloorDiv(n + 7, 3) - FloorDiv(n - 2, 3)) == 3
+    assert not _plain(FloorDiv(n, 2) - FloorDiv(n - 1, 2)).is_number

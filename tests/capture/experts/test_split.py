@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from families import DECODERS, make, save
+from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
+from compressor.capture.experts.split import route_all
 from compressor.errors import CaptureError
 from compressor.graph.sites import EXPERT, ROUTER, Site, linear_sites, match_sites
 from compressor.host import tensor_files
@@ -62,6 +65,35 @@ def test_without_weights_experts_have_shapes(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in graph.parameters())
 
 
-def test_experts_outside_of_the_interface_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"feed_forward.experts at .* multiplies .*gate_up_proj .* as a whole"):
-        capture(make(*DECODERS["Llama 4, experts"], True))
+class Stacked(nn.Module):
+    """Computes four experts for each of the tokens x [T, 8], and adds up what is left of them."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.chosen, self.router = chosen, nn.Linear(8, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape)) for shape in ((8, 6), (3, 5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        if self.chosen:
+            best, index = torch.topk(scores, self.chosen, dim=-1)
+            scores = torch.full_like(scores, -torch.inf).scatter(1, index, best)
+        gate, up = (x.repeat(4, 1).view(4, -1, 8) @ self.up).chunk(2, dim=-1)
+        return ((gate.sigmoid() * up) @ self.down * scores.softmax(-1).t().unsqueeze(-1)).sum(0)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_experts_that_every_token_computes_are_routed(chosen: int) -> None:
+    model = Stacked(chosen)
+    graph, x = capture(model, torch.randn(5, 8), dynamic_shapes=({0: Dim("tokens", min=1)},)), torch.randn(7, 8)
+    route_all(graph.graph, "model")
+    graph.recompile()
+    torch.testing.assert_close(graph(x), model(x))
+    called = [str(node.target) for node in graph.graph.nodes]
+    assert called.count("compressor.routed_linear.default") == 2 and not any("bmm" in name for name in called)
+
+
+def test_experts_that_are_all_computed_are_refused() -> None:
+    graph = capture(Stacked(0), torch.randn(5, 8), dynamic_shapes=({0: Dim("tokens", min=1)},))
+    with pytest.raises(CaptureError, match=r"model: .*test_split.py:\d+ multiplies up \[4, 8, 6\] as a whole"):
+        route_all(graph.graph, "model")

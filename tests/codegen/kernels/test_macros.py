@@ -1,4 +1,4 @@
-"""Kernels are the same, whichever way TVM finds the parser that expands a macro."""
+"""Kernels are the same, whichever way TVM finds the stack they are written on and the parser that expands a macro."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 
 import pytest
 import tvm
+from tvm.script.parser.core import doc
 from tvm.script.parser.core.parser import ScriptMacro
+from tvm.tirx.script.parser import entry
 
 from compressor.codegen.kernels import macros
 from compressor.codegen.kernels.linear.packed import Schedule, packed_linear
@@ -27,9 +29,23 @@ def test_kernels_are_those_of_tvms_own_search(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError
 
     assert ScriptMacro._find_parser_def is macros._find_parser
+    assert entry.inspect.stack is macros._stack
+    assert ScriptMacro.get_macro_def is macros._definition
     ours = written()
+    tvm.ir.assert_structural_equal(ours, written())  # of trees that were read before
     monkeypatch.setattr(ScriptMacro, "_find_parser_def", by_inspection)
+    monkeypatch.setattr(entry, "inspect", inspect)
+    monkeypatch.setattr(macros, "_parsed", doc.parse)
     tvm.ir.assert_structural_equal(ours, written())
+
+
+def test_the_stack_is_that_of_inspect() -> None:
+    ours, theirs = macros._stack(), inspect.stack()
+    assert [info[:2] + info[3:4] for info in ours] == [info[:2] + info[3:4] for info in theirs]
+    assert [info.lineno for info in ours[1:]] == [info.lineno for info in theirs[1:]]
+    known = [(mine.code_context, info.code_context) for mine, info in zip(ours, theirs, strict=True) if mine.index == 0]
+    assert len(known) > 10
+    assert all(mine == context for mine, context in known)
 
 
 def test_a_macro_outside_a_kernel_says_so() -> None:

@@ -21,10 +21,11 @@ from compressor.capture.capture import capture
 from compressor.codegen.lowering import compile as lower
 from compressor.codegen.lowering import phases as lowering_phases
 from compressor.codegen.lowering.compile import Library, compile_graph
+from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.lowering.phases import check_storage
 from compressor.codegen.targets.x86 import AMX, X86
 from compressor.data.text import Samples
-from compressor.errors import VerificationError
+from compressor.errors import CaptureError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache
 from compressor.pipeline.context import Context
@@ -271,6 +272,19 @@ def test_an_operator_without_a_lowering_is_refused_by_name() -> None:
     graph = capture(Unusual(), (torch.zeros(3),))
     with pytest.raises(VerificationError, match=r"lowering, phase import: .*bessel_j0"):
         compile_graph(graph, X86(), tune="off")
+
+
+def test_an_operator_that_cannot_be_lowered_is_refused_with_its_place() -> None:
+    class Assigns(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.index_put([x > 0], y)
+
+    graph = capture(Assigns(), (torch.tensor([-1.0, 1.0, 2.0]), torch.zeros(2)))
+    reason = r"test_compile\.py:\d+: the operator index_put\.default has no kernel as it is called here \(.*basic"
+    with pytest.raises(CaptureError, match=reason):
+        compile_graph(graph, X86(), tune="off")
+    with pytest.raises(CaptureError, match=r"test_compile\.py:\d+: picks by a mask, and how many it picks is unknown"):
+        check_operators(graph, ())
 
 
 def test_dumped_programs_and_kernel_records_are_plain_data() -> None:

@@ -24,7 +24,7 @@ class Picks(nn.Module):
             "first": x[:, :1] - 2, "inner": x[:, 1:3] - 1, "end": x[:, -2:] - 1,
             "listed": x[:, [-1, 0]], "pairs": x[rows, -1], "last of each": x[rows, length - 1 - i.argmax(-1)],
             "negative": x[i - 2], "one dimension": x[:, :, i[0, :3] - 2], "zipped": x[:, i[0, :4], i[1, :4]],
-            "apart": x[i[:, :1] - 2, :, i[0, :4]],
+            "apart": x[i[:, :1] - 2, :, i[0, :4]], "marked": x.index_put([i > 0], x.new_tensor(3.0)),
         }  # fmt: skip
 
 

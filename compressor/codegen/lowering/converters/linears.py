@@ -13,12 +13,12 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import skipping
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
@@ -123,7 +123,7 @@ class LinearConverter:
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
             if fmt.extra(SkippedInputs) is not None:
                 assert len(rows) == 1  # thresholds are of one weight
-                func = skipping.skipping_linear(
+                func = skipping_linear(
                     rows[0], columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=residual is not None
                 )
                 return func, {"family": "packed_linear", "format": fmt.name}

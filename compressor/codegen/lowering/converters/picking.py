@@ -77,8 +77,9 @@ def index(node: fx.Node, importer: Any) -> Any:
 
 
 def picks_by_mask(node: fx.Node) -> bool:
-    """Return whether a node picks elements by bools, so that their number depends on values."""
-    indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else []
+    """Return whether a node picks elements by bools, or assigns to such, so that their number depends on values."""
+    aten = torch.ops.aten
+    indices: Any = node.args[1] if node.target in (aten.index.Tensor, aten.index_put.default) else []
     return any(which is not None and which.meta["val"].dtype == torch.bool for which in indices)
 
 

@@ -1,0 +1,135 @@
+"""The kernel of a linear that skips inputs: activations, their list, and the products of all panels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
+from compressor.codegen.kernels.skipping.one_token import AHEAD, TOGETHER, one_token
+from compressor.codegen.kernels.skipping.panel import Panel
+from compressor.codegen.kernels.skipping.several_tokens import several_tokens
+from compressor.formats.extras import SkippedInputs
+from compressor.formats.format import Format
+
+
+def skipping_linear(
+    rows: int,
+    columns: int,
+    fmt: Format,
+    has_bias: bool,
+    isa: Isa,
+    *,
+    prologue: Prologue | None = None,
+    has_residual: bool = False,
+) -> tvm.tirx.PrimFunc:
+    """Write TIR for :func:`compressor.ops.linear.packed_linear` of a format that skips inputs.
+
+    Parameters of the result: as of :func:`compressor.codegen.kernels.linear.packed.fused_linear` for one weight.
+    """
+    weights = Weights([rows], columns, fmt, has_bias, has_residual)
+    panels, _, _ = fmt.parts(rows, columns)["codes"][1]
+    panel = Panel(SkippedInputs.panel_rows(rows, fmt.bits), columns, fmt, isa)
+    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
+    fill, gather, turn = _fill(columns, prologue), _gathering(panel), _turning(panel)
+    # Columns of the list at most: those of each group are filled up to whole steps.
+    listed = panel.groups * -(-fmt.columns(columns) // TOGETHER) * TOGETHER
+    one, (several, shares), block = one_token(panel), several_tokens(panel), panel.block
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel() -> None:
+        d0 = T.int64()
+        d1 = T.int64()
+        given = T.meta_var([parameter((d0, d1, columns), "float32") for _ in range(inputs)])
+        of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
+        weights.declare(d0, d1)
+        tokens = T.meta_var(d0 * d1)
+        blocks = T.meta_var((tokens + (block - 1)) // block)
+        read = T.meta_var([by_token(buffer) for buffer in given])
+        weight, _ = T.meta_var(weights.of_task(T.int64(0), 1))
+        if tokens == 1:
+            a = T.alloc_buffer((1, columns), "float32")
+            picked = T.alloc_buffer((listed + TOGETHER,), "float32")
+            index = T.alloc_buffer((listed + max(TOGETHER, AHEAD),), "int32")
+            starts = T.alloc_buffer((panel.groups + 1,), "int32")
+            fill(read, of_norm, T.int64(0), a)
+            gather(a, weight.parts["thresholds"], picked, index, starts)
+            for p in T.parallel(panels):
+                one(weight, p, picked, index, starts)
+        else:
+            turned = T.alloc_buffer((blocks, columns, block), "float32")
+            for m in T.parallel(blocks * block):
+                row = T.alloc_buffer((1, columns), "float32")
+                fill(read, of_norm, T.min(m, tokens - 1), row)
+                turn(row, weight.parts["thresholds"], turned, m)
+            for task in T.parallel(panels * shares):
+                several(weight, task, turned, tokens)
+
+    return kernel
+
+
+def _fill(columns: int, prologue: Prologue | None) -> Any:
+    """Make a macro ``fill(inputs, vectors, m, row)`` that writes token m's activations: copied, or computed."""
+    compute = None if prologue is None else prologue.row(columns)
+
+    @T.inline
+    def copied(inputs, vectors, m, row):
+        for k in range(columns // 16):
+            row[0, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
+        for k in range(columns % 16):
+            row[0, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
+
+    @T.inline
+    def computed(inputs, vectors, m, row):
+        compute(inputs, vectors, m, row, 0)  # type: ignore[misc]
+
+    return copied if compute is None else computed
+
+
+def _gathering(panel: Panel) -> Any:
+    """Make a macro that lists the inputs that are not small, and where each group of columns begins in the list.
+
+    ``gather(a, thresholds, picked, index, starts)`` writes values and columns; NaN is not small.  Zeros times the last
+    column fill a group's list up to whole steps.  Behind the list come the first columns of the next panel.
+    """
+    columns, groups = panel.columns, panel.groups
+    size = panel.fmt.columns(columns)
+
+    @T.inline
+    def gather(a, thresholds, picked, index, starts):
+        count = T.alloc_buffer((1,), "int32")
+        count[0] = 0
+        for g in range(groups):
+            starts[g] = count[0]
+            for k in range(T.min(size, columns - g * size)):
+                column = T.meta_var(g * size + k)
+                picked[count[0]] = a[0, column]
+                index[count[0]] = T.Cast("int32", column)
+                is_small = T.meta_var(T.abs(a[0, column]) < thresholds[column])
+                count[0] = count[0] + (1 - T.Cast("int32", is_small))
+            for k in range(TOGETHER - 1):
+                picked[count[0] + k] = T.float32(0)
+                index[count[0] + k] = index[T.max(count[0] - 1, 0)]
+            count[0] = (count[0] + (TOGETHER - 1)) // TOGETHER * TOGETHER
+        starts[groups] = count[0]
+        for k in range(AHEAD):
+            index[count[0] + k] = index[k] + columns
+
+    return gather
+
+
+def _turning(panel: Panel) -> Any:
+    """Make a macro ``turn(row, thresholds, turned, m)`` that puts a token's activations beside those of its block."""
+    block = panel.block
+
+    @T.inline
+    def turn(row, thresholds, turned, m):
+        for k in range(panel.columns):
+            is_small = T.meta_var(T.abs(row[0, k]) < thresholds[k])
+            turned[m // block, k, m % block] = T.Select(is_small, T.float32(0), row[0, k])
+
+    return turn
