@@ -83,8 +83,13 @@ class NativeBackend:
         for site in packed_weight_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
             if not site.is_depthwise:
-                if fmt.extra(ColumnBlocks) is not None and reads_groups(site.node):
-                    continue  # by the kernel of convolutions
+                if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
+                    if not reads_groups(site.node):
+                        raise UsageError(
+                            f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups of inputs; "
+                            "`ignore` leaves it"
+                        )
+                    continue
                 formats[site.name] = fmt.name
             elif reason := depthwise.supports(fmt, site.in_features):
                 raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")

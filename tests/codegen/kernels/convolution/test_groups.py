@@ -112,7 +112,7 @@ def test_what_has_no_kernel_and_what_is_slower() -> None:
     fmt, pixels = Format.parse("W8A8_STATIC_B32x4@30"), Geometry((7, 7), 16, *ONE)
     assert "6 channels are not a multiple of 4" in supports(fmt, Geometry((7, 7), 6, *ONE))
     assert "blocks of 1 column" in supports(Format.parse("W8A8_STATIC_B16x1@30"), pixels)
-    assert "only convolutions" in linear_supports(fmt, x86.AVX512_VNNI)
+    assert "does not read what _B32x4@30" in linear_supports(fmt, x86.AVX512_VNNI)
     assert "AMX" in slower(fmt, x86.AMX) and not slower(fmt, x86.AVX512_VNNI)
     assert "@" not in convolution_name(16, pixels, fmt, True, True, Epilogue())  # linkers read it as a version
 
