@@ -86,7 +86,7 @@ class NativeBackend:
                 if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
                     if not reads_groups(site.node):
                         raise UsageError(
-                            f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups of inputs; "
+                            f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups; "
                             "`ignore` leaves it"
                         )
                     continue
