@@ -105,6 +105,7 @@ class DecoderProgram(nn.Module):
         self.selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.first_position = 0  # what the model calls the first one
+        self.counts_from_cache = False  # it takes no positions, and goes on where its cache ends
         self.cache_argument = cache_argument(model)
         leave_unscaled(model)
         self.rules: dict[str, MaskRule] = {}

@@ -7,6 +7,7 @@ of a format (:class:`compressor.formats.format.Format`); an empty text if it can
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -167,6 +168,81 @@ class ColumnBlocks:
 
 
 @dataclass(frozen=True)
+class KeptOfGroup:
+    """N weights of every M neighbours of a row are stored, the others are zero; which ones is a number a group.
+
+    Attributes:
+        kept: N, 1 or more.
+        size: M, more than N and at most 16.
+    """
+
+    kept: int
+    size: int
+    label: ClassVar[str] = "sparsity"
+    pattern: ClassVar[str] = r"_(\d{1,3}:\d{1,3})"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kept < self.size:
+            raise UsageError(
+                f"format: {self.kept}:{self.size} keeps {self.kept} of every {self.size} weights; keep at least 1, and "
+                "fewer than all"
+            )
+        if self.size > 16 or self.choices > 256:
+            raise UsageError(
+                f"format: {self.kept}:{self.size}: groups are of at most 16 weights and 256 choices; take 2:4 or 4:8"
+            )
+
+    @property
+    def choices(self) -> int:
+        """Ways to keep N of M."""
+        return math.comb(self.size, self.kept)
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of a group's number."""
+        return (self.choices - 1).bit_length()
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_{self.kept}:{self.size}"
+
+    @property
+    def text(self) -> str:
+        """What it leaves out, in words."""
+        return f"{self.kept} of every {self.size} weights of a row are stored; {self.index_bits} bits say which"
+
+    @classmethod
+    def read(cls, text: str) -> KeptOfGroup | None:
+        """Return the extra that the group of ``pattern`` names."""
+        kept, _, size = text.partition(":")
+        return cls(int(kept), int(size))
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand with symmetric integers of whole or half bytes and activations as they come."""
+        is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
+        if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
+            return "stands with symmetric integers of 4 or 8 bits"
+        if fmt.activations is not None:
+            return "takes activations as they come (A16)"
+        if fmt.strategy not in ("channel", "group"):
+            return "has scales of groups or channels"
+        if fmt.group_size % self.kept:
+            return f"has scales of {fmt.group_size} stored weights, which cut groups of {self.kept} apart"
+        return "stands with no other extra" if len(fmt.extras) > 1 else ""
+
+    def stored(self, in_features: int) -> int:
+        """Count the weights of a row that are stored.
+
+        Raises:
+            UsageError: groups do not fill the row.
+        """
+        if in_features % self.size:
+            raise UsageError(f"{self.kept}:{self.size}: rows of {in_features} weights are no groups of {self.size}")
+        return in_features // self.size * self.kept
+
+
+@dataclass(frozen=True)
 class SkippedInputs:
     """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
 
@@ -204,6 +280,6 @@ class SkippedInputs:
         return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)
+Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs
+EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)
 """All kinds, in the order of their suffixes in a name."""

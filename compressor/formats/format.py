@@ -12,8 +12,8 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 (:mod:`compressor.formats.activations`). ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
-zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution.
-``_SKIP``: small activations count as zero, and their codes are not read.
+zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution.  ``_2:4``: two of every four weights
+are kept.  ``_SKIP``: small activations count as zero, and their codes are not read.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -51,6 +51,11 @@ groups are of kept columns. A bit says which: block ``c`` (a column, or four) is
 
     kept             uint8    [ceil(out / 16), 8 * ceil(blocks / 64)]    ceil(out / 32) of blocks of 32 rows
 
+Of N:M, each row keeps N of every M columns, and all above is of these.  The combinations of M columns are numbered in
+lexicographic order; group ``g`` has bits ``g * b`` to ``g * b + b - 1`` of its row, b the bits of the largest number::
+
+    patterns         int32    [ceil(out / 16), ceil(groups * b / 32), 16]
+
 Where inputs are skipped (``_SKIP``), codes lie column by column in panels of rows
 (:meth:`compressor.formats.extras.SkippedInputs.panel_rows`).  Of 8 bits, a byte is a row's code less its zero point,
 signed; of 4 bits, 16 bytes hold 32 rows, the first 16 in the lower halves::
@@ -73,7 +78,7 @@ from typing import ClassVar, TypeVar
 from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, OutlierFeatures, Outliers
+from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers
 from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
 from compressor.formats.weights import (
@@ -185,8 +190,8 @@ class Format:
 
     @property
     def of_kept(self) -> Format:
-        """The format of the columns that a tile keeps; the same where all are kept."""
-        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, ColumnBlocks)))
+        """The format of the columns that a tile or a row keeps; the same where all are kept."""
+        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, ColumnBlocks | KeptOfGroup)))
 
     def with_extra(self, extra: Extra) -> Format:
         """Return the same with this extra, in place of another of its kind."""
@@ -305,6 +310,8 @@ class Format:
 
     def stored_columns(self, in_features: int) -> int:
         """Columns of a row that are stored: those that its tile keeps, all where the format leaves none out."""
+        if (pattern := self.extra(KeptOfGroup)) is not None:
+            return pattern.stored(in_features)
         blocks = self.extra(ColumnBlocks)
         return in_features if blocks is None else blocks.kept(in_features, self.chunk_columns)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.elements import Element
-from compressor.formats.extras import ColumnBlocks, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import from_bits, from_panel, put_columns, to_bits, to_panels
+from compressor.formats.layouts.patterns import from_numbers, pack_numbers, to_numbers, unpack_numbers
 from compressor.formats.parts import TILE_ROWS, TILED
 
 PIECE_ELEMENTS = 1 << 22
@@ -145,6 +146,11 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         for which, values in coded_rows(kept_part(packed)):
             yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
         return
+    if fmt.extra(KeptOfGroup) is not None:
+        places = kept_places(packed)
+        for which, values in coded_rows(kept_part(packed)):
+            yield which, torch.zeros(len(values), columns).scatter(1, places[which], values)
+        return
     if fmt.extra(SkippedInputs) is not None:
         yield from _panel_rows(packed)
         return
@@ -164,8 +170,8 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
 
 
 def kept_part(packed: PackedWeight) -> PackedWeight:
-    """Return the columns that the tiles of a weight keep, as a weight [out, kept] of their own."""
-    parts = {name: part for name, part in packed.parts.items() if name != "kept"}
+    """Return the columns that the tiles or rows of a weight keep, as a weight [out, kept] of their own."""
+    parts = {name: part for name, part in packed.parts.items() if name not in ("kept", "patterns")}
     fmt, (rows, columns) = packed.format, packed.shape
     return PackedWeight(parts, fmt.of_kept, (rows, fmt.stored_columns(columns)))
 
@@ -191,6 +197,27 @@ def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: Col
     if not torch.equal(first.repeat_interleave(blocks.tiles, dim=0)[: len(columns)], columns):
         raise ValueError(f"{fmt.name}: the tiles of a block keep different columns")
     return PackedWeight({**kept.parts, "kept": to_bits(first, in_features, blocks.width)}, fmt, (rows, in_features))
+
+
+def kept_places(packed: PackedWeight) -> Tensor:
+    """Return the columns that each row keeps of every M, rising: int64 [out, kept]."""
+    pattern, (rows, columns) = packed.format.extra(KeptOfGroup), packed.shape
+    assert pattern is not None
+    numbers = unpack_numbers(packed.parts["patterns"], pattern.index_bits, rows, columns // pattern.size)
+    return from_numbers(numbers, pattern)
+
+
+def leave_out_of_groups(kept: PackedWeight, where: Tensor, pattern: KeptOfGroup) -> PackedWeight:
+    """Return the weight [out, in] of which each row stores N of every M columns; undone by :func:`kept_part`.
+
+    Args:
+        kept: [out, kept], what is stored.
+        where: bool [out, in], which they are.
+    Raises:
+        ValueError: a group keeps more or fewer.
+    """
+    fmt, patterns = kept.format.with_extra(pattern), pack_numbers(to_numbers(where, pattern), pattern.index_bits)
+    return PackedWeight({**kept.parts, "patterns": patterns}, fmt, (kept.shape[0], where.shape[1]))
 
 
 def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:

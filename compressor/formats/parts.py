@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from compressor.formats.extras import ColumnBlocks, Extra, OutlierFeatures, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, SkippedInputs
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
@@ -152,6 +152,13 @@ def _thresholds(fmt: Layout, _rows: int, columns: int) -> Stored | None:
     return ("float32", (columns,)) if fmt.extra(SkippedInputs) is not None else None
 
 
+def _patterns(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    pattern = fmt.extra(KeptOfGroup)
+    if pattern is None:
+        return None
+    return "int32", (_tiles(rows), -(-columns // pattern.size * pattern.index_bits // 32), TILE_ROWS)
+
+
 PART_TABLE = (
     Part("codes", _codes, is_tiled=True),
     Part("scales", _scales, is_tiled=True, timing_fill=1),
@@ -166,6 +173,7 @@ PART_TABLE = (
     Part("float_values", _float_values),
     Part("kept", _kept, is_tiled=True, timing_fill=255),
     Part("thresholds", _thresholds),
+    Part("patterns", _patterns, is_tiled=True),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)

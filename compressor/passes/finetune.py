@@ -76,7 +76,7 @@ class Finetune(TrainingPass, Pass):
     def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
         """Return the graph, and the loss of its next tokens."""
 
-        def objective(batch: Tensor, outputs: Outputs) -> Tensor:
+        def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
             return next_token_loss(outputs.last, batch)
 
         return TrainableGraph(graph, names), objective

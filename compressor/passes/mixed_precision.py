@@ -29,7 +29,7 @@ from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
 from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.sites import choose_sites, error_context, summarise_formats
+from compressor.pipeline.sites import choose_format, choose_sites, error_context, summarise_formats
 from compressor.progress import Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
 
@@ -66,7 +66,7 @@ class MixedPrecision(Pass):
     ignore: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        formats = [Format.parse(scheme) for scheme in self.schemes]
+        formats = [choose_format(scheme) for scheme in self.schemes]
         if len(set(formats)) < 2 or len(set(formats)) < len(formats):
             raise UsageError(f"mixed_precision: schemes {', '.join(self.schemes)}: give at least two different ones")
         if self.budget.kind == "bits" and not 1 <= self.budget.limit <= 16:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
@@ -46,10 +46,10 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
             f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; "
             f"use it, with {fmt.without_outliers.name}"
         )
-    if fmt.extra(ColumnBlocks) is not None:
+    if fmt.extra(ColumnBlocks) is not None or fmt.extra(KeptOfGroup) is not None:
         raise UsageError(
-            f"scheme {scheme}: which blocks are left out is chosen by the passes magnitude, wanda, sparsegpt and alps, "
-            f"of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
+            f"scheme {scheme}: which weights are left out is chosen by the passes magnitude, wanda, sparsegpt and "
+            f"alps, of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
         )
     return fmt.with_group_size(group_size) if group_size else fmt
 

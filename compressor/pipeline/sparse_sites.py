@@ -17,15 +17,14 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.calibration.statistics import Inputs as Channels
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
-from compressor.formats.weights import GroupScales, Integers
 from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.obs import match_dense
 from compressor.numerics.products.bfloat16 import is_coarse
-from compressor.numerics.products.deterministic import half_product, quadratic
-from compressor.numerics.range_search import Work, observer_work
+from compressor.numerics.products.deterministic import quadratic
+from compressor.numerics.range_search import Work
 from compressor.numerics.sparsity.block_sparsity import (
     dampened_factor,
     left_blocks,
@@ -34,6 +33,8 @@ from compressor.numerics.sparsity.block_sparsity import (
     round_columns,
     round_kept,
 )
+from compressor.numerics.sparsity.n_of_m import left_entries, only_kept_entries, round_entries
+from compressor.numerics.sparsity.pruning_costs import pruning_bytes, pruning_work, smaller_dense
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -48,7 +49,7 @@ Allocation: TypeAlias = Literal["uniform", "owl", "budget"]
 finds."""
 
 _BETTER = "the error would be smaller in"
-_DENSE = "blocks become zero; it stays dense"
+_DENSE = "weights become zero; it stays dense"
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,29 @@ class BlockPruning(Pass):
             count: columns to keep.
         """
 
+    @abstractmethod
+    def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
+        """Return which N of every M weights of a row are kept: bool [out, in].
+
+        Args:
+            weight, inputs: as of :meth:`choose_blocks`.
+        """
+
     def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
         """Return the work of :meth:`choose_blocks`, beyond what all of these passes do."""
         return {}
 
     def __post_init__(self) -> None:
         fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.width)
-        if fmt.extra(ColumnBlocks) is None:
+        is_pattern = fmt.extra(KeptOfGroup) is not None
+        if fmt.extra(ColumnBlocks) is None and not (is_pattern and self.width == 1):
             raise UsageError(
-                f"{self._name}: scheme {self.scheme} leaves nothing out; say how much at its end, such as "
-                f"{fmt.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
+                f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how much "
+                f"at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
+                + (f", or {fmt.name}_2:4" if self.width == 1 else "")
             )
+        if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
+            raise UsageError(f"{self._name}: owl moves shares of blocks (_B16x1@50), and {self.scheme} has a fixed one")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
         if not 0 < self.owl_lambda <= 0.5 or not self.owl_factor > 0:
@@ -191,6 +204,10 @@ class BlockPruning(Pass):
         """Return the formats of the linears that are pruned."""
         fmt = Format.parse(self.scheme)
         found = choose_sites(graph, self._name, fmt.of_kept, self.targets, self.ignore)
+        for site in found:
+            with error_context(site):
+                for each in check_schemes(self._name, self.scheme, self.schemes):
+                    each.stored_columns(site.in_features)  # raises where groups do not fill a row
         return {site.name: fmt for site in found}
 
     def _allocated(self, graph: GraphModule, ctx: Context, formats: Mapping[str, Format]) -> dict[str, Format]:
@@ -267,7 +284,8 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        left = left_blocks(weight, fmt.stored_columns(columns), ColumnBlocks(50, self.width))
+        pattern, blocks = fmt.extra(KeptOfGroup), ColumnBlocks(50, self.width)
+        left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns), blocks)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         inputs = Inputs(hessian, *dampened_factor(hessian, least))
@@ -289,11 +307,20 @@ class BlockPruning(Pass):
         """Return the weight as it is stored, its error, and the most that a tile was dampened by.
 
         Args:
-            kept: columns that each tile keeps; None chooses them.
+            kept: columns that each tile keeps, or weights of each row; None chooses them.
         """
+        stored: PackedWeight | Tensor
+        if (pattern := fmt.extra(KeptOfGroup)) is not None:
+            if kept is None:
+                kept = self.choose_entries(weight, inputs, pattern)
+            if self.pack:
+                stored = round_entries(weight, inputs.hessian, inputs.factor, kept, fmt, refit=self.refit)
+                return stored, _relative_loss(weight, dequantize(stored), inputs.hessian), inputs.dampening_frac
+            H = inputs.hessian.double()
+            stored = only_kept_entries(weight.double(), inputs.factor, H, kept, refit=self.refit).float()
+            return stored, _relative_loss(weight, stored, inputs.hessian), inputs.dampening_frac
         if kept is None:
             kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]))
-        stored: PackedWeight | Tensor
         if self.pack:
             stored, damp = round_kept(weight, inputs.hessian, kept, fmt, inputs.dampening_frac, refit=self.refit)
             return stored, _relative_loss(weight, dequantize(stored), inputs.hessian), damp
@@ -305,39 +332,3 @@ def _relative_loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:
     """Return the relative squared error of the outputs."""
     norm = float(quadratic(weight.double(), hessian)) or 1.0
     return float(quadratic(weight.double() - values, hessian)) / norm
-
-
-def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:
-    """Return the format of integers, with the same activations, with the most bits that takes no more bytes."""
-    most = fmt.packed_bytes(rows, columns)
-    candidates = [
-        Format(Integers(bits), GroupScales(size), fmt.activations)
-        for bits in (8, 7, 6, 5, 4, 3, 2)
-        for size in (32, 64, 128)
-    ]
-    fitting = [dense for dense in candidates if dense.packed_bytes(rows, columns) <= most]
-    return fitting[0] if fitting else None
-
-
-def pruning_work(rows: int, columns: int, fmt: Format) -> Work:
-    """Return the work of pruning a weight and of rounding it, whole and tile by tile."""
-    kept, tiles = fmt.stored_columns(columns), -(-rows // 16)
-    work = Counter(observer_work(rows, columns, fmt.of_kept, "mse"))
-    work.update(
-        {
-            "factor64_flop": 4 / 3 * (columns**3 + tiles * kept**3),
-            "matmul64_flop": 2 * rows * columns * ((2 + 3 * half_product(columns)) * columns + 3 * kept),
-            "matmul_flop": 6 * rows * columns * columns,
-            "stream_byte": 8 * (8 * columns**2 + 12 * rows * columns + 6 * tiles * kept**2),
-            "rtn_element": 2 * rows * columns,
-            "dequantize_element": 3 * rows * columns,
-            "sweep_element": 3 * rows * columns,
-        }
-    )
-    return work
-
-
-def pruning_bytes(rows: int, columns: int, fmt: Format) -> int:
-    """Return the bytes that pruning works in: the Hessian and its factor in float64, the weight and its copies."""
-    kept = fmt.stored_columns(columns)
-    return 8 * (4 * columns**2 + 4 * kept**2 + 6 * rows * columns)

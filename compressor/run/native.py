@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.kernels import n_of_m
 from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
@@ -27,7 +28,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
@@ -94,14 +95,18 @@ class NativeBackend:
             elif reason := depthwise.supports(fmt, site.in_features):
                 raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
         routed = torch.ops.compressor.packed_routed_linear.default
-        formats |= {
+        experts = {
             str(node.args[2][0].target): str(node.args[4])
             for node in graph.graph.find_nodes(op="call_function", target=routed)
         }
+        for name, format_name in experts.items():
+            if Format.parse(format_name).extra(KeptOfGroup) is not None:
+                raise UsageError(f"{name}: {format_name}: no kernel of experts reads N:M; `ignore` leaves them")
+        formats |= experts
         for name, format_name in formats.items():
             fmt = Format.parse(format_name)
             for isa in (self.isa, *self._target.faster()):
-                if reason := packed_linear.supports(fmt, isa):
+                if reason := packed_linear.supports(fmt, isa) or n_of_m.supports(fmt):
                     raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
 
     def estimate_bytes(self, graph: GraphModule) -> int:

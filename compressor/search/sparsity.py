@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.search.knapsack import choose_within
@@ -23,7 +23,10 @@ def with_percent(fmt: Format, percent: float) -> Format:
 
 
 def levels(fmt: Format) -> list[Format]:
-    """Return the format, and the same with half to twice as many columns."""
+    """Return the format, and the same with half to twice as many columns, or one of M more and fewer."""
+    if (pattern := fmt.extra(KeptOfGroup)) is not None:
+        near = [n for n in (pattern.kept - 1, pattern.kept + 1) if 0 < n < pattern.size and fmt.group_size % n == 0]
+        return [fmt, *(fmt.with_extra(KeptOfGroup(n, pattern.size)) for n in near)]
     blocks = fmt.extra(ColumnBlocks)
     assert blocks is not None
     percents = (100 - (100 - blocks.percent) * factor for factor in _DENSITIES)
@@ -89,11 +92,11 @@ def check_schemes(pass_name: str, scheme: str, schemes: Sequence[str]) -> list[F
     """Return the formats to choose from, the scheme's first: those that are named, or its levels.
 
     Raises:
-        UsageError: one of them leaves no blocks out.
+        UsageError: one of them leaves nothing out.
     """
     first, named = Format.parse(scheme), [Format.parse(name) for name in schemes]
     for fmt in named:
-        if fmt.extra(ColumnBlocks) is None:
+        if fmt.extra(ColumnBlocks) is None and fmt.extra(KeptOfGroup) is None:
             raise UsageError(
                 f"{pass_name}: schemes: {fmt.name} leaves nothing out; give formats such as {fmt.name}_B16x1@50, or "
                 "take mixed_precision for dense ones"

@@ -26,8 +26,8 @@ from compressor.training.masks import Masks
 from compressor.training.settings import Settings
 from compressor.training.trainable import Outputs, TrainableGraph
 
-Objective: TypeAlias = Callable[[Tensor, Outputs], Tensor]
-"""(batch, outputs) -> the loss, a mean over rows; without dimensions."""
+Objective: TypeAlias = Callable[[Tensor, Outputs, int], Tensor]
+"""(batch, outputs, steps done) -> the loss, a mean over rows; without dimensions."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Training:
         for part in range(settings.accumulate):
             batch = self._batch(history.step * settings.accumulate + part)
             with torch.enable_grad():
-                loss = self._objective(batch, self._model(batch)) / settings.accumulate
+                loss = self._objective(batch, self._model(batch), history.step) / settings.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
         self._masks.before_step(weights)
         if not math.isfinite(clip(weights, settings.clip)):
@@ -145,7 +145,7 @@ class Training:
         values = {name: weight.float() for name, weight in stored.items()}
         losses = 0.0
         for batch in torch.split(self._held_out, self._settings.batch):
-            losses += float(self._objective(batch, self._model(batch, values))) * len(batch)
+            losses += float(self._objective(batch, self._model(batch, values), history.step)) * len(batch)
         loss = losses / len(self._held_out)
         if history.begun_step < 0:
             history.begun, history.begun_step = loss, history.step

@@ -71,6 +71,23 @@ class KeptZeros:
         """Take nothing."""
 
 
+class LastThird(KeptZeros):
+    """Keep zeros, of a training whose first two thirds have another loss than its end: states count from there on.
+
+    Args:
+        weights, names: as of :class:`KeptZeros`.
+        steps: of the training.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], names: Collection[str], steps: int) -> None:
+        super().__init__(weights, names)
+        self._last = math.ceil(2 * steps / 3)
+
+    def is_final(self, step: int) -> bool:
+        """Return whether two thirds of the steps are done."""
+        return step >= self._last
+
+
 class GrowingBlocks(KeptZeros):
     """Leave out more and more blocks of 16 rows by one column, until a tile keeps as many columns as it shall.
 

@@ -56,3 +56,13 @@ class Settings:
         done = (step - rising) / max(1, self.steps - rising)
         fraction = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * fraction
+
+
+def staged(step: int, steps: int, stages: int = 3) -> float:
+    """Return how much of a penalty counts after so many steps: it rises to 1 during two thirds of them, and stays.
+
+    In each stage it rises by as much, along half a wave of a sine (ProSparse, arXiv 2402.13516).
+    """
+    done = min(stages, stages * step / math.ceil(2 * steps / 3))
+    stage = math.floor(done)
+    return (stage + (1 - math.cos(math.pi * (done - stage))) / 2) / stages

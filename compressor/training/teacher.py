@@ -43,7 +43,7 @@ def with_teacher(
         )
     teacher = TrainableGraph(ctx.dense, (), teacher_points)
 
-    def objective(batch: Tensor, outputs: Outputs) -> Tensor:
+    def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
         with torch.no_grad():
             wanted = teacher(batch)
         is_logits = info.generates or (info.kind == "module" and outputs.last.dim() == 2)

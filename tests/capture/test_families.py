@@ -33,6 +33,7 @@ SHOWN = {
     "Llama 4",  # chunks in some layers
     "RoBERTa, decoder",  # positions that begin after the number of padding
     "BART, decoder",  # positions counted from the length of its cache
+    "MVP, decoder",  # the same, in a model that writes its attention out
     "Mixtral",  # experts, stored one by one
     "OLMoE",
     "Qwen 2, experts",

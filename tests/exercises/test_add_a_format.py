@@ -23,8 +23,8 @@ class RowScales:
         return ""
 
 
-Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)
+Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs
+EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)
 '''
 
 PART = """def _row_scales(fmt: Layout, rows: int, _columns: int) -> Stored | None:
@@ -98,8 +98,8 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     extras, parts = "compressor/formats/extras.py", "compressor/formats/parts.py"
     packing, nearest = "compressor/formats/packing.py", "compressor/numerics/nearest.py"
     kernel, test = "compressor/codegen/kernels/linear/packed.py", "tests/formats/test_row_scales.py"
-    before = "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | SkippedInputs\n"
-    listed = "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)\n"
+    before = "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs\n"
+    listed = "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)\n"
     scratch.edit(extras, before + listed, EXTRA)
     scratch.edit(parts, "PART_TABLE = (\n", PART)
     scratch.edit(parts, "from compressor.formats.extras import", "from compressor.formats.extras import RowScales,")

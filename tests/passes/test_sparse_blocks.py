@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from compressor.capture.capture import capture
 from compressor.data.text import load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize
+from compressor.formats.packing import PackedWeight, dequantize, kept_places
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites, packed_weight_sites
+from compressor.numerics.sparsity.pruning_costs import smaller_dense
 from compressor.passes.alps import Alps
 from compressor.passes.gptq import Gptq
 from compressor.passes.magnitude import Magnitude
@@ -27,7 +29,6 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
-from compressor.pipeline.sparse_sites import smaller_dense
 from compressor.recipe.recipe import load_recipe
 
 SAMPLES = random_samples(97, 32)
@@ -65,6 +66,40 @@ def test_plan_records_and_weights_agree(step: Pass, llama: GraphModule) -> None:
     for packed in packed_weights(pruned).values():
         blocks = torch.nn.functional.pad(dequantize(packed), (0, 0, 0, -packed.shape[0] % 16)).unflatten(0, (-1, 16))
         assert int(blocks.any(1).sum(1).max()) <= packed.format.stored_columns(packed.shape[1])
+
+
+@pytest.mark.parametrize(("step", "scheme"), [
+    (Magnitude, "W8A16_2:4"), (Wanda, "W8A16_1:4"), (Sparsegpt, "W4A16_G32_2:4"), (Alps, "W8A16_4:8"),
+])  # fmt: skip
+def test_rows_keep_as_many_of_each_group(step: Callable[..., Pass], scheme: str, llama: GraphModule) -> None:
+    meta, ctx, given = clone_graph(llama), Context(samples=SAMPLES), step(scheme, targets="re:.*layers.0")
+    drop_weights(meta)
+    plans = {plan.site: plan for plan in given.plan(meta, Context()) or () if plan.format}
+    pruned = Pipeline([given], [VerifyStages()]).run(clone_graph(llama), ctx)
+    assert {record.site: record.bytes_after for record in ctx.records} == {
+        name: plan.bytes_after for name, plan in plans.items()
+    }
+    kept, size = map(int, scheme.rpartition("_")[2].split(":"))
+    for packed in packed_weights(pruned).values():
+        assert packed.format.name == scheme
+        places = torch.zeros(packed.shape).scatter(1, kept_places(packed), 1.0)
+        assert bool((places.unflatten(1, (-1, size)).sum(-1) == kept).all())
+        assert not bool(dequantize(packed)[places == 0].any())
+    assert all(0 < record.error < 1 for record in ctx.records)
+
+
+def test_a_weight_that_has_the_pattern_keeps_it(llama: GraphModule) -> None:
+    ctx, only = Context(samples=SAMPLES), {"targets": "re:.*layers.0.self_attn.q_proj"}
+    masked = Pipeline([Sparsegpt("W8A16_2:4", pack=False, **only)]).run(clone_graph(llama), ctx)
+    weight = masked.get_parameter("model.layers.0.self_attn.q_proj.weight").detach().clone()
+    packed = Pipeline([Magnitude("W8A16_2:4", **only)]).run(masked, ctx)
+    (found,) = packed_weights(packed).values()
+    assert not bool(dequantize(found)[weight == 0].any()) and int((weight == 0).sum()) == weight.numel() // 2
+
+
+def test_rows_that_are_no_groups_are_named(llama: GraphModule) -> None:
+    with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights are no groups of 7"):
+        Wanda("W8A16_1:7").plan(clone_graph(llama), Context())
 
 
 def test_refitting_pays(llama: GraphModule) -> None:
@@ -137,6 +172,8 @@ def test_a_second_run_takes_what_the_first_made(llama: GraphModule, tmp_path: Pa
     (lambda: Alps("W8A16_B16x1@100"), "100% of the blocks of 16x1 are zero; give more than 0, below 100"),
     (lambda: Wanda("W8A16_B16x1@180"), "below 100"),
     (lambda: Sparsegpt(SCHEME, dampening_frac=2.0), "not between 0 and 1"),
+    (lambda: Wanda("W8A16_2:4", allocate="owl"), "owl moves shares of blocks"),
+    (lambda: Gptq("W8A16_2:4"), "chosen by the passes magnitude"),
     (lambda: Gptq(SCHEME), "chosen by the passes magnitude, wanda, sparsegpt and alps"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_before_work(make_step: type, message: str) -> None:

@@ -97,7 +97,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("finetune_w4a16_x86", "finetune"), ("sparse_train_w8a16_x86", "sparse_train")]
+    ("name", "step"),
+    [
+        ("finetune_w4a16_x86", "finetune"),
+        ("sparse_train_w8a16_x86", "sparse_train"),
+        ("relu_sparse_w8a16_x86", "relu_sparse"),
+    ],
 )
 def test_the_passes_of_the_shipped_recipes_run(name: str, step: str, llama: GraphModule) -> None:
     """Their bundles are made as those of other recipes, which test_run.py makes."""

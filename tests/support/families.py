@@ -295,6 +295,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Pegasus, decoder": ("Pegasus", _HALF),
     "Blenderbot, decoder": ("Blenderbot", _HALF),
     "Blenderbot small, decoder": ("BlenderbotSmall", _HALF),
+    "MVP, decoder": ("Mvp", _HALF),
+    "TrOCR, decoder": ("TrOCR", {**_HALF, "use_learned_position_embeddings": True}),
     "PLBART, decoder": ("PLBart", _HALF),
     "BigBird-Pegasus, decoder": ("BigBirdPegasus", _HALF),
     "Whisper, decoder": ("Whisper", {**_HALF, "max_target_positions": POSITIONS}),

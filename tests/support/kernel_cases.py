@@ -23,11 +23,11 @@ from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import from_bits, of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, pack
+from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, leave_out_of_groups, pack
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states
@@ -86,6 +86,11 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
         kept = of_blocks(order[:, : count // width].sort(dim=1).values, width)
         kept = kept.repeat_interleave(blocks.tiles, dim=0)[:tiles]
         return leave_out(random_packed(fmt.of_kept, rows, count, rng), kept, columns, blocks)
+    pattern = fmt.extra(KeptOfGroup)
+    if pattern is not None:
+        places = torch.rand(rows, columns // pattern.size, pattern.size, generator=rng).argsort(dim=-1)
+        packed = random_packed(fmt.of_kept, rows, fmt.stored_columns(columns), rng)
+        return leave_out_of_groups(packed, (places < pattern.kept).flatten(1), pattern)
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
     zeros = torch.randint(fmt.levels, (rows, groups), generator=rng, dtype=torch.uint8)

@@ -57,7 +57,7 @@ def test_training_is_what_transformers_and_pytorch_do(llama: GraphModule) -> Non
     names = [name for name, _ in model.named_parameters()]
     trained = TrainableGraph(llama, names)
     training = Training(
-        trained, lambda batch, outputs: next_token_loss(outputs.last, batch), SAMPLES.ids, chosen,
+        trained, lambda batch, outputs, step: next_token_loss(outputs.last, batch), SAMPLES.ids, chosen,
         KeptZeros(trained.weights, ()), Checkpoints(None, "", ""), seed=3,
     )  # fmt: skip
     training.run(Context().reporter.task("", 4).__enter__())

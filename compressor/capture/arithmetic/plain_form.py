@@ -14,6 +14,7 @@ std(x, d), var(x, d)                become      the mean of (x - mean(x, d))^2, 
 multiply, subtract, divide, ...     become       mul, sub, div, ...
 clamp(int64, min=0)                 becomes      clamp(int64, 0, the largest int64)
 clamp(x, 0, size)                   becomes      minimum(maximum(x, 0), full((), size))
+pad(x, (0, size), value=a)          becomes      cat((x, full(shape, a)))
 """
 
 from __future__ import annotations
@@ -153,6 +154,31 @@ def _axis(node: fx.Node) -> int:
     return int(axis % node.meta["val"].dim())
 
 
+def _padded(node: fx.Node, call: _Call) -> fx.Node:
+    x, sides, dtype = node.args[0], _sides(node), node.meta["val"].dtype
+    for pair in range(len(sides) // 2):
+        dim, parts = node.meta["val"].dim() - 1 - pair, [x]
+        for side, at in zip(sides[2 * pair : 2 * pair + 2], (0, 2), strict=True):
+            if side != 0:
+                sizes: Any = [
+                    side if axis == dim else size if isinstance(size, int) else call(_aten.sym_size.int, x, axis)
+                    for axis, size in enumerate(x.meta["val"].shape)  # type: ignore[union-attr]
+                ]
+                parts.insert(at, call(_aten.full.default, sizes, _filler(node), dtype=dtype))
+        x = parts[0] if len(parts) == 1 else call(_aten.cat.default, parts, dim)
+    return x  # type: ignore[return-value]
+
+
+def _sides(node: fx.Node) -> Any:
+    """Return how much is filled in front and behind, the last dimension first."""
+    return node.args[1]
+
+
+def _filler(node: fx.Node) -> Any:
+    """Return the number that a tensor is filled up with."""
+    return node.args[3] if len(node.args) > 3 and node.args[3] is not None else 0
+
+
 def _gated(node: fx.Node, call: _Call) -> fx.Node:
     dim = _axis(node)
     half = node.meta["val"].shape[dim]
@@ -207,6 +233,7 @@ _FORMS: dict[Any, Callable[[fx.Node, _Call], fx.Node]] = {
     _aten.im2col.default: _windows,
     _aten.take.default: _taken,
     _aten.glu.default: _gated,
+    _aten.pad.default: _padded,
     _aten.std.dim: _spread,
     _aten.std.correction: _spread,
     _aten.var.dim: _spread,
@@ -229,6 +256,10 @@ class OperatorForm:
         if node.target is _aten.cat.default:
             parts: Any = node.args[0]
             return node if any(map(_is_nothing, parts)) and node.meta["val"].dim() > 1 else None
+        if node.target is _aten.pad.default:
+            constant = node.args[2:3] in ((), ("constant",))
+            filled = all(_is_size(side) or side >= 0 for side in _sides(node))
+            return node if constant and filled and any(map(_is_size, _sides(node))) else None
         if node.target is _aten.repeat.default:
             return node if _varies_in_front(node) else None
         if _FORMS.get(node.target) is _clamped:

@@ -6,6 +6,7 @@ Inputs are real and parameters fake: numbers that do not depend on weights, such
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,8 @@ def _probe_decoder(meta_model: MetaModel, positions: int, self_made: bool) -> Pr
             with _Lookups() as default:
                 program.run(Recorder(program.names, position=position), ids, keep, own_positions=True)
             program.first_position = _first_position(given.indices, default.indices)
+        elif self_made:
+            program.counts_from_cache = _counts_from_cache(program, ids, keep, given.indices)
     layers = len(recorder.keys)
     program.layers, program.state_keys = sorted(recorder.keys), sorted(recorder.new_states)
     if not program.state_keys and (not layers or program.layers != list(range(layers))):
@@ -192,14 +195,46 @@ def _first_position(given: list[Tensor], default: list[Tensor]) -> int:
     return 0
 
 
+_AHEAD = 3  # tokens
+
+
+class _LongerCache(Recorder):
+    """A stand-in for a cache that says that some tokens came before."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many."""
+        return _AHEAD
+
+
+def _counts_from_cache(program: DecoderProgram, ids: Tensor, keep: Tensor, first: list[Tensor]) -> bool:
+    """Return whether a model looks positions up that begin where its cache ends.
+
+    Args:
+        first: the indices that it looks up with an empty cache.
+    """
+    with suppress(Exception), _Lookups() as later:  # its masks may not fit: positions are looked up in front of them
+        program.run(_LongerCache(program.names, position=torch.arange(_TOKENS)), ids, keep)
+    pairs = list(zip(first, later.indices, strict=False))
+    counted = [(x, y) for x, y in pairs if x.numel() > 1 and bool((x.flatten()[:_TOKENS].diff() == 1).all())]
+    return bool(counted) and all(torch.equal(x + _AHEAD, y) for x, y in counted)
+
+
 def check_positions(graph: fx.Graph, program: nn.Module, name: str) -> None:
-    """Refuse a decoder that takes no positions and counts them itself, from 0 in each step.
+    """Let a decoder that takes no positions, and counts them from its cache, read them; refuse one that counts alone.
+
+    Its graph was traced on an empty cache, so that it counts from 0 in each step.
 
     Raises:
         CaptureError: names the module and the line that count.
     """
     if not isinstance(program, DecoderProgram) or program.takes_positions:
         return
+    ids, position = graph.find_nodes(op="placeholder")[:2]
+    for node in list(graph.nodes) if program.counts_from_cache else ():
+        from_zero = str(node.target) in ("aten.arange.default", "aten.arange.start") and node.args[:-1] in ((), (0,))
+        if from_zero and str(node.meta["val"].shape[0]) == str(ids.meta["val"].shape[1]):
+            node.replace_all_uses_with(position)
+            graph.erase_node(node)
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target).startswith(("aten.arange", "aten.cumsum")):
             where = " at ".join(filter(None, (module_path(node), source_line(node))))

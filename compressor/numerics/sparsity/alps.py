@@ -15,6 +15,7 @@ number of threads.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from compressor.errors import CompressorError
 from compressor.formats.parts import TILE_ROWS
 from compressor.numerics.products.deterministic import inverse_cholesky, quadratic
 from compressor.numerics.range_search import Work
-from compressor.numerics.sparsity.block_sparsity import dampened_factor, largest, of_tiles, refitted
+from compressor.numerics.sparsity.block_sparsity import block_mask, dampened_factor, largest, of_tiles, refitted
 
 RHO, GROWTH, ROUNDS, MOST = 0.03, 1.3, 3, 60
 """The first rho, what it is multiplied by, rounds with each, and the most values of it."""
@@ -55,18 +56,34 @@ def admm_blocks(W: Tensor, hessian: Tensor, start: Tensor, damp: float) -> Tenso
     Args:
         W: float64 [out, in].
     """
-    count = start.shape[1]
+    count, columns = start.shape[1], W.shape[1]
+
+    def project(size: Tensor) -> Tensor:
+        return block_mask(largest(of_tiles(size), count), len(W), columns)
+
+    kept = admm_masks(W, hessian, block_mask(start, len(W), columns), damp, project)
+    return largest((of_tiles(kept.double()) > 0).double(), count)
+
+
+def admm_masks(W: Tensor, hessian: Tensor, start: Tensor, damp: float, project: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the weights that ADMM ends with: bool [out, in].
+
+    Args:
+        W: float64 [out, in].
+        start: bool [out, in], weights to begin with.
+        project: squares [out, in] -> the weights with the largest, as many as may stay, bool.
+    """
     H, scale = unit_diagonal(hessian, damp)
     dense = W * scale
     target = dense @ H
-    D, V, kept, rho = dense * _mask(start, dense), torch.zeros_like(dense), start, RHO
+    D, V, kept, rho = dense * start, torch.zeros_like(dense), start, RHO
     for _ in range(MOST):
         inverse, before = _inverse(H, rho), kept
         for _ in range(ROUNDS):
             near = (target - V + rho * D) @ inverse
             D = near + V / rho
-            kept = largest(of_tiles(D.square()), count)
-            D *= _mask(kept, D)
+            kept = project(D.square())
+            D *= kept
             V += rho * (near - D)
         if torch.equal(before, kept):
             break
@@ -94,12 +111,6 @@ def _inverse(H: Tensor, rho: float) -> Tensor:
     if R is None:
         raise CompressorError("the Hessian is not positive definite")
     return R.t() @ R
-
-
-def _mask(kept: Tensor, values: Tensor) -> Tensor:
-    """Return ones where a tile keeps a column: like ``values``, [out, in]."""
-    tiles = torch.zeros(len(kept), values.shape[1], dtype=values.dtype).scatter_(1, kept, 1.0)
-    return tiles.repeat_interleave(TILE_ROWS, dim=0)[: len(values)]
 
 
 def _loss(rows: Tensor, H: Tensor, columns: Tensor, damp: float, refit: bool) -> float:

@@ -34,11 +34,15 @@ class Sizes:
         self._sorted = sizes[:: -(-len(sizes) // MOST_SIZES)].sort().values
 
     def thresholds(self, share: float) -> Tensor:
-        """Return a threshold for each column, float32 [in], below which that share of the inputs lies."""
+        """Return a threshold for each column, float32 [in], below which that share of the inputs lies.
+
+        It is above zero where the share is, so that inputs that are zero are skipped however many there are.
+        """
         if share <= 0:
             return torch.zeros_like(self._norms)
         place = min(len(self._sorted) - 1, round(share * len(self._sorted)))
-        return self._sorted[place] / self._norms.clamp_min(torch.finfo(torch.float32).tiny)
+        tiny = torch.finfo(torch.float32).tiny
+        return (self._sorted[place] / self._norms.clamp_min(tiny)).clamp_min(tiny)
 
 
 def skipped(rows: Tensor, thresholds: Tensor) -> float:

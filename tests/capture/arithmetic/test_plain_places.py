@@ -115,3 +115,17 @@ def test_divisions_of_sizes_that_differ_by_a_number_are_compared() -> None:
     assert _plain(FloorDiv(inner + 1, 2) - FloorDiv(inner - 1, 2)) == 1
     assert _plain(FloorDiv(n + 7, 3) - FloorDiv(n - 2, 3)) == 3
     assert not _plain(FloorDiv(n, 2) - FloorDiv(n - 1, 2)).is_number
+
+
+class _Fills(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.pad(x, (1, 0, y.shape[1] - x.shape[1], x.shape[1]), value=0.5)
+
+
+def test_filling_up_to_a_size_that_varies_is_a_concatenation() -> None:
+    tokens = Dim("tokens", min=2)
+    shapes = ({1: tokens}, {1: 3 * tokens})
+    graph = capture(_Fills(), (torch.randn(2, 5, 3), torch.randn(2, 15)), dynamic_shapes=shapes)
+    x, y = torch.randn(2, 4, 3), torch.randn(2, 12)
+    assert torch.equal(graph(x, y), _Fills()(x, y))
+    assert "pad" not in str(graph.graph)

@@ -31,7 +31,7 @@ from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProduct
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -46,7 +46,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SkippedInputs)  # the last by kernels.skipping
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)  # the last two by their own kernels
 
 
 def supports(fmt: Format, isa: Isa) -> str:

@@ -102,3 +102,23 @@ def _relu(x: Any, lanes: int) -> Any:
 
 
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+
+
+def fill_rows(columns: int, prologue: Prologue | None) -> Any:
+    """Make a macro ``fill(inputs, vectors, m, rows, at)`` that writes token m's activations to a row: copied, or
+    computed.
+    """
+    compute = None if prologue is None else prologue.row(columns)
+
+    @T.inline
+    def copied(inputs, vectors, m, rows, at):
+        for k in range(columns // 16):
+            rows[at, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
+        for k in range(columns % 16):
+            rows[at, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
+
+    @T.inline
+    def computed(inputs, vectors, m, rows, at):
+        compute(inputs, vectors, m, rows, at)  # type: ignore[misc]
+
+    return copied if compute is None else computed

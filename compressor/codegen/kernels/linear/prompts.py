@@ -24,7 +24,7 @@ from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.squeeze import list_kept, list_room
 from compressor.codegen.kernels.linear.weights import Weight, Weights
 from compressor.codegen.kernels.vector import registers, splat
-from compressor.formats.extras import ColumnBlocks
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -88,6 +88,8 @@ def slower(fmt: Format, isa: Isa) -> str:
     """Say that prompts, or convolutions, would take less time if the weight were stored dense; an empty text where they
     would not.
     """
+    if (pattern := fmt.extra(KeptOfGroup)) is not None:
+        return f"{fmt.name}: {pattern.suffix[1:]} is stored sparse and executed dense: it saves bytes, not products"
     blocks = fmt.extra(ColumnBlocks)
     if blocks is None:
         return ""

@@ -8,7 +8,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.prologue import Prologue, fill_rows
 from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
 from compressor.codegen.kernels.skipping.one_token import AHEAD, TOGETHER, one_token
 from compressor.codegen.kernels.skipping.panel import Panel
@@ -35,7 +35,7 @@ def skipping_linear(
     panels, _, _ = fmt.parts(rows, columns)["codes"][1]
     panel = Panel(SkippedInputs.panel_rows(rows, fmt.bits), columns, fmt, isa)
     inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
-    fill, gather, turn = _fill(columns, prologue), _gathering(panel), _turning(panel)
+    fill, gather, turn = fill_rows(columns, prologue), _gathering(panel), _turning(panel)
     # Columns of the list at most: those of each group are filled up to whole steps.
     listed = panel.groups * -(-fmt.columns(columns) // TOGETHER) * TOGETHER
     one, (several, shares), block = one_token(panel), several_tokens(panel), panel.block
@@ -56,7 +56,7 @@ def skipping_linear(
             picked = T.alloc_buffer((listed + TOGETHER,), "float32")
             index = T.alloc_buffer((listed + max(TOGETHER, AHEAD),), "int32")
             starts = T.alloc_buffer((panel.groups + 1,), "int32")
-            fill(read, of_norm, T.int64(0), a)
+            fill(read, of_norm, T.int64(0), a, 0)
             gather(a, weight.parts["thresholds"], picked, index, starts)
             for p in T.parallel(panels):
                 one(weight, p, picked, index, starts)
@@ -64,30 +64,12 @@ def skipping_linear(
             turned = T.alloc_buffer((blocks, columns, block), "float32")
             for m in T.parallel(blocks * block):
                 row = T.alloc_buffer((1, columns), "float32")
-                fill(read, of_norm, T.min(m, tokens - 1), row)
+                fill(read, of_norm, T.min(m, tokens - 1), row, 0)
                 turn(row, weight.parts["thresholds"], turned, m)
             for task in T.parallel(panels * shares):
                 several(weight, task, turned, tokens)
 
     return kernel
-
-
-def _fill(columns: int, prologue: Prologue | None) -> Any:
-    """Make a macro ``fill(inputs, vectors, m, row)`` that writes token m's activations: copied, or computed."""
-    compute = None if prologue is None else prologue.row(columns)
-
-    @T.inline
-    def copied(inputs, vectors, m, row):
-        for k in range(columns // 16):
-            row[0, T.ramp(k * 16, 1, 16)] = inputs[0][m, T.ramp(k * 16, 1, 16)]
-        for k in range(columns % 16):
-            row[0, columns // 16 * 16 + k] = inputs[0][m, columns // 16 * 16 + k]
-
-    @T.inline
-    def computed(inputs, vectors, m, row):
-        compute(inputs, vectors, m, row, 0)  # type: ignore[misc]
-
-    return copied if compute is None else computed
 
 
 def _gathering(panel: Panel) -> Any:

@@ -13,6 +13,7 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import n_of_m
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.linear import dense as dense_linear
@@ -22,7 +23,7 @@ from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
-from compressor.formats.extras import SkippedInputs
+from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TIMING_FILL
 from compressor.ops.patches import outputs
@@ -125,6 +126,12 @@ class LinearConverter:
                 assert len(rows) == 1  # thresholds are of one weight
                 func = skipping_linear(
                     rows[0], columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=residual is not None
+                )
+                return func, {"family": "packed_linear", "format": fmt.name}
+            if fmt.extra(KeptOfGroup) is not None:
+                has_residual = residual is not None
+                func = n_of_m.n_of_m_linear(
+                    rows, columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=has_residual
                 )
                 return func, {"family": "packed_linear", "format": fmt.name}
             schedule = packed_linear.common_schedule(

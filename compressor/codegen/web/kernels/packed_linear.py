@@ -22,7 +22,7 @@ from compressor.codegen.web.kernels.experts import EXPERT, PLAIN, Rows, routed_r
 from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks, OutlierFeatures, Outliers, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -41,6 +41,7 @@ _NAMES: Mapping[type, str] = MappingProxyType(
         Outliers: "single weights in float16 (_S)",
         OutlierFeatures: "columns in float16 (_F)",
         ColumnBlocks: "blocks that are left out (_B16x1, _B32x4)",
+        KeptOfGroup: "N:M weights that are kept",
         SkippedInputs: "inputs that are skipped (_SKIP)",
     }
 )

@@ -1,0 +1,146 @@
+"""Replace activation functions by ReLU, and train until most neurons are zero (ProSparse, arXiv 2402.13516)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.errors import UsageError
+from compressor.graph.sites import Site, linear_sites
+from compressor.numerics.products.deterministic import total
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.site_plan import SitePlan
+from compressor.training.loop import Objective
+from compressor.training.masks import LastThird, Masks
+from compressor.training.settings import Shape, staged
+from compressor.training.taught_pass import TaughtPass
+from compressor.training.trainable import Outputs, TrainableGraph
+
+_ATEN = torch.ops.aten
+_RELU, _SMOOTH = _ATEN.relu.default, (_ATEN.silu.default, _ATEN.gelu.default)
+_MEASURED = 8  # samples on which zeros are counted
+
+
+@dataclass(frozen=True)
+class ReluSparse(TaughtPass, Pass):
+    """Replace SiLU and GELU in front of linears by ReLU, and train towards the dense model until most neurons are zero.
+
+    A penalty on what ReLU lets through rises along three half waves of a sine during two thirds of the steps, and stays
+    in the last third, whose states alone count.  Behind passes that quantise, `activation_sparse` on the linears that
+    read these neurons skips those that are zero: exactly, up to the share that it is asked for.  The teacher is the
+    model before the first pass.
+
+    Attributes:
+        penalty: weight in the loss of the mean of what ReLU lets through.
+        temperature: logits are divided by it; above 1, unlikely tokens count for more.
+        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
+            behind each attention and each feed-forward network; 0 leaves them out.
+        steps: of the optimiser.
+        batch: samples that run at once.
+        accumulate: batches whose gradients are added up for one step.
+        learning_rate: at its highest.
+        schedule: how it falls to zero: ``cosine`` or ``linear``.
+        warmup: share of the steps in which it rises.
+        weight_decay: of matrices, times the learning rate a step.
+        clip: largest norm of all gradients together.
+        held_out: share of the samples that are not trained on.
+        evaluate_every: steps between two looks at these.
+        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
+        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
+        vectors: train norms and biases too.
+        tables: train embedding tables too; one that is tied to a linear is trained with it.
+        targets: class names, module names or ``re:`` patterns of the linears to train.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    penalty: float = 0.1
+    temperature: float = 1.0
+    hidden: float = 0.0
+    steps: int = 600
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    schedule: Shape = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    held_out: float = 0.1
+    evaluate_every: int = 25
+    patience: int = 0
+    checkpoint_every: int = 50
+    vectors: bool = True
+    tables: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.penalty <= 1e6:
+            raise UsageError(f"relu_sparse: penalty {self.penalty:g} is not a weight from 0 to a million")
+        super().__post_init__()
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse a model without such functions."""
+        if not _activations(graph):
+            raise UsageError("relu_sparse: no dense linear reads a SiLU, GELU or ReLU, alone or times a factor")
+        super().requires(graph, ctx)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Replace the functions, train, and say how many neurons are zero."""
+        _replace(graph)
+        before = _zeros(graph, ctx)
+        graph = super().run(graph, ctx)
+        after = _zeros(graph, ctx)
+        ctx.notes.append(f"relu_sparse: {after:.1%} of neurons are zero, {before:.1%} before training, on some samples")
+        return graph
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Replace the functions, which has no cost, and plan the training."""
+        _replace(graph)
+        return super().plan(graph, ctx)
+
+    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+        """Return the graph, and the distance to the dense model plus the penalty."""
+        model, distance = super().prepare(graph, ctx, names)
+        count = len(model.points)
+        model.points += _activations(graph)
+
+        def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
+            passed = [total(x) / x.numel() for x in outputs.hidden[count:]]
+            loss = distance(batch, Outputs(outputs.last, outputs.hidden[:count]), step)
+            return loss + self.penalty * staged(step, self.steps) * torch.stack(passed).mean()
+
+        return model, objective
+
+    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+        """Return the zeros of the linears, which stay."""
+        return LastThird(weights, {site.weight_name for site in sites}, self.steps)
+
+
+def _activations(graph: GraphModule) -> list[Node]:
+    """Return the activation functions that dense linears read, alone or times a factor, in order."""
+    found: dict[Node, None] = {}
+    for site in linear_sites(graph):
+        read: Any = site.input.args if site.input.target is _ATEN.mul.Tensor else (site.input,)
+        found |= {node: None for node in read if isinstance(node, Node) and node.target in (_RELU, *_SMOOTH)}
+    return list(found)
+
+
+def _replace(graph: GraphModule) -> None:
+    """Make all of them ReLU."""
+    for node in _activations(graph):
+        node.target, node.args, node.kwargs = _RELU, node.args[:1], {}
+    graph.recompile()
+
+
+@torch.no_grad()
+def _zeros(graph: GraphModule, ctx: Context) -> float:
+    """Return the share of neurons that are zero on some samples."""
+    ids: Any = ctx.calibration("relu_sparse").ids
+    passed = TrainableGraph(graph, points=_activations(graph))(ids[:_MEASURED]).hidden
+    return sum(float((x == 0).double().mean()) for x in passed) / len(passed)
