@@ -106,13 +106,13 @@ class BlockPruning(Pass):
             count: columns to keep.
         """
 
-    @abstractmethod
     def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
         """Return which N of every M weights of a row are kept: bool [out, in].
 
         Args:
             weight, inputs: as of :meth:`choose_blocks`.
         """
+        raise UsageError(f"{self._name} leaves out blocks only; {self.scheme} has another pattern")
 
     def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
         """Return the work of :meth:`choose_blocks`, beyond what all of these passes do."""
@@ -123,8 +123,8 @@ class BlockPruning(Pass):
         is_pattern = fmt.extra(KeptOfGroup) is not None
         if fmt.extra(ColumnBlocks) is None and not (is_pattern and self.width == 1):
             raise UsageError(
-                f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how much "
-                f"at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
+                f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how "
+                f"much at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
                 + (f", or {fmt.name}_2:4" if self.width == 1 else "")
             )
         if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
@@ -144,7 +144,8 @@ class BlockPruning(Pass):
                 "would know it: take `pack: true`, or `allocate: uniform`"
             )
         for each in check_schemes(self._name, self.scheme, self.schemes):
-            if (blocks := each.extra(ColumnBlocks)) is not None and blocks.width != self.width:
+            blocks = each.extra(ColumnBlocks)
+            if (blocks.width if blocks is not None else 1) != self.width:
                 raise UsageError(f"{self._name}: scheme {each.name}: takes _B{wanted.shape}@...; {self.other}")
 
     @property
