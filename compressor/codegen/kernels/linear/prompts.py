@@ -85,7 +85,7 @@ class TurnedProducts(Products):
 
 
 def slower(fmt: Format, isa: Isa) -> str:
-    """Say that prompts, convolutions or all calls would take less time if the weight were stored dense; empty if not."""
+    """Say that prompts, convolutions or all calls would take less time stored dense; an empty text if not."""
     if (pattern := fmt.extra(KeptOfGroup)) is not None:
         return (
             f"{fmt.name}: {pattern.suffix[1:]} is stored sparse and executed dense: it saves bytes, and takes two to "
