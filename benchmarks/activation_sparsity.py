@@ -29,6 +29,7 @@ from compressor.codegen.targets.x86 import X86
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, pack, skip_inputs
 
+TOKENS = 128
 SHARES = (0.0, 0.3, 0.4, 0.5, 0.7, 0.9)
 COPIES_BYTES = 200_000_000
 
@@ -53,6 +54,10 @@ def main() -> None:
     ]
     for name in ("W8A16", "W4A16_G128"):
         lines += rows(name, options.size, options.turns)
+    lines += ["", f"{TOKENS} tokens, whose small inputs are multiplied as zero; processor time, medians.", ""]
+    lines += ["| format | milliseconds | times as fast as dense |", "|---|---|---|"]
+    for name in ("W8A16", "W4A16_G128"):
+        lines += prompt_rows(name, options.size, options.turns)
     print("\n".join(lines))
     if options.markdown:
         options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -60,9 +65,7 @@ def main() -> None:
 
 def rows(name: str, size: int, turns: int) -> Iterable[str]:
     """Yield a format's rows of the table."""
-    fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
-    codes = torch.randint(fmt.levels, (size, size), generator=rng, dtype=torch.uint8)
-    weight = pack(codes, torch.rand(size, fmt.groups(size), generator=rng) + 0.1, None, fmt)
+    fmt, rng, weight = Format.parse(name), torch.Generator().manual_seed(1), random_weight(name, size)
     x, isa = torch.randn(1, 1, size, generator=rng), X86().resolve()
     tried = {s: build(packed.packed_linear(size, size, fmt, False, isa, s)) for s in packed.gemv_space(size // 16)}
     calls = {s: caller(kernel, weight, x) for s, kernel in tried.items()}
@@ -86,6 +89,33 @@ def rows(name: str, size: int, turns: int) -> Iterable[str]:
         left = weight.nbytes - share * weight.parts["codes"].numel() * 4 + 4 * size
         bound, ratio = weight.nbytes / left, dense / middle
         yield f"| {name}_SKIP | {share:.0%} | {times} | {ratio:.2f} | {bound:.2f} | {ratio / bound:.0%} |"
+
+
+def prompt_rows(name: str, size: int, turns: int) -> Iterable[str]:
+    """Yield a format's rows of the table of prompts: the fastest dense schedule, and the layout that skips."""
+    fmt, isa, weight = Format.parse(name), X86().resolve(), random_weight(name, size)
+    x = tvm.runtime.tensor(np.random.default_rng(0).standard_normal((1, TOKENS, size), np.float32))
+    y = tvm.runtime.tensor(np.zeros((1, TOKENS, size), np.float32))
+    dense = [packed.packed_linear(size, size, fmt, False, isa, s) for s in packed.gemm_space(size // 16, 4, fmt, isa)]
+    skipping = skipping_linear(size, size, Format.parse(f"{name}_SKIP"), False, isa)
+    every = [(build(func), weight) for func in dense] + [(build(skipping), skip_inputs(weight, torch.zeros(size)))]
+    operands = [[tvm.runtime.tensor(part.numpy()) for part in one.parts.values()] for _, one in every]
+    found: list[list[float]] = [[] for _ in every]
+    for _ in range(turns):
+        for seconds, (kernel, _), parts in zip(found, every, operands, strict=True):
+            begin = time.thread_time()
+            kernel(x, *parts, y)
+            seconds.append(time.thread_time() - begin)
+    *plain, skipped = map(statistics.median, found)
+    yield f"| {name} | {min(plain) * 1e3:.1f} | 1.00 |"
+    yield f"| {name}_SKIP | {skipped * 1e3:.1f} | {min(plain) / skipped:.2f} |"
+
+
+def random_weight(name: str, size: int) -> PackedWeight:
+    """Pack random codes with random scales, the same in every run."""
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
+    codes = torch.randint(fmt.levels, (size, size), generator=rng, dtype=torch.uint8)
+    return pack(codes, torch.rand(size, fmt.groups(size), generator=rng) + 0.1, None, fmt)
 
 
 def build(func: tvm.tirx.PrimFunc) -> tvm.runtime.Module:

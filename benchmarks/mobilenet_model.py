@@ -1,4 +1,5 @@
-"""A network of MobileNetV2's shape (Sandler et al. 2018, table 2) in plain PyTorch, its weights by chance."""
+"""Networks of the shape of MobileNetV2 (Sandler et al. 2018, table 2) and MobileNetV1 (Howard et al. 2017, table 1) in
+plain PyTorch, their weights by chance."""
 
 from __future__ import annotations
 
@@ -50,10 +51,32 @@ class MobileNetV2(nn.Module):
         return logits
 
 
-def random_mobilenet(seed: int = 0) -> MobileNetV2:
+FIRST = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1))
+"""Of MobileNetV1: outputs of a pair of convolutions, and the stride of its depthwise one."""
+
+
+class MobileNetV1(nn.Module):
+    """Images of three channels to 1,000 logits, without shortcuts: all but 5% of the products are pointwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers, inputs = layer(3, 32, 3, 2), 32
+        for outputs, stride in FIRST:
+            layers += [*layer(inputs, inputs, 3, stride, inputs), *layer(inputs, outputs, 1)]
+            inputs = outputs
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(inputs, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, 224, 224] -> [B, 1000]."""
+        logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
+        return logits
+
+
+def random_mobilenet(seed: int = 0, kind: type[nn.Module] = MobileNetV2) -> nn.Module:
     """Make the network for inference; the statistics of its batch norms are those of random images."""
     torch.manual_seed(seed)
-    network = MobileNetV2().requires_grad_(False)
+    network = kind().requires_grad_(False)
     for part in network.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.momentum = None  # the mean over batches

@@ -1,12 +1,14 @@
 """Time linears with blocks left out against dense ones, ours and others', in one run, by turns.
 
-    python benchmarks/sparsity_kernels.py [--threads 1] [--rounds 15] [--shapes 4096x4096,2048x2048] [--json FILE]
+    python benchmarks/sparsity_kernels.py [--threads 1] [--rounds 9] [--shapes 4096x4096,2048x2048] [--isa NAME]
+        [--peers SITE_PACKAGES ...] [--json FILE] [--markdown FILE]
 
 One token is timed with weights from memory: a turn goes through copies of 128 MB together, and all others take turns
 before they are read again.  Prompts have 128 tokens and one copy.  Every contender takes a turn in each round and its
 shortest turn counts; ratios are those of these.  Beside a figure stand its bound, the larger of its bytes at the best
 bandwidth and its products at the best rate that anything reached in the same run, and the fraction of the bound that
-was reached.  Prints Markdown, with the CPU, the instruction set, and the load average before and after.
+was reached.  Prints Markdown, with the CPU, the instruction set, and the load average before and after.  Peers that are
+not installed here are looked for in the folders of ``--peers``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ from compressor.numerics.sparsity.block_sparsity import largest_blocks
 SPARSITIES = (70, 80, 90, 95)
 SHAPES = ("4096x4096", "2048x2048", "512x2048", "5632x2048", "2048x5632")  # the last four are the 852 M Llama's
 TOKENS, WORKING_SET_BYTES, LARGE_BYTES = 128, 128 << 20, 512 << 20
+MOST_SESSIONS = 16  # of a peer that takes long to make one: small weights are then in its caches, which favours it
 DENSE = ("W8A8", "W4A8_G128")
 
 
@@ -93,11 +97,12 @@ def others(rows: int, columns: int, tokens: int, sparsity: int) -> Iterator[Cont
         name = "torch _int_mm, int8 in, int32 out" + (", 32 tokens" if tokens == 1 else "")
         yield Contender(name, [lambda w=w: torch._int_mm(x8, w) for w in turned], dense.nbytes, 1.0)  # type: ignore[misc]
         yield from onnx_runtime(dense, tokens)
+        yield from openvino(dense, tokens)
         return
     try:
         from scipy import sparse
     except ImportError:
-        print("scipy is not installed: no CSR")
+        say("scipy is not installed: no CSR")
         return
     blocks = np.repeat(rng.random((-(-rows // 16), columns)) * 100 >= sparsity, 16, axis=0)[:rows]
     x = rng.standard_normal((columns, tokens)).astype(np.float32)
@@ -105,6 +110,10 @@ def others(rows: int, columns: int, tokens: int, sparsity: int) -> Iterator[Cont
         sparse.csr_matrix((dense * blocks).astype(np.float32)) for _ in range(copies_of(int(blocks.sum()) * 8, tokens))
     ]
     size = csr[0].data.nbytes + csr[0].indices.nbytes + csr[0].indptr.nbytes
+    parts = [map(torch.from_numpy, (w.indptr, w.indices, w.data)) for w in csr]
+    torch_csr, given = [torch.sparse_csr_tensor(*three, (rows, columns)) for three in parts], torch.from_numpy(x)
+    calls = [lambda w=w: w @ given for w in torch_csr]  # type: ignore[misc]
+    yield Contender(f"torch CSR float32 {sparsity}%", calls, size, 1 - sparsity / 100)
     yield Contender(f"scipy CSR float32 {sparsity}%", [lambda w=w: w @ x for w in csr], size, 1 - sparsity / 100)  # type: ignore[misc]
 
 
@@ -115,7 +124,7 @@ def onnx_runtime(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender
         import onnxruntime as ort
         from onnx import TensorProto, helper
     except ImportError as error:
-        print(f"no ONNX Runtime: {error}\n")
+        say(f"no ONNX Runtime: {error}\n")
         return
     rows, columns = dense.shape
     nodes = [
@@ -134,11 +143,44 @@ def onnx_runtime(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender
     options.intra_op_num_threads = torch.get_num_threads()
     sessions = [
         ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        for _ in range(copies_of(dense.nbytes, tokens))
+        for _ in range(min(MOST_SESSIONS, copies_of(dense.nbytes, tokens)))
     ]
     x = np.random.default_rng(0).standard_normal((tokens, columns)).astype(np.float32)
     calls = [lambda s=s: s.run(None, {"x": x}) for s in sessions]  # type: ignore[misc]
     yield Contender("ONNX Runtime MatMulInteger", calls, dense.nbytes, 1.0)
+
+
+def openvino(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender]:
+    """OpenVINO with int8 weights that it decompresses; its sparse decompression needs AMX, and is left off."""
+    try:
+        import openvino as ov
+        from openvino import opset13 as ops
+    except ImportError as error:
+        say(f"no OpenVINO: {error}\n")
+        return
+    rows, columns = dense.shape
+    given = ops.parameter([tokens, columns], np.float32)
+    weight = ops.multiply(
+        ops.convert(ops.constant(dense), np.float32), ops.constant(np.full((rows, 1), 0.01, np.float32))
+    )
+    model = ov.Model([ops.matmul(given, weight, False, True)], [given])
+    settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
+    x = np.random.default_rng(0).standard_normal((tokens, columns)).astype(np.float32)
+    requests = [
+        ov.compile_model(model, "CPU", settings).create_infer_request()
+        for _ in range(min(MOST_SESSIONS, copies_of(dense.nbytes, tokens)))
+    ]
+    calls = [lambda r=r: r.infer([x], share_inputs=True) for r in requests]  # type: ignore[misc]
+    yield Contender("OpenVINO, int8 weights", calls, dense.nbytes, 1.0)
+
+
+LINES: list[str] = []
+
+
+def say(line: str) -> None:
+    """Print a line of the report, and keep it."""
+    print(line, flush=True)
+    LINES.append(line)
 
 
 def race(contenders: list[Contender], rounds: int) -> dict[str, float]:
@@ -180,15 +222,15 @@ def table(shape: str, tokens: int, rounds: int, isa: Any, read: float) -> list[d
     read = max(read, *(one.bytes / best[one.name] for one in contenders)) if tokens == 1 else read
     dense = 2 * rows * columns * tokens
     peak = max(known[name].share * dense / best[name] for name in names) if tokens > 1 else math.inf
-    print(f"\n### {shape}, {tokens} token{'s' * (tokens > 1)}\n")
-    print("| | ms | times dense W8A8 | times dense W4A8 | bound ms | reached |\n|---|---|---|---|---|---|")
+    say(f"\n### {shape}, {tokens} token{'s' * (tokens > 1)}\n")
+    say("| | ms | times dense W8A8 | times dense W4A8 | bound ms | reached |\n|---|---|---|---|---|---|")
     found = []
     for name, seconds in best.items():
         one = known[name]
         bound = max(one.bytes / read, one.share * dense / peak)
         ratios = [best[plain] / seconds for plain in DENSE]
         cells = [f"{1e3 * seconds:.3f}", *(f"{ratio:.2f}" for ratio in ratios), f"{1e3 * bound:.3f}"]
-        print(f"| {name} | {' | '.join(cells)} | {bound / seconds:.0%} |", flush=True)
+        say(f"| {name} | {' | '.join(cells)} | {bound / seconds:.0%} |")
         found.append({"shape": shape, "tokens": tokens, "name": name, "seconds": seconds, "bound": bound})
     return found
 
@@ -197,23 +239,30 @@ def main() -> None:
     """Time all shapes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--isa", default=X86().resolve().name, choices=list(ISAS))
+    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders of packages, behind our own")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
+    sys.path += map(str, args.peers)
+    say("# Linears with blocks left out\n")
+    say(f"`python benchmarks/sparsity_kernels.py --threads {args.threads} --rounds {args.rounds} --isa {args.isa}`\n")
     torch.set_num_threads(args.threads)
     configure_threads(args.threads)
     read, isa = bandwidth(args.threads), ISAS[args.isa]
     at = f"{cpu_name()}, {isa.name}, {args.threads} thread(s)"
-    print(f"{at}, reads {read / 1e9:.1f} GB/s, load average {os.getloadavg()[0]:.2f}")
+    say(f"{at}, reads {read / 1e9:.1f} GB/s, load average {os.getloadavg()[0]:.2f}")
     found = [
         row
         for shape in args.shapes.split(",")
         for tokens in (1, TOKENS)
         for row in table(shape, tokens, args.rounds, isa, read)
     ]
-    print(f"\nLoad average at the end: {os.getloadavg()[0]:.2f}")
+    say(f"\nLoad average at the end: {os.getloadavg()[0]:.2f}")
+    if args.markdown:
+        args.markdown.write_text("\n".join(LINES) + "\n", encoding="utf-8")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import shutil
@@ -26,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage, one a run at least, a look at PyTorch, TVM and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -54,11 +61,12 @@ def require_half(require_adapter: None) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep tests away from the user's database of schedules."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
-        session = folder.parent.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder.parent
+        is_worker = hasattr(request.config, "workerinput")  # of pytest-xdist; a test may start a pytest of its own
+        session = folder.parent.parent if is_worker else folder.parent
         share_prices(patch, session)
         patch.setenv("COMPRESS_CACHE_DIR", str(folder))
         yield folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from compressor.errors import UsageError
 
@@ -88,42 +88,65 @@ class OutlierFeatures:
 
 @dataclass(frozen=True)
 class ColumnBlocks:
-    """Blocks of 16 rows by one column, most of which are zero and not stored: the rows of a tile keep the same columns.
+    """Blocks of 16 rows by one column, or 32 by four, of which many are zero and not stored: the rows of a tile keep
+    the same columns.
 
     Attributes:
-        percent: of the columns of each tile of 16 rows that are zero, above 0 and below 100.
+        percent: of the blocks of each tile of 16 rows that are zero, above 0 and below 100.
+        width: columns of a block: 1, or 4 neighbours, the operand of one dot product, which is what convolutions skip.
     """
 
     percent: float
+    width: Literal[1, 4] = 1
     label: ClassVar[str] = "sparsity"
-    pattern: ClassVar[str] = r"_B16X1@(\d{1,3}(?:\.\d{1,2})?)"
+    pattern: ClassVar[str] = r"_B((?:16X1|32X4)@\d{1,3}(?:\.\d{1,2})?)"
 
     def __post_init__(self) -> None:
         if not 0 < self.percent < 100:
-            raise UsageError(f"format: {self.percent:g}% of the blocks of 16x1 are zero; give more than 0, below 100")
+            raise UsageError(
+                f"format: {self.percent:g}% of the blocks of {self.shape} are zero; give more than 0, below 100"
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows that a block has: a pair of them shares the activations that it meets in a convolution."""
+        return 1 if self.width == 1 else 2
+
+    @property
+    def shape(self) -> str:
+        """Rows by columns."""
+        return f"{16 * self.tiles}x{self.width}"
 
     @property
     def suffix(self) -> str:
         """End of a format's name."""
-        return f"_B16x1@{self.percent:g}"
+        return f"_B{self.shape}@{self.percent:g}"
 
     @property
     def text(self) -> str:
         """What it leaves out, in words."""
-        return f"{self.percent:g}% of the blocks of 16 rows by 1 column are zero and not stored; a bit for each"
+        columns = "1 column" if self.width == 1 else f"{self.width} columns"
+        rows = 16 * self.tiles
+        return f"{self.percent:g}% of the blocks of {rows} rows by {columns} are zero and not stored; a bit for each"
 
     @classmethod
     def read(cls, text: str) -> ColumnBlocks | None:
         """Return the extra that the group of ``pattern`` names."""
-        return cls(float(text))
+        shape, _, percent = text.partition("@")
+        return cls(float(percent), 1 if shape == "16X1" else 4)
 
     def conflict(self, fmt: Any) -> str:
         """Leave out columns of a format whose parts are of rows and columns."""
+        act = fmt.activations
+        is_static = act is not None and act.granularity == "tensor" and fmt.integer_products and not act.is_sign
+        if self.width > 1 and not (is_static and fmt.symmetric):
+            return "is of convolutions: symmetric integers, and integer activations with a calibrated scale (_STATIC)"
         grouped = fmt.activations is not None and fmt.activations.group_size
         wrong = {
             "floats beside the codes": len(fmt.extras) > 1,
             "bit planes": fmt.bit_planes is not None,
             "scales of blocks or of the tensor": fmt.strategy in ("block", "tensor"),
+            "scales of groups": self.width > 1 and fmt.strategy == "group",
             "E4M3 scales": fmt.scale_type == "E4M3",
             "activations in groups": bool(grouped),
         }
@@ -131,9 +154,17 @@ class ColumnBlocks:
         return found and f"leaves columns out, and cannot have {found}"
 
     def kept(self, in_features: int, multiple: int) -> int:
-        """Count the columns that a tile keeps, rounded up to a multiple (of a chunk) as far as there are as many."""
-        left = max(1, in_features - round(self.percent / 100 * in_features))
-        return min(in_features, -(-left // multiple) * multiple)
+        """Count the columns that a tile keeps, rounded up to a multiple (of a chunk) as far as there are as many.
+
+        The last block may reach beyond the last column: what fills it up is zero, and counts as a column.
+        """
+        blocks = self.blocks(in_features)
+        left = self.width * max(1, blocks - round(self.percent / 100 * blocks))
+        return min(blocks * self.width, -(-left // multiple) * multiple)
+
+    def blocks(self, in_features: int) -> int:
+        """Count the blocks of a tile, those that are left out as well."""
+        return -(-in_features // self.width)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 (:mod:`compressor.formats.activations`). ``_S0.45`` at the end: 0.45% of the weights are stored as float16 beside the
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
-zero and not stored; ``_2:4``: two of every four weights are kept.  ``_SKIP``: small activations count as zero, and
-their codes are not read.
+zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution.  ``_2:4``: two of every four weights
+are kept.  ``_SKIP``: small activations count as zero, and their codes are not read.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -47,9 +47,9 @@ and their number is the percentage of rows and columns filled up to tiles and ch
     float_values     float16  [ceil(out / 16), columns, 16]
 
 Where blocks are left out, every tile of 16 rows keeps as many columns, and all above is of these alone, in their order;
-groups are of kept columns. A bit says which: column ``c`` is bit ``c % 8`` of byte ``c // 8``::
+groups are of kept columns. A bit says which: block ``c`` (a column, or four) is bit ``c % 8`` of byte ``c // 8``::
 
-    kept             uint8    [ceil(out / 16), 8 * ceil(in / 64)]
+    kept             uint8    [ceil(out / 16), 8 * ceil(blocks / 64)]    ceil(out / 32) of blocks of 32 rows
 
 Of N:M, each row keeps N of every M columns, and all above is of these.  The combinations of M columns are numbered in
 lexicographic order; group ``g`` has bits ``g * b`` to ``g * b + b - 1`` of its row, b the bits of the largest number::

@@ -141,8 +141,8 @@ def _every_byte(value: int) -> int:
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Yield the values of the codes, piece by piece: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
-    if fmt.extra(ColumnBlocks) is not None:
-        kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+    if (blocks := fmt.extra(ColumnBlocks)) is not None:
+        kept = kept_columns(packed, blocks)
         for which, values in coded_rows(kept_part(packed)):
             yield which, put_columns(values, kept[which.start // TILE_ROWS :], columns)
         return
@@ -176,17 +176,27 @@ def kept_part(packed: PackedWeight) -> PackedWeight:
     return PackedWeight(parts, fmt.of_kept, (rows, fmt.stored_columns(columns)))
 
 
+def kept_columns(packed: PackedWeight, blocks: ColumnBlocks) -> Tensor:
+    """Return the columns that each tile of a weight keeps, rising: int64 [tiles, kept]."""
+    (rows, columns), fmt = packed.shape, packed.format
+    found = from_bits(packed.parts["kept"], fmt.stored_columns(columns), blocks.width)
+    return found.repeat_interleave(blocks.tiles, dim=0)[: -(-rows // TILE_ROWS)]
+
+
 def leave_out(kept: PackedWeight, columns: Tensor, in_features: int, blocks: ColumnBlocks) -> PackedWeight:
     """Return the weight [out, in] of which only some columns of each tile are stored; undone by :func:`kept_part`.
 
     Args:
         kept: [out, kept], the columns that are stored, as many as the format keeps of ``in_features``.
-        columns: int64 [tiles, kept], rising, which they are.
+        columns: int64 [tiles, kept], rising, which they are: whole blocks.
     """
     fmt, rows = kept.format.with_extra(blocks), kept.shape[0]
     if columns.shape != (-(-rows // TILE_ROWS), fmt.stored_columns(in_features)):
         raise ValueError(f"{fmt.name} of {rows} x {in_features} does not keep columns {tuple(columns.shape)}")
-    return PackedWeight({**kept.parts, "kept": to_bits(columns, in_features)}, fmt, (rows, in_features))
+    first = columns[:: blocks.tiles]
+    if not torch.equal(first.repeat_interleave(blocks.tiles, dim=0)[: len(columns)], columns):
+        raise ValueError(f"{fmt.name}: the tiles of a block keep different columns")
+    return PackedWeight({**kept.parts, "kept": to_bits(first, in_features, blocks.width)}, fmt, (rows, in_features))
 
 
 def kept_places(packed: PackedWeight) -> Tensor:

@@ -142,7 +142,10 @@ def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
 
 
 def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
-    return ("uint8", (_tiles(rows), -(-columns // 64) * 8)) if fmt.extra(ColumnBlocks) else None
+    blocks = fmt.extra(ColumnBlocks)
+    if blocks is None:
+        return None
+    return "uint8", (-(-_tiles(rows) // blocks.tiles), -(-blocks.blocks(columns) // 64) * 8)
 
 
 def _thresholds(fmt: Layout, _rows: int, columns: int) -> Stored | None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.nn.functional import pad
 
-from compressor.ops.register import operator
 
-
-@operator("patches")
+@custom_op("compressor::patches", mutates_args=())
 def patches(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
@@ -36,6 +35,28 @@ def patches(
         for j in range(kw)
     ]
     return torch.cat(pieces, dim=-1)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *ctx.sizes = inputs
+    ctx.shape = x.shape
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Add each entry of a row to the input that it was read from, one place of the kernel after another."""
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = ctx.sizes
+    images, height, width, channels = ctx.shape
+    rows, columns = gradient.shape[1:3]
+    pieces = gradient.reshape(*gradient.shape[:3], kh, kw, channels)
+    padded = gradient.new_zeros(images, height + 2 * ph, width + 2 * pw, channels)
+    for i in range(kh):
+        for j in range(kw):
+            read = padded[:, i * dh : i * dh + (rows - 1) * sh + 1 : sh, j * dw : j * dw + (columns - 1) * sw + 1 : sw]
+            read += pieces[..., i, j, :]
+    return padded[:, ph : ph + height, pw : pw + width].contiguous(), None, None, None, None
+
+
+patches.register_autograd(_gradient, setup_context=_keep)
 
 
 @patches.register_fake

@@ -49,7 +49,7 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
     if fmt.extra(ColumnBlocks) is not None or fmt.extra(KeptOfGroup) is not None:
         raise UsageError(
             f"scheme {scheme}: which weights are left out is chosen by the passes magnitude, wanda, sparsegpt and "
-            f"alps; use one of them, or {fmt.of_kept.name}"
+            f"alps, of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
         )
     return fmt.with_group_size(group_size) if group_size else fmt
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,8 +79,12 @@ class BlockPruning(Pass):
         allocate: how much is left out of each linear.
         owl_lambda, owl_factor: of ``owl``: most that shares differ by, halved; size of an outlier, in means.
         schemes: of ``budget``: names of formats to choose from.
+        width: columns of the blocks that the pass leaves out.
+        other: what leaves out blocks of another width, for messages.
     """
 
+    width: ClassVar[Literal[1, 4]] = 1
+    other: ClassVar[str] = "group_sparse leaves out blocks of 32x4"
     scheme: str
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
@@ -102,24 +106,26 @@ class BlockPruning(Pass):
             count: columns to keep.
         """
 
-    @abstractmethod
     def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
         """Return which N of every M weights of a row are kept: bool [out, in].
 
         Args:
             weight, inputs: as of :meth:`choose_blocks`.
         """
+        raise UsageError(f"{self._name} leaves out blocks only; {self.scheme} has another pattern")
 
     def choosing_work(self, rows: int, columns: int, kept: int) -> Work:
         """Return the work of :meth:`choose_blocks`, beyond what all of these passes do."""
         return {}
 
     def __post_init__(self) -> None:
-        fmt = Format.parse(self.scheme)
-        if fmt.extra(ColumnBlocks) is None and fmt.extra(KeptOfGroup) is None:
+        fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.width)
+        is_pattern = fmt.extra(KeptOfGroup) is not None
+        if fmt.extra(ColumnBlocks) is None and not (is_pattern and self.width == 1):
             raise UsageError(
-                f"{self._name}: scheme {self.scheme} leaves nothing out; say how much at its end, such as "
-                f"{fmt.name}_B16x1@50: half of the blocks of 16 rows by 1 column, or {fmt.name}_2:4"
+                f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how "
+                f"much at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
+                + (f", or {fmt.name}_2:4" if self.width == 1 else "")
             )
         if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
             raise UsageError(f"{self._name}: owl moves shares of blocks (_B16x1@50), and {self.scheme} has a fixed one")
@@ -137,7 +143,10 @@ class BlockPruning(Pass):
                 f"{self._name}: allocate {self.allocate} packs each linear in a format of its own, and no later pass "
                 "would know it: take `pack: true`, or `allocate: uniform`"
             )
-        check_schemes(self._name, self.scheme, self.schemes)
+        for each in check_schemes(self._name, self.scheme, self.schemes):
+            blocks = each.extra(ColumnBlocks)
+            if (blocks.width if blocks is not None else 1) != self.width:
+                raise UsageError(f"{self._name}: scheme {each.name}: takes _B{wanted.shape}@...; {self.other}")
 
     @property
     def runs_samples(self) -> bool:
@@ -151,7 +160,7 @@ class BlockPruning(Pass):
 
     @property
     def _name(self) -> str:
-        return type(self).__name__.lower()
+        return type(self).__module__.rpartition(".")[2]
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every matched linear, and say where fewer bits would do better.
@@ -276,8 +285,8 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        pattern = fmt.extra(KeptOfGroup)
-        left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns))
+        pattern, blocks = fmt.extra(KeptOfGroup), ColumnBlocks(50, self.width)
+        left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns), blocks)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
         inputs = Inputs(hessian, *dampened_factor(hessian, least))

@@ -19,6 +19,7 @@ from compressor.codegen.kernels.convolution import depthwise
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.convolutions import reads_groups
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.target import NativeTarget
@@ -27,7 +28,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
@@ -83,6 +84,13 @@ class NativeBackend:
         for site in packed_weight_sites(graph):
             fmt = Format.parse(str(site.node.args[3]))
             if not site.is_depthwise:
+                if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
+                    if not reads_groups(site.node):
+                        raise UsageError(
+                            f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups; "
+                            "`ignore` leaves it"
+                        )
+                    continue
                 formats[site.name] = fmt.name
             elif reason := depthwise.supports(fmt, site.in_features):
                 raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")

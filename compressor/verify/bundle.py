@@ -20,7 +20,7 @@ from compressor.export.manifest import foreign_files
 from compressor.export.schema import Manifest, SiteEntry, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
 from compressor.graph.model import state_bytes
@@ -245,15 +245,16 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
 
     The weight's own shape is not stored, only its whole tiles and chunks.  All widths that fill these chunks take the
     same bytes, except that the type of ``outlier_columns`` may change between the narrowest and the widest of them.
-    Of N:M, the widths are of whole groups.  Where blocks are left out, the bits say the width but for 64 columns.
+    Of N:M, the widths are of whole groups.  Where blocks are left out, the bits say the width but for 64 blocks.
     """
     fmt = Format.parse(name)
     found = {part: (kind, shape) for part, (kind, shape, _) in parts.items()}
     tiles, chunks = (*found.get("codes", ("", []))[1], 0, 0)[:2]
     rows, widest = tiles * TILE_ROWS, chunks * fmt.chunk_columns
     widths: Iterable[int] = (widest, widest - fmt.chunk_columns + 1)
-    if len(bits := found.get("kept", ("", []))[1]) == 2:  # a bit for each column
-        widths = range(8 * bits[1], max(0, 8 * bits[1] - 64), -1)
+    blocks = fmt.extra(ColumnBlocks)
+    if blocks is not None and len(bits := found.get("kept", ("", []))[1]) == 2:  # a bit for each block
+        widths = range(8 * bits[1] * blocks.width, max(0, (8 * bits[1] - 64) * blocks.width), -blocks.width)
     if (pattern := fmt.extra(KeptOfGroup)) is not None:  # chunks are of N of every M columns
         stored_columns = range(widest, max(0, widest - fmt.chunk_columns), -1)
         widths = [n // pattern.kept * pattern.size for n in stored_columns if n % pattern.kept == 0]

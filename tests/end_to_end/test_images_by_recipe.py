@@ -21,6 +21,7 @@ from compressor.run.job import run_recipe
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 RECIPE = "gptq_w8a8_images_x86"
+GROUPS = "group_sparse_w8a8_images_x86"
 
 
 def command(*words: str | Path) -> Result:
@@ -72,6 +73,27 @@ def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str],
     for path in (bundle, folder):
         done = command("bench", path)
         assert done.exit_code == 2 and "time your own call of it" in done.output
+
+
+def test_convolutions_that_skip_groups(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    require_tool("g++")
+    folder, bundle = save(classifier(resnet(stages=1)), tmp_path / "resnet"), tmp_path / "bundle"
+    images = {"images": str(pictures(tmp_path / "pictures")), "samples": 8}
+    given = {
+        "calibration": images,
+        "evaluation": {"images": images["images"]},
+        "gates": {"batch_independent": True},
+        "tune": "off",
+    }
+    result = answer("run", GROUPS, "--model", folder, *settings(**given), "-o", bundle)
+    sparse = {site["site"] for site in result["sites"] if site["format"] == "W8A8_STATIC_B32x4@30"}
+    assert len(sparse) == 2 and any("3 channels are not a multiple of 4" in note for note in result["notes"])
+    assert command("verify", bundle).exit_code == 0
+    planned = answer("plan", GROUPS, "--model", folder, *settings(**given))
+    stored = {site["site"]: site["bytes_after"] for site in result["sites"]}
+    assert planned["weight_bytes"] == result["weight_bytes"] and sum(stored.values()) < result["weight_bytes"]
+    listed = {site["site"]: site for site in answer("inspect", bundle)["sites"]}
+    assert all(listed[name]["format"] == "W8A8_STATIC_B32x4@30" for name in sparse)
 
 
 def test_vit_is_planned_and_lowered_and_mistakes_end_before_any_work(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import compressor
+import compressor.data.text
 import compressor.run.native
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import load_embedding_texts
@@ -48,7 +49,7 @@ from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
-from compressor.recipe.data_spec import EvaluationSpec
+from compressor.recipe.data_spec import DataSource, EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.registry import PASSES
 from compressor.run.job import run_recipe
@@ -70,6 +71,9 @@ ELSEWHERE = (
     "gptq_mxfp4_x86",
     "gptq_fp6_e2m3_g128_x86",
     "gptq_w3a16_g128_x86",
+    "adaptive_rounding_w4a16_g128_x86",  # passes/: each has a test of its own, and gptq_w4a16_g128_x86 runs the kernels
+    "awq_w4a16_g128_x86",
+    "rtn_w4a16_g128_x86",
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
     "relu_sparse_w8a16_x86",
@@ -151,6 +155,18 @@ def on_grids(model: Path) -> Path:
     return folder
 
 
+read_tokens = compressor.data.text._read_tokens
+read_before: dict[tuple[object, ...], Tensor] = {}
+
+
+def read_once(spec: DataSource, *arguments: Any) -> Tensor:
+    """Return the tokens of a text that all recipes take; only the first reads it."""
+    key = (spec.model_dump_json(), *arguments)
+    if key not in read_before:
+        read_before[key] = read_tokens(spec, *arguments)
+    return read_before[key]
+
+
 def load_for_test(name: str, short_reference: Path) -> Recipe:
     overrides = ["tune=off", "evaluation.tokens=512"]
     recipe = load_recipe(name)
@@ -172,7 +188,7 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
 
 
 def execute(name: str, output: Path, short_reference: Path) -> Run:
-    """Run a recipe and keep the graph; speed is measured elsewhere, and a model that several take is captured once."""
+    """Run a recipe and keep the graph; speed is measured elsewhere, what several take is captured and read once."""
     graphs: list[GraphModule] = []
     compile_graph = compressor.run.native.compile_graph
 
@@ -183,6 +199,7 @@ def execute(name: str, output: Path, short_reference: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compressor.run.native.compile_graph", spy)
         patch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
+        patch.setattr("compressor.data.text._read_tokens", read_once)
         recipe = load_for_test(name, short_reference)
         if name != FULL:
             patch.setattr("compressor.run.prepare.capture", lambda model, *_, **__: clone_graph(captured(model)))
@@ -369,7 +386,7 @@ def test_calibration_and_held_out_text_are_apart() -> None:
 # --- other kinds of models, through the Python API
 
 
-def test_an_encoder(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+def test_an_encoder(tmp_path: Path, no_speed: None, require_tool: Callable[[str], Path]) -> None:
     require_tool("g++")
     reference = resource("models") / "reference"
     with torch.random.fork_rng(devices=[]):

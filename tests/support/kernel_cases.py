@@ -25,7 +25,7 @@ from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
-from compressor.formats.layouts.columns import from_bits
+from compressor.formats.layouts.columns import from_bits, of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, leave_out_of_groups, pack
 from compressor.formats.parts import TILE_ROWS
@@ -81,8 +81,10 @@ def tolerance(fmt: Format, isa: Isa) -> float:
 def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
     blocks = fmt.extra(ColumnBlocks)
     if blocks is not None:
-        count, tiles = fmt.stored_columns(columns), -(-rows // TILE_ROWS)
-        kept = torch.rand(tiles, columns, generator=rng).argsort(dim=1)[:, :count].sort(dim=1).values
+        count, tiles, width = fmt.stored_columns(columns), -(-rows // TILE_ROWS), blocks.width
+        order = torch.rand(-(-tiles // blocks.tiles), blocks.blocks(columns), generator=rng).argsort(dim=1)
+        kept = of_blocks(order[:, : count // width].sort(dim=1).values, width)
+        kept = kept.repeat_interleave(blocks.tiles, dim=0)[:tiles]
         return leave_out(random_packed(fmt.of_kept, rows, count, rng), kept, columns, blocks)
     pattern = fmt.extra(KeptOfGroup)
     if pattern is not None:

@@ -67,7 +67,7 @@ def fused_convolution(
         float32 [N, H', W', out], with ``next_format`` int8: the codes plus 128, as unsigned bytes.
     """
     if x.dtype == torch.int8:
-        x = (x.view(torch.uint8).float() - 128) * parts[-1]
+        x = (x.view(torch.uint8).float() - 128) * _input_scale(parts, format)
     rows = _OPS.patches(x.permute(_TO_LAST) if is_planar else x, *geometry)
     y: Tensor
     if is_depthwise and not format:
@@ -85,6 +85,11 @@ def fused_convolution(
     inverse = torch.where(next_scale > SMALLEST, 1.0 / next_scale, 0.0)
     codes = torch.round((y * inverse).clamp(-act.max_value, act.max_value))
     return (codes + 128).to(torch.uint8).view(torch.int8)
+
+
+def _input_scale(parts: Any, format: str) -> Any:
+    """Return the part of a packed weight that has the scale of its activations."""
+    return parts[list(Format.parse(format).parts(1, 1)).index("input_scale")]
 
 
 def fuse_convolutions(graph: fx.Graph) -> list[Outcome]:
@@ -110,6 +115,18 @@ def geometry_of(x: fx.Node, pairs: Any, is_planar: bool = False) -> Geometry | N
     kernel, stride, padding, dilation = (tuple(pair) for pair in pairs)
     is_fixed = all(isinstance(n, int) for n in (high, wide, channels))
     return Geometry((high, wide), channels, kernel, stride, padding, dilation) if is_fixed else None
+
+
+def reads_groups(linear: fx.Node) -> bool:
+    """Tell whether a packed linear will be a convolution whose kernel reads its format: over patches, or of images."""
+    given: Any = linear.args
+    x, name = given[0], str(given[3])
+    if x.target is _OPS.patches.default:
+        (x, *pairs), is_image = x.args, True
+    else:
+        pairs, is_image = list(_PIXEL), x.meta["val"].dim() == 4
+    sizes = geometry_of(x, pairs) if is_image else None
+    return sizes is not None and not supports(Format.parse(name), sizes)
 
 
 def bounds_of(node: fx.Node) -> tuple[float | None] | None:
@@ -289,8 +306,8 @@ class RoundForNext:
     def rewrite(self, graph: fx.Graph, match: tuple[fx.Node, fx.Node]) -> fx.Node:
         """Give the first convolution the scale and the format of the second."""
         source, node = match
-        parts: Any = node.args[1]
-        source.args = (*source.args[:4], parts[-1], *source.args[5:9], node.args[5], *source.args[10:])
+        scale = _input_scale(node.args[1], str(node.args[5]))
+        source.args = (*source.args[:4], scale, *source.args[5:9], node.args[5], *source.args[10:])
         source.meta = {**source.meta, "val": source.meta["val"].to(torch.int8)}
         return node
 

@@ -8,15 +8,30 @@ from torch.nn.functional import pad
 
 from compressor.formats.parts import TILE_ROWS
 
+WIDEST = 4
+"""Columns of the widest blocks."""
 
-def to_bits(columns: Tensor, in_features: int) -> Tensor:
-    """Return a bit for each column: int64 [tiles, kept] -> uint8 [tiles, 8 * ceil(in / 64)]."""
-    flags = torch.zeros(len(columns), in_features, dtype=torch.uint8).scatter_(1, columns, 1)
-    octets = pad(flags, (0, -in_features % 64)).view(len(columns), -1, 8)
+
+def to_bits(columns: Tensor, in_features: int, width: int = 1) -> Tensor:
+    """Return a bit for each block of ``width`` columns: int64 [tiles, kept] -> uint8 [tiles, 8 * ceil(blocks / 64)].
+
+    Raises:
+        ValueError: the columns are not whole blocks, or more than there are.
+    """
+    blocks, count = columns[:, ::width] // width, -(-in_features // width)
+    if not torch.equal(of_blocks(blocks, width), columns) or int(blocks.max()) >= count:
+        raise ValueError(f"columns that are not whole blocks of {width} of {in_features}")
+    flags = torch.zeros(len(columns), count, dtype=torch.uint8).scatter_(1, blocks, 1)
+    octets = pad(flags, (0, -count % 64)).view(len(columns), -1, 8)
     return (octets << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
-def from_bits(bits: Tensor, kept: int) -> Tensor:
+def of_blocks(blocks: Tensor, width: int) -> Tensor:
+    """Return the columns of blocks: int64 [tiles, n] -> [tiles, n * width]."""
+    return (blocks[..., None] * width + torch.arange(width)).flatten(1)
+
+
+def from_bits(bits: Tensor, kept: int, width: int = 1) -> Tensor:
     """Undo :func:`to_bits`: the columns rise.  No size depends on data, so that operators can be followed without any.
 
     Returns:
@@ -24,7 +39,7 @@ def from_bits(bits: Tensor, kept: int) -> Tensor:
     """
     flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
     first = (1 - flags.flatten(1).to(torch.int8)).argsort(dim=1, stable=True)
-    return first[:, :kept]
+    return of_blocks(first[:, : kept // width], width)
 
 
 def put_columns(values: Tensor, columns: Tensor, in_features: int) -> Tensor:
@@ -32,13 +47,13 @@ def put_columns(values: Tensor, columns: Tensor, in_features: int) -> Tensor:
 
     Args:
         values: float [rows, kept], rows of whole tiles of 16 but for the last.
-        columns: int64 [tiles, kept].
+        columns: int64 [tiles, kept]; those beyond the last, which fill up a block, are dropped.
     Returns:
         float [rows, in].
     """
     tiles = columns[: -(-len(values) // TILE_ROWS)]  # those behind are of rows behind
     places = tiles.repeat_interleave(TILE_ROWS, dim=0)[: len(values)]
-    return values.new_zeros(len(values), in_features).scatter(1, places, values)
+    return values.new_zeros(len(values), in_features + WIDEST - 1).scatter(1, places, values)[:, :in_features]
 
 
 def to_panels(codes: Tensor, rows: int, bits: int) -> Tensor:

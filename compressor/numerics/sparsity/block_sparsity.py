@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from compressor.errors import CompressorError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
+from compressor.formats.layouts.columns import of_blocks
 from compressor.formats.packing import PackedWeight, dequantize, leave_out
 from compressor.formats.parts import TILE_ROWS, TILED
 from compressor.numerics.nearest import rtn_quantize
@@ -36,7 +37,7 @@ def of_tiles(values: Tensor) -> Tensor:
     return filled.view(-1, TILE_ROWS, values.shape[1]).sum(1)
 
 
-def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor:
+def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: ColumnBlocks | None = None) -> Tensor:
     """Return the columns of each tile with the largest blocks, rising: int64 [tiles, count].
 
     Args:
@@ -44,11 +45,12 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int) -> Tensor
         hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
             contribution.
         count: columns to keep.
+        blocks: of which shape, 16x1 unless it is given; their width divides both.
     """
     size = weight.double().square()
     if hessian is not None:
         size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
-    return largest(of_tiles(size), count)
+    return _largest(of_tiles(size), count, blocks)
 
 
 def outliers(weight: Tensor, squares: Tensor, factor: float) -> int:
@@ -108,15 +110,32 @@ def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) 
     return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
-def left_blocks(weight: Tensor, count: int) -> Tensor | None:
+def _largest(sizes: Tensor, count: int, blocks: ColumnBlocks | None) -> Tensor:
+    """Return the columns of the largest blocks for each tile, from float [tiles, in]: int64 [tiles, count]."""
+    if blocks is None or blocks.width == 1:
+        return largest(sizes, count)
+    chosen = of_blocks(largest(_by_block(sizes, blocks), count // blocks.width), blocks.width)
+    return chosen.repeat_interleave(blocks.tiles, dim=0)[: len(sizes)]
+
+
+def _by_block(sizes: Tensor, blocks: ColumnBlocks) -> Tensor:
+    """Add up float [tiles, in] over blocks: [rows of blocks, columns of blocks]."""
+    filled = pad(sizes, (0, 0, 0, -len(sizes) % blocks.tiles))
+    shape = (len(filled) // blocks.tiles, blocks.tiles, sizes.shape[1] // blocks.width, blocks.width)
+    return filled.view(shape).sum((1, 3))
+
+
+def left_blocks(weight: Tensor, count: int, blocks: ColumnBlocks) -> Tensor | None:
     """Return so many columns of each tile with all that are not zero, rising: int64 [tiles, count]; None if a tile has
     more.
 
     Args:
         weight: float [out, in], pruned before.
+        blocks: of which shape; their width divides both.
     """
-    is_left = of_tiles((weight != 0).double()) > 0
-    return None if int(is_left.sum(1).max()) > count else largest(is_left.double(), count)
+    entries = of_tiles((weight != 0).double())
+    most = int((_by_block(entries, blocks) > 0).sum(1).max())
+    return None if most > count // blocks.width else _largest((entries > 0).double(), count, blocks)
 
 
 def only_kept(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tvm.script import tirx as T
 
@@ -48,9 +48,12 @@ class DotProducts:
         chunks: parts of the weight's rows; each is a task of its own.
     """
 
+    group_tiles: ClassVar[tuple[int, ...]] = _GROUP_TILES
+    most_outputs: ClassVar[int] = _MOST_OUTPUTS
+
     def __init__(self, feed: Feed, fmt: Format, tiles: int, isa: Isa) -> None:
         self.feed, self.fmt, self.isa = feed, fmt, isa
-        self.n_tiles = next(n for n in _GROUP_TILES if tiles % n == 0)
+        self.n_tiles = next(n for n in self.group_tiles if tiles % n == 0)
         self.groups = tiles // self.n_tiles
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
         self.band, (high, wide) = feed.band, feed.geometry.outputs
@@ -64,11 +67,36 @@ class DotProducts:
         last = high - (-(-high // self.band) - 1) * self.band
         length, shortest = (self.band * wide, last * wide) if self.is_flat else (wide, wide)
         sums = 3 * isa.lanes // 2 // len(self._parts)  # registers
-        self.outputs = _block(length, max(1, min(_MOST_OUTPUTS, sums // self.n_tiles, shortest)))
+        self.outputs = _block(length, max(1, min(self.most_outputs, sums // self.n_tiles, shortest)))
 
-    def prepare(self, codes: Any) -> None:
-        """Keep the stored weight: each task has its own part of it to turn into bytes."""
-        self._codes = codes
+    def prepare(self, codes: Any, kept: Any) -> None:
+        """Keep the stored weight: each task has its own part of it to turn into bytes.
+
+        Args:
+            kept: which blocks it stores; None where it stores all.
+        """
+        self._codes, self._kept = codes, kept
+
+    def start(self) -> None:
+        """Emit the memory of a task."""
+        quads = self.feed.runs * run_quads(self.feed)
+        self._weights = T.alloc_buffer((self.n_tiles, quads, TILE_ROWS), "int32")
+        (self._start,) = registers(1, (self.n_tiles, TILE_ROWS), "int32")
+
+    def load(self, first: Any) -> None:
+        """Emit what turns a group's weights into bytes."""
+        load_weights(self._weights, self._start, 0, self._codes, first, self.n_tiles, self.feed, self.fmt, self.isa)
+
+    def add(self, acc: list[Any], places: list[tuple[int, Any]], source: Any, base: Any, q: Any) -> None:
+        """Emit all products of a block of outputs, the first of which is ``q``."""
+        lanes = self.isa.lanes
+        with T.serial(0, self.feed.runs) as run, T.serial(0, -(-self.feed.run_bytes // 4)) as quad:
+            for t, total in enumerate(acc):
+                place = T.ramp(base + (q + t) * self.feed.step + self.feed.offset(run) + 4 * quad, 1, 4)
+                four = T.broadcast(T.reinterpret(source[place], dtype="int32"), lanes)
+                for n, at in places:
+                    weight = self._weights[n, run * run_quads(self.feed) + quad, at]
+                    T.buffer_store(total, dot4(total[n, at], four, weight, self.fmt, self.isa), [n, at])
 
     def multiply(self, source: Any, base: Any, rows: Any, chunk: Any, end: End) -> None:
         """Compute the outputs of a band and a chunk of the weight's rows.
@@ -78,42 +106,31 @@ class DotProducts:
             rows: of outputs that the band has.
         """
         wide, count = self.feed.geometry.outputs[1], self.outputs
-        weights = T.alloc_buffer((self.n_tiles, self.feed.runs * run_quads(self.feed), TILE_ROWS), "int32")
-        (start,) = registers(1, (self.n_tiles, TILE_ROWS), "int32")
+        self.start()
         each = self.groups // self.chunks
         with T.serial(0, each) as g:
             first = (chunk * each + g) * self.n_tiles
-            load_weights(weights, start, 0, self._codes, first, self.n_tiles, self.feed, self.fmt, self.isa)
+            self.load(first)
             end.start_tiles(first, self.n_tiles)
             if self.is_flat:
                 length = rows * wide
                 with T.serial(0, (length + (count - 1)) // count) as k:
                     q = T.min(k * count, length - count)
-                    self._block(source, base, weights, start, q, q, first, end)
+                    self._block(source, base, q, q, first, end)
             else:
                 with T.serial(0, rows) as r, T.serial(0, -(-wide // count)) as k:
                     column = T.min(k * count, T.int64(wide - count))
-                    self._block(
-                        source, base, weights, start, r * self.feed.pitch + column, r * wide + column, first, end
-                    )
+                    self._block(source, base, r * self.feed.pitch + column, r * wide + column, first, end)
 
-    def _block(
-        self, source: Any, base: Any, weights: Any, start: Any, q: Any, output: Any, first: Any, end: End
-    ) -> None:
+    def _block(self, source: Any, base: Any, q: Any, output: Any, first: Any, end: End) -> None:
         """Emit a block of outputs, of which the first is ``q`` of the feed and ``output`` of the band."""
-        lanes, count = self.isa.lanes, self.outputs
+        count = self.outputs
         acc = registers(count, (self.n_tiles, TILE_ROWS), "int32")
         places = [(n, at) for n in range(self.n_tiles) for at in self._parts]
         for t in range(count):
             for n, at in places:
-                T.buffer_store(acc[t], start[n, at], [n, at])
-        with T.serial(0, self.feed.runs) as run, T.serial(0, -(-self.feed.run_bytes // 4)) as quad:
-            for t in range(count):
-                place = T.ramp(base + (q + t) * self.feed.step + self.feed.offset(run) + 4 * quad, 1, 4)
-                four = T.broadcast(T.reinterpret(source[place], dtype="int32"), lanes)
-                for n, at in places:
-                    weight = weights[n, run * run_quads(self.feed) + quad, at]
-                    T.buffer_store(acc[t], dot4(acc[t][n, at], four, weight, self.fmt, self.isa), [n, at])
+                T.buffer_store(acc[t], self._start[n, at], [n, at])
+        self.add(acc, places, source, base, q)
         for t in range(count):
             end.put(output + t, q + t, first, partial(_sums, acc[t]))
 

@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import scale_values
+from compressor.codegen.kernels.convolution import groups
 from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
 from compressor.codegen.kernels.convolution.dots import DotProducts
 from compressor.codegen.kernels.convolution.feeds import (
@@ -25,12 +26,14 @@ from compressor.codegen.kernels.convolution.feeds import (
     PatchFeed,
     to_byte,
 )
+from compressor.codegen.kernels.convolution.groups import GroupProducts
 from compressor.codegen.kernels.convolution.products import TileProducts
 from compressor.codegen.kernels.convolution.weights import is_aligned
 from compressor.codegen.kernels.linear.activations import inverse_scale
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import at_least, at_most, ramp, registers
 from compressor.formats.activations import Activations
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.weights import ChannelScales, Integers, TensorScale
@@ -64,13 +67,16 @@ def supports(fmt: Format, geometry: Geometry) -> str:
     act, (down, along) = fmt.activations, geometry.stride
     if act is None or not fmt.integer_products or act.is_sign:
         return f"{fmt.name} does not multiply integers of 2 bits or more"
-    if not isinstance(fmt.weights, Integers) or not fmt.weights.symmetric or fmt.extras:
+    blocks = fmt.extra(ColumnBlocks)
+    if not isinstance(fmt.weights, Integers) or not fmt.weights.symmetric or len(fmt.extras) > (blocks is not None):
         return f"{fmt.name} is more than symmetric integers"
     if act.group_size or not isinstance(fmt.scales, ChannelScales | TensorScale):
         return f"{fmt.name} has scales of groups"
     if down != along:
         return f"strides {down} and {along} differ"
     feed = _feed(fmt, geometry, is_rounded=False)
+    if blocks is not None:
+        return groups.supports(blocks, geometry)
     words = feed.runs * -(-feed.run_bytes // 4)
     if not is_aligned(fmt, feed) and words > _MOST_GATHERED:
         return f"{words} words an output would be put together one by one"
@@ -105,6 +111,7 @@ def kernel_name(
         "_round": epilogue.next_activations is not None,
     }
     size = "x".join(map(str, geometry.size))
+    stored = stored.replace("@", "_zero").replace(".", "p")  # linkers read @ as a version
     return f"{name}_of_{size}_{stored}" + "".join(mark for mark, is_there in marks.items() if is_there)
 
 
@@ -118,13 +125,14 @@ def _feed(fmt: Format, geometry: Geometry, *, is_rounded: bool, is_planar: bool 
 def _products(
     fmt: Format, geometry: Geometry, tiles: int, isa: Isa, is_rounded: bool, is_planar: bool
 ) -> TileProducts | DotProducts:
-    if isa.matrix_unit == "amx":
+    if fmt.extra(ColumnBlocks) is None and isa.matrix_unit == "amx":
         return TileProducts(_feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar), fmt, tiles, isa)
+    products = DotProducts if fmt.extra(ColumnBlocks) is None else GroupProducts
     if is_rounded and DirectFeed.serves(geometry):
-        return DotProducts(DirectFeed(geometry), fmt, tiles, isa)
+        return products(DirectFeed(geometry), fmt, tiles, isa)
     least = geometry.least_bands
     feed = _feed(fmt, geometry, is_rounded=is_rounded, is_planar=is_planar, bands=least)
-    return DotProducts(feed, fmt, tiles, isa)
+    return products(feed, fmt, tiles, isa)
 
 
 def convolution(
@@ -162,6 +170,7 @@ def convolution(
         codes = T.meta_var(parameter(parts["codes"][1], "int32"))
         scales = T.meta_var(parameter(parts["scales"][1], "float16"))
         input_scale = T.meta_var(parameter((1,), "float32") if is_calibrated else None)
+        kept = T.meta_var(parameter(parts["kept"][1], "uint8") if "kept" in parts else None)
         bias = T.meta_var(parameter((rows,), "float32") if has_bias else None)
         residual4 = T.meta_var(parameter(shape, "float32") if has_residual else None)
         next_scale = T.meta_var(parameter((1,), "float32") if act is not None else None)
@@ -185,7 +194,7 @@ def convolution(
             )
             body.multiply(source, base, left, task % body.chunks, end)
 
-        body.prepare(codes)
+        body.prepare(codes, kept)
         if n * count * body.chunks == 1:  # waking threads would take longer
             compute(T.int64(0))
         else:

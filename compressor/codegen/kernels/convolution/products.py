@@ -51,7 +51,7 @@ class TileProducts:
         self._act, self._held = 2 * self.n_tiles, 2 * self.n_tiles + 2
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
 
-    def prepare(self, codes: Any) -> None:
+    def prepare(self, codes: Any, _kept: None) -> None:
         """Emit what turns all weights into signed bytes, before the tasks."""
         self._weights = T.alloc_buffer((self.tiles, self.feed.runs * self.run_quads, TILE_ROWS), "int32")
         self._start = T.alloc_buffer((self.tiles, TILE_ROWS), "int32")

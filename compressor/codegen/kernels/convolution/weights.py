@@ -54,6 +54,29 @@ def load_weights(
         T.buffer_store(start, splat(0, isa.lanes) - start[to + n, at], [to + n, at])
 
 
+def load_kept(
+    weights: Any, start: Any, codes: Any, first: Any, n_tiles: int, feed: Feed, fmt: Format, chunks: int, isa: Isa
+) -> None:
+    """Emit signed bytes of the columns that some tiles keep, one after the other, and minus what the 128 adds.
+
+    Args:
+        weights: int32 [n_tiles, words of all chunks, 16].
+        start: int32 [n_tiles, 16].
+        first: of the tiles.
+        chunks: that are stored of a tile.
+    """
+    loader, quads = _Loader(weights, start, 0, codes, first, feed, fmt, isa), fmt.chunk_columns // 4
+    places = [(n, T.ramp(part, 1, isa.lanes)) for n in range(n_tiles) for part in range(0, TILE_ROWS, isa.lanes)]
+    for n, at in places:
+        T.buffer_store(start, splat(0, isa.lanes), [n, at])
+    with T.serial(0, chunks) as c:
+        for quad in range(quads):
+            for n, at in places:
+                loader.put(n, c * quads + quad, at, loader.stored(n, c, quad, at))
+    for n, at in places:
+        T.buffer_store(start, splat(0, isa.lanes) - start[n, at], [n, at])
+
+
 class _Loader:
     """Tiles of a weight, and where they go; arguments are those of :func:`load_weights`."""
 

@@ -51,7 +51,7 @@ _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs) 
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS)]
+    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or getattr(extra, "width", 1) > 1]
     return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores" if unread else ""
 
 

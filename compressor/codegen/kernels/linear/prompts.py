@@ -21,6 +21,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.codes import dot4, scale_values
 from compressor.codegen.kernels.linear.products import Products
+from compressor.codegen.kernels.linear.squeeze import list_kept, list_room
 from compressor.codegen.kernels.linear.weights import Weight, Weights
 from compressor.codegen.kernels.vector import registers, splat
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
@@ -84,12 +85,18 @@ class TurnedProducts(Products):
 
 
 def slower(fmt: Format, isa: Isa) -> str:
-    """Say that prompts would take less time if the weight were stored dense; an empty text where they would not."""
+    """Say that prompts, convolutions or all calls would take less time stored dense; an empty text if not."""
     if (pattern := fmt.extra(KeptOfGroup)) is not None:
-        return f"{fmt.name}: {pattern.suffix[1:]} is stored sparse and executed dense: it saves bytes, not products"
+        return (
+            f"{fmt.name}: {pattern.suffix[1:]} is stored sparse and executed dense: it saves bytes, and takes two to "
+            f"three times as long as {fmt.of_kept.name}"
+        )
     blocks = fmt.extra(ColumnBlocks)
     if blocks is None:
         return ""
+    if blocks.width > 1:
+        dense = f"convolutions would be quicker stored dense, in {fmt.of_kept.name}, whose products AMX has"
+        return f"{fmt.name}: {dense}" if isa.matrix_unit and blocks.percent < LEAST_PERCENT_AMX else ""
     least = LEAST_PERCENT_AMX if isa.matrix_unit else LEAST_PERCENT
     why = supports(fmt, isa) or (f"that pays from {least}% on" if blocks.percent < least else "")
     dense = f"prompts would be quicker stored dense, in {fmt.of_kept.name}"
@@ -119,8 +126,7 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
         few: takes fewer tokens than :func:`fewest`, with the same arguments.
     """
     fmt, isa, kept, width = shape.body.fmt, shape.body.isa, shape.kept, shape.width
-    steps, room = weights.steps(1), -(-kept // _SIDE) * _SIDE + BLOCK
-    listed = _listing(shape.columns, kept, isa)
+    steps = weights.steps(1)
     products = _tile_products(TurnedProducts(weights.rows[0], kept, fmt, isa), kept, store)
 
     @T.inline
@@ -130,8 +136,8 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
             turn(turned, at.a, task // (width // BLOCK), task % (width // BLOCK))
         for task in T.parallel((blocks + (_SHARE - 1)) // _SHARE * steps):
             weight, tile = T.meta_var(weights.of_task(task % steps, 1))
-            which = T.alloc_buffer((room,), "int32")
-            listed(which, weight.parts, tile)
+            which = T.alloc_buffer((list_room(kept),), "int32")
+            list_kept(which, weight.parts["kept"], tile, shape.columns, kept, isa)
             for k in range(_SHARE):
                 j = T.meta_var(task // steps * _SHARE + k)
                 if j < blocks:
@@ -252,28 +258,6 @@ def mixed(one: Any, other: Any, size_bytes: int, half: int) -> Any:
         for begin in range(first, first + 8, size_bytes):
             places += [*range(begin, begin + size_bytes), *range(64 + begin, 64 + begin + size_bytes)]
     return T.Shuffle([one, other], places)
-
-
-def _listing(columns: int, kept: int, isa: Isa) -> Any:
-    """Make a macro that lists the columns that a tile keeps; never more than there is room for, whatever the bits."""
-    squeeze = isa.squeeze
-
-    @T.inline
-    def listed(which, parts, tile):
-        for k in range(-(-kept // _SIDE)):
-            which[T.ramp(k * _SIDE, 1, _SIDE)] = splat(0, _SIDE)
-        fill = T.alloc_buffer((1,), "int64")
-        fill[0] = T.int64(0)
-        for step in range(-(-columns // BLOCK)):
-            for k in T.unroll(_PARTS):
-                place = T.meta_var(step * _PARTS + k)
-                mask = T.meta_var(T.reinterpret(parts["kept"][tile, T.ramp(place * 2, 1, 2)], dtype="uint16"))
-                here = T.meta_var(T.ramp(T.Cast("int32", place * _SIDE), 1, _SIDE))
-                which[T.ramp(fill[0], 1, _SIDE)] = squeeze(here, mask)  # type: ignore[misc]
-                fill[0] = fill[0] + T.Cast("int64", T.popcount(mask))
-            fill[0] = T.min(fill[0], T.int64(kept))
-
-    return listed
 
 
 def _gathering(body: Products, kept: int) -> Any:

@@ -15,10 +15,14 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.linear.preparation import adding_up
 from compressor.codegen.kernels.linear.products import Products
+from compressor.codegen.kernels.vector import splat
 
 LINE_BYTES = 64
+AHEAD_BYTES = 4096
+"""How far ahead of a tile's codes lines are prefetched while it is squeezed: a page."""
 ROOM = 64
 """Elements behind those that are kept, which a whole register may be stored to."""
+_LANES = 16
 
 
 class KeptProducts(Products):
@@ -50,7 +54,8 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
                 for step in range(steps):
                     if n_tokens == 1:  # memory is waited for otherwise; several tokens wait for arithmetic
                         for line in range(share):
-                            prefetch(parts["codes"][first + n, 0, 0, 0], (step * share + line) * LINE_BYTES)
+                            there = T.meta_var((step * share + line) * LINE_BYTES + AHEAD_BYTES)
+                            prefetch(parts["codes"][first + n, 0, 0, 0], there)
                     word = T.meta_var(parts["kept"][first + n, T.ramp(step * (width // 8), 1, width // 8)])
                     one(picked, a, word, t, n, m0 + t, step, fill)
                     fill[0] = T.min(fill[0], T.int64(kept))
@@ -94,3 +99,36 @@ def _step(integer: bool, width: int, isa: Isa) -> Any:
     if integer and isa.squeeze_bytes is not None:
         return by_bytes
     return one_by_one if isa.squeeze is None else by_lanes
+
+
+def list_room(kept: int) -> int:
+    """Return the elements of a list of :func:`list_kept`: whole registers may be stored behind the last."""
+    return -(-kept // _LANES) * _LANES + ROOM
+
+
+def list_kept(which: Any, bits: Any, tile: Any, count: int, kept: int, isa: Isa) -> None:
+    """Emit a list of the blocks that a tile keeps, rising; never more than there is room for, whatever the bits.
+
+    Args:
+        which: int32 [list_room(kept)]; zeros where fewer bits are set.
+        bits: the part ``kept``.
+        count: blocks of a tile.
+    """
+    with T.serial(0, -(-kept // _LANES)) as k:
+        T.buffer_store(which, splat(0, _LANES), [T.ramp(k * _LANES, 1, _LANES)])
+    fill = T.alloc_buffer((1,), "int64")
+    T.buffer_store(fill, T.int64(0), [0])
+    if isa.squeeze is None:
+        with T.serial(0, count) as c:
+            T.buffer_store(which, T.Cast("int32", c), [fill[0]])
+            bit = T.bitwise_and(T.shift_right(bits[tile, c // 8], T.Cast("uint8", c % 8)), T.uint8(1))
+            T.buffer_store(fill, T.min(fill[0] + T.Cast("int64", bit), T.int64(kept)), [0])
+        return
+    with T.serial(0, -(-count // ROOM)) as step:
+        for k in range(ROOM // _LANES):
+            place = step * (ROOM // _LANES) + k
+            mask = T.bind(T.reinterpret(bits[tile, T.ramp(place * 2, 1, 2)], dtype="uint16"))
+            here = T.ramp(T.Cast("int32", place * _LANES), 1, _LANES)
+            T.buffer_store(which, isa.squeeze(here, mask), [T.ramp(fill[0], 1, _LANES)])
+            T.buffer_store(fill, fill[0] + T.Cast("int64", T.popcount(mask)), [0])
+        T.buffer_store(fill, T.min(fill[0], T.int64(kept)), [0])

@@ -6,6 +6,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.skipping.panel import UNIT_BYTES, Panel, allot, clear, scale, store
 from compressor.codegen.kernels.vector import registers
@@ -30,6 +31,7 @@ def several_tokens(panel: Panel) -> tuple[Any, int]:
 
     def unpack(codes: Any, p: Any, begin: Any, count: Any, unit: Any, values: Any) -> None:
         with T.serial(0, count) as k:
+            prefetch(codes[p, begin + span + k, 0], T.Cast("int64", unit * UNIT_BYTES))  # of the next span
             for u in range(units):
                 for v, value in enumerate(panel.values(codes, p, begin + k, unit + u)):
                     T.buffer_store(values, value, [k, u * unit_vectors + v, every])
