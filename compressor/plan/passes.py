@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule
 
 from compressor.codegen.lowering.experts.stack import as_lowered
-from compressor.errors import RecipeError, UsageError
+from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
@@ -126,7 +126,7 @@ def _at(recipe: Recipe, path: tuple[str | int, ...], name: str) -> Iterator[None
     """Say where in the recipe stands what an error is about."""
     try:
         yield
-    except RecipeError:
+    except (RecipeError, CaptureError):  # the latter is about the model, and names its line
         raise
     except UsageError as error:
         raise recipe.problem(path, str(error).removeprefix(f"{name}: ")) from error
