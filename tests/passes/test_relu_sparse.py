@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import DECODERS, ENCODERS, make
+from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch.fx import GraphModule
 
@@ -21,8 +22,6 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
-from compressor.pipeline.segment_cache import SegmentCache
-from compressor.progress import Silent
 from compressor.training.settings import staged
 from compressor.training.trainable import TrainableGraph
 
@@ -73,27 +72,9 @@ def test_an_encoder_with_gelu(tmp_path: Path) -> None:
     assert counts(found)[1] == 0 < counts(graph)[1]
 
 
-class Stops(Silent):
-    """Ends a run in its ninth step, between checkpoints, amid a stage."""
-
-    left = 9
-
-    def advance(self, amount: int = 1) -> None:
-        self.left -= amount
-        if self.left <= 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_path: Path) -> None:
-    found = []
-    for reporter, folder in ((Silent(), "whole"), (Stops(), "parts"), (Silent(), "parts")):
-        ctx = Context(samples=SAMPLES, results=SegmentCache(tmp_path / folder), state="model", reporter=reporter)
-        try:
-            graph = Pipeline([QUICK]).run(clone_graph(llama), ctx)
-        except KeyboardInterrupt:
-            assert len(list((tmp_path / folder).glob("[0-9a-f]*"))) == 1
-            continue
-        found.append({name: value.detach() for name, value in graph.named_parameters()})
+    # Step 9 is between checkpoints, amid a stage.
+    found = whole_and_resumed(lambda ctx: Pipeline([QUICK]).run(clone_graph(llama), ctx), tmp_path, 9, samples=SAMPLES)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     assert not all(torch.equal(value.detach(), found[0][name]) for name, value in llama.named_parameters())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import DECODERS, make
+from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
@@ -21,8 +22,6 @@ from compressor.passes.sparse_train import SparseTrain
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
-from compressor.pipeline.segment_cache import SegmentCache
-from compressor.progress import Silent
 from compressor.recipe.recipe import load_recipe
 from compressor.training.masks import GrowingBlocks
 
@@ -72,27 +71,9 @@ def test_it_ends_at_the_share_and_is_packed_with_these_zeros(llama: GraphModule)
     assert {record.format for record in packed} == {SCHEME} and max(record.error for record in packed) < 1e-3
 
 
-class Stops(Silent):
-    """Ends a run in its seventh step, two steps behind a checkpoint."""
-
-    left = 7
-
-    def advance(self, amount: int = 1) -> None:
-        self.left -= amount
-        if self.left <= 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_path: Path) -> None:
-    found = []
-    for reporter, folder in ((Silent(), "whole"), (Stops(), "parts"), (Silent(), "parts")):
-        ctx = Context(samples=SAMPLES, results=SegmentCache(tmp_path / folder), state="model", reporter=reporter)
-        try:
-            graph = Pipeline([QUICK]).run(clone_graph(llama), ctx)
-        except KeyboardInterrupt:
-            assert len(list((tmp_path / folder).glob("[0-9a-f]*"))) == 1
-            continue
-        found.append({name: value.detach() for name, value in graph.named_parameters()})
+    # Step 7 is two behind a checkpoint.
+    found = whole_and_resumed(lambda ctx: Pipeline([QUICK]).run(clone_graph(llama), ctx), tmp_path, 7, samples=SAMPLES)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 

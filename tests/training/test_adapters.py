@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import DECODERS, make
+from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -22,7 +23,6 @@ from compressor.passes.finetune import Finetune
 from compressor.passes.magnitude import Magnitude
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
-from compressor.pipeline.segment_cache import SegmentCache
 from compressor.progress import Silent
 from compressor.training.trainable import TrainableGraph
 
@@ -127,28 +127,11 @@ def test_zeros_stay(llama: GraphModule, pruned: GraphModule) -> None:
     assert all(torch.equal(graph.get_parameter(name) == 0, zero) for name, zero in zeros.items())
 
 
-class Stops(Silent):
-    """Ends a run in its seventh step, two steps behind a checkpoint."""
-
-    left = 7
-
-    def advance(self, amount: int = 1) -> None:
-        self.left -= amount
-        if self.left <= 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, pruned: GraphModule, tmp_path: Path) -> None:
-    found = []
-    for reporter, folder in ((Silent(), "whole"), (Stops(), "parts"), (Silent(), "parts")):
-        cache = SegmentCache(tmp_path / folder)
-        ctx = Context(samples=SAMPLES, results=cache, state="model", reporter=reporter, dense=llama)
-        try:
-            graph = QUICK.run(clone_graph(pruned), ctx)
-        except KeyboardInterrupt:
-            assert len(list((tmp_path / folder).glob("[0-9a-f]*"))) == 1
-            continue
-        found.append({name: value.detach() for name, value in graph.named_parameters()})
+    # Step 7 is two behind a checkpoint.
+    found = whole_and_resumed(
+        lambda ctx: QUICK.run(clone_graph(pruned), ctx), tmp_path, 7, samples=SAMPLES, dense=llama
+    )
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     assert not all(torch.equal(value.detach(), found[0][name]) for name, value in pruned.named_parameters())
 
