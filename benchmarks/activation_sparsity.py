@@ -70,7 +70,7 @@ def rows(name: str, size: int, turns: int) -> Iterable[str]:
     tried = {s: build(packed.packed_linear(size, size, fmt, False, isa, s)) for s in packed.gemv_space(size // 16)}
     calls = {s: caller(kernel, weight, x) for s, kernel in tried.items()}
     best = min(calls, key=lambda s: statistics.median(t for _ in range(3) for t in calls[s]()))
-    skipping = build(skipping_linear(size, size, Format.parse(f"{name}_SKIP"), False, isa))
+    skipping = build(skipping_linear([size], size, Format.parse(f"{name}_SKIP"), False, isa))
     every = {-1.0: calls[best]}
     for share in SHARES:
         limit = float(x.abs().flatten().sort().values[round(share * size)]) if share else 0.0
@@ -97,7 +97,7 @@ def prompt_rows(name: str, size: int, turns: int) -> Iterable[str]:
     x = tvm.runtime.tensor(np.random.default_rng(0).standard_normal((1, TOKENS, size), np.float32))
     y = tvm.runtime.tensor(np.zeros((1, TOKENS, size), np.float32))
     dense = [packed.packed_linear(size, size, fmt, False, isa, s) for s in packed.gemm_space(size // 16, 4, fmt, isa)]
-    skipping = skipping_linear(size, size, Format.parse(f"{name}_SKIP"), False, isa)
+    skipping = skipping_linear([size], size, Format.parse(f"{name}_SKIP"), False, isa)
     every = [(build(func), weight) for func in dense] + [(build(skipping), skip_inputs(weight, torch.zeros(size)))]
     operands = [[tvm.runtime.tensor(part.numpy()) for part in one.parts.values()] for _, one in every]
     found: list[list[float]] = [[] for _ in every]

@@ -17,8 +17,8 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import code_quad, code_values, scale_values
-from compressor.codegen.kernels.linear.prologue import Prologue, fill_rows
-from compressor.codegen.kernels.linear.weights import Weight, Weights, by_token, parameter
+from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs, fill_rows
+from compressor.codegen.kernels.linear.weights import Weight, Weights, by_token
 from compressor.codegen.kernels.vector import registers, splat, splat_float
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
@@ -120,15 +120,13 @@ def n_of_m_linear(
     Parameters of the result: as of :func:`compressor.codegen.kernels.linear.packed.fused_linear`.
     """
     weights, groups = Weights(rows, columns, fmt, has_bias, has_residual), Groups(columns, fmt, isa)
-    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     fill, one, several = fill_rows(columns, prologue), _products(groups, 1), _products(groups, TOKENS)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
         d0 = T.int64()
         d1 = T.int64()
-        given = T.meta_var([parameter((d0, d1, columns), "float32") for _ in range(inputs)])
-        of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
+        given, of_norm = T.meta_var(declare_inputs(prologue, columns, d0, d1))
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
         slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), (tokens + (TOKENS - 1)) // TOKENS * TOKENS))

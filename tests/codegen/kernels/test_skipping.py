@@ -24,7 +24,7 @@ def test_skipping_linear(name: str, rows: int, columns: int, isa: Isa) -> None:
     packed = skip_inputs(random_packed(Format.parse(name), rows, columns, rng), torch.rand(columns, generator=rng))
     parts, has_bias = list(packed.parts.values()), rows % 3 == 1
     bias = torch.randn(rows, generator=rng) if has_bias else None
-    kernel = build(skipping_linear(rows, columns, packed.format, has_bias, isa), isa)
+    kernel = build(skipping_linear([rows], columns, packed.format, has_bias, isa), isa)
     for shape in ((1, 1), (1, 2), (3, 5)):
         x = torch.randn(*shape, columns, generator=rng)
         given = (x.double(), parts, None if bias is None else bias.double())
@@ -41,7 +41,7 @@ def test_all_or_nothing_is_skipped(share: float) -> None:
     isa, rng = WIDTHS[0], torch.Generator().manual_seed(3)
     limits = torch.full((70,), 100.0 * share)
     packed = skip_inputs(random_packed(Format.parse("W8A16"), 50, 70, rng), limits)
-    kernel = build(skipping_linear(50, 70, packed.format, False, isa), isa)
+    kernel = build(skipping_linear([50], 70, packed.format, False, isa), isa)
     for tokens in (1, 7):
         x = torch.randn(1, tokens, 70, generator=rng)
         expected = OPS.packed_linear(x.double(), list(packed.parts.values()), None, packed.format.name, 70, 50)
@@ -53,7 +53,7 @@ def test_all_or_nothing_is_skipped(share: float) -> None:
 def test_nan_and_infinity_are_not_skipped(tokens: int) -> None:
     isa, rng = WIDTHS[0], torch.Generator().manual_seed(4)
     packed = skip_inputs(random_packed(Format.parse("W4A16_G32"), 40, 64, rng), torch.full((64,), 0.5))
-    kernel = build(skipping_linear(40, 64, packed.format, False, isa), isa)
+    kernel = build(skipping_linear([40], 64, packed.format, False, isa), isa)
     for value in (float("nan"), float("inf")):
         x = torch.randn(1, tokens, 64, generator=rng)
         x[0, tokens - 1, 33] = value
@@ -67,7 +67,8 @@ def test_nan_and_infinity_are_not_skipped(tokens: int) -> None:
 def test_inputs_are_computed_and_a_residual_added(tokens: int) -> None:
     isa, rng, name = WIDTHS[0], torch.Generator().manual_seed(5), "W8A16"
     packed = skip_inputs(random_packed(Format.parse(name), 33, 48, rng), torch.rand(48, generator=rng))
-    func = skipping_linear(33, 48, packed.format, False, isa, prologue=Prologue("silu", gated=True), has_residual=True)
+    gated = Prologue("silu", gated=True)
+    func = skipping_linear([33], 48, packed.format, False, isa, prologue=gated, has_residual=True)
     gate, up = torch.randn(2, 1, tokens, 48, generator=rng)
     residual = torch.randn(1, tokens, 33, generator=rng)
     got = run(build(func, isa), gate, up, *packed.parts.values(), residual, out=(1, tokens, 33))

@@ -25,10 +25,10 @@ from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeezing
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
-from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
+from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SkippedInputs
@@ -51,7 +51,8 @@ _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs) 
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or getattr(extra, "width", 1) > 1]
+    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.width > 1]
+    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or extra in of_images]
     return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores" if unread else ""
 
 
@@ -181,7 +182,6 @@ def fused_linear(
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
     assert prologue is None or not (weights.has_outliers or fmt.outlier_features)  # float columns read x as it came
-    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
     split = shape.tiles.split if shape.is_tiled and not integer else None
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
@@ -201,8 +201,7 @@ def fused_linear(
     def kernel() -> None:
         d0 = T.int64()
         d1 = T.int64()
-        given = T.meta_var([parameter((d0, d1, columns), "float32") for _ in range(inputs)])
-        of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
+        given, of_norm = T.meta_var(declare_inputs(prologue, columns, d0, d1))
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
         filled = T.meta_var((tokens + (round_to - 1)) // round_to * round_to + (prompts.BLOCK if turns else 0))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.norm import norm_row
 from compressor.codegen.kernels.vector import at_least, erf, exp, splat_float
 
@@ -102,6 +103,13 @@ def _relu(x: Any, lanes: int) -> Any:
 
 
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+
+
+def declare_inputs(prologue: Prologue | None, columns: int, d0: Any, d1: Any) -> tuple[list[Any], list[Any]]:
+    """Declare a kernel's first parameters: x or what is read in its place, float32 [d0, d1, columns], and vectors."""
+    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
+    given = [parameter((d0, d1, columns), "float32") for _ in range(inputs)]
+    return given, [parameter((columns,), "float32") for _ in range(vectors)]
 
 
 def fill_rows(columns: int, prologue: Prologue | None) -> Any:

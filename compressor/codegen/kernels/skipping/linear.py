@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.linear.prologue import Prologue, fill_rows
-from compressor.codegen.kernels.linear.weights import Weights, by_token, parameter
+from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs, fill_rows
+from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.skipping.one_token import AHEAD, TOGETHER, one_token
 from compressor.codegen.kernels.skipping.panel import Panel
 from compressor.codegen.kernels.skipping.several_tokens import several_tokens
@@ -18,7 +19,7 @@ from compressor.formats.format import Format
 
 
 def skipping_linear(
-    rows: int,
+    rows: Sequence[int],
     columns: int,
     fmt: Format,
     has_bias: bool,
@@ -31,10 +32,10 @@ def skipping_linear(
 
     Parameters of the result: as of :func:`compressor.codegen.kernels.linear.packed.fused_linear` for one weight.
     """
-    weights = Weights([rows], columns, fmt, has_bias, has_residual)
-    panels, _, _ = fmt.parts(rows, columns)["codes"][1]
-    panel = Panel(SkippedInputs.panel_rows(rows, fmt.bits), columns, fmt, isa)
-    inputs, vectors = (1, 0) if prologue is None else (prologue.inputs, prologue.vectors)
+    (out_features,) = rows  # thresholds are of one weight
+    weights = Weights(rows, columns, fmt, has_bias, has_residual)
+    panels, _, _ = fmt.parts(out_features, columns)["codes"][1]
+    panel = Panel(SkippedInputs.panel_rows(out_features, fmt.bits), columns, fmt, isa)
     fill, gather, turn = fill_rows(columns, prologue), _gathering(panel), _turning(panel)
     # Columns of the list at most: those of each group are filled up to whole steps.
     listed = panel.groups * -(-fmt.columns(columns) // TOGETHER) * TOGETHER
@@ -44,8 +45,7 @@ def skipping_linear(
     def kernel() -> None:
         d0 = T.int64()
         d1 = T.int64()
-        given = T.meta_var([parameter((d0, d1, columns), "float32") for _ in range(inputs)])
-        of_norm = T.meta_var([parameter((columns,), "float32") for _ in range(vectors)])
+        given, of_norm = T.meta_var(declare_inputs(prologue, columns, d0, d1))
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
         blocks = T.meta_var((tokens + (block - 1)) // block)

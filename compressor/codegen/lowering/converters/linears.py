@@ -13,12 +13,12 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import n_of_m
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.codegen.kernels.n_of_m import n_of_m_linear
 from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.lowering.convolutions import geometry_of
 from compressor.codegen.tuning import Tuner
@@ -41,6 +41,12 @@ def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
     """Return a packed linear's name, as :func:`dense_linear_name`; ``shape`` is rows (of each weight) x columns."""
     name = fmt.name.replace(".", "p").replace("@", "_zero")  # linkers take what follows an @ for a version
     return f"packed_linear_{shape}_{name}{'_bias' if has_bias else ''}"
+
+
+_OWN_KERNELS: dict[type[KeptOfGroup | SkippedInputs], Any] = {
+    KeptOfGroup: n_of_m_linear, SkippedInputs: skipping_linear,
+}  # fmt: skip
+"""Kernels of formats that are laid out in another way; they have no schedule to choose."""
 
 
 class LinearConverter:
@@ -122,26 +128,17 @@ class LinearConverter:
         name += "" if residual is None else "_plus"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            if fmt.extra(SkippedInputs) is not None:
-                assert len(rows) == 1  # thresholds are of one weight
-                func = skipping_linear(
-                    rows[0], columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=residual is not None
-                )
-                return func, {"family": "packed_linear", "format": fmt.name}
-            if fmt.extra(KeptOfGroup) is not None:
-                has_residual = residual is not None
-                func = n_of_m.n_of_m_linear(
-                    rows, columns, fmt, has_bias, self.isa, prologue=prologue, has_residual=has_residual
-                )
-                return func, {"family": "packed_linear", "format": fmt.name}
+            given, details = (rows, columns, fmt, has_bias, self.isa), {"family": "packed_linear", "format": fmt.name}
+            ends: dict[str, Any] = {"prologue": prologue, "has_residual": residual is not None}
+            own = next((kernel for extra, kernel in _OWN_KERNELS.items() if fmt.extra(extra) is not None), None)
+            if own is not None:
+                return own(*given, **ends), details
             schedule = packed_linear.common_schedule(
                 self._schedule(rows[0], columns, fmt, has_bias), rows, fmt, self.isa
             )
-            func = packed_linear.fused_linear(
-                rows, columns, fmt, has_bias, self.isa, schedule, prologue=prologue, has_residual=residual is not None
-            )
-            details = {"family": "packed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
-            return func, details
+            return packed_linear.fused_linear(*given, schedule, **ends), {
+                **details, "schedule": dataclasses.asdict(schedule),
+            }  # fmt: skip
 
         stored = [part for parts, bias, _ in weights for part in (*parts, *([bias] if has_bias else []))]
         added = [] if residual is None else [_folded(importer, residual)]
