@@ -37,7 +37,7 @@ class Outliers:
 
     @property
     def text(self) -> str:
-        """What it stores, in words."""
+        """Describe what is stored."""
         return f"{self.percent:g}% of the weights, float16"
 
     def conflict(self, fmt: Any) -> str:
@@ -73,7 +73,7 @@ class OutlierFeatures:
 
     @property
     def text(self) -> str:
-        """What it stores, in words."""
+        """Describe what is stored."""
         return f"{self.count} of the inputs, float16"
 
     def conflict(self, fmt: Any) -> str:
@@ -124,7 +124,7 @@ class ColumnBlocks:
 
     @property
     def text(self) -> str:
-        """What it leaves out, in words."""
+        """Describe what is left out."""
         columns = "1 column" if self.width == 1 else f"{self.width} columns"
         rows = 16 * self.tiles
         return f"{self.percent:g}% of the blocks of {rows} rows by {columns} are zero and not stored; a bit for each"
@@ -209,7 +209,7 @@ class KeptOfGroup:
 
     @property
     def text(self) -> str:
-        """What it leaves out, in words."""
+        """Describe what is left out."""
         return f"{self.kept} of every {self.size} weights of a row are stored; {self.index_bits} bits say which"
 
     @classmethod
@@ -220,11 +220,8 @@ class KeptOfGroup:
 
     def conflict(self, fmt: Any) -> str:
         """Stand with symmetric integers of whole or half bytes and activations as they come."""
-        is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
-        if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
-            return "stands with symmetric integers of 4 or 8 bits"
-        if fmt.activations is not None:
-            return "takes activations as they come (A16)"
+        if why := _other_than_plain_integers(fmt, "takes"):
+            return why
         if fmt.strategy not in ("channel", "group"):
             return "has scales of groups or channels"
         if fmt.group_size % self.kept:
@@ -262,11 +259,8 @@ class SkippedInputs:
 
     def conflict(self, fmt: Any) -> str:
         """Stand with symmetric integers of whole or half bytes and activations as they come."""
-        is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
-        if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
-            return "stands with symmetric integers of 4 or 8 bits"
-        if fmt.activations is not None:
-            return "compares activations as they come (A16)"
+        if why := _other_than_plain_integers(fmt, "compares"):
+            return why
         if fmt.strategy == "block":
             return "has scales of groups, channels or the tensor"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
@@ -278,6 +272,18 @@ class SkippedInputs:
         units, most = -(-out_features // unit), cls.most_bytes // 16
         largest = min(most, max(1, units // 2))
         return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
+
+
+def _other_than_plain_integers(fmt: Any, activations: str) -> str:
+    """Say what a format has beside symmetric integers of whole or half bytes and activations as they come.
+
+    Args:
+        activations: verb of the message, whose object are activations that are not rounded.
+    """
+    is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
+    if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
+        return "stands with symmetric integers of 4 or 8 bits"
+    return f"{activations} activations as they come (A16)" if fmt.activations is not None else ""
 
 
 Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs

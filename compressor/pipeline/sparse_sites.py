@@ -218,7 +218,9 @@ class BlockPruning(Pass):
         samples, is_owl = ctx.calibration(self._name), self.allocate == "owl"
         options = {name: getattr(self, name) for name in ("refit", "dampening_frac", "owl_factor")}
         decides = [samples.sha256, [s.name for s in sites], [fmt.name for fmt in candidates], self._name, options]
-        measure = partial(self._outliers if is_owl else self._errors, graph, ctx, sites, candidates)
+        measure = partial(self._outliers, graph, ctx, sites)
+        if not is_owl:
+            measure = partial(self._errors, graph, ctx, sites, candidates)
         measured = cached_tensors(graph, ctx, f"allocate {self.allocate}", decides, measure)
         text = f"{self._name}: allocate {self.allocate}: "
         if is_owl:
@@ -237,9 +239,7 @@ class BlockPruning(Pass):
         ctx.notes.append(summarise_formats(self._name, sites, chosen))
         return chosen
 
-    def _outliers(
-        self, graph: GraphModule, ctx: Context, sites: list[Site], candidates: list[Format]
-    ) -> dict[str, Tensor]:
+    def _outliers(self, graph: GraphModule, ctx: Context, sites: list[Site]) -> dict[str, Tensor]:
         """Return how many of each site's weights are outliers: int64 [1]."""
         found, options = {}, CalibrationOptions(true_sequential=False, spill=ctx.spill)
         run = CalibrationRun(graph, ctx.calibration(self._name).ids, sites, Channels, options)
@@ -310,23 +310,23 @@ class BlockPruning(Pass):
         Args:
             kept: columns that each tile keeps, or weights of each row; None chooses them.
         """
+        H, damp = inputs.hessian, inputs.dampening_frac
         stored: PackedWeight | Tensor
         if (pattern := fmt.extra(KeptOfGroup)) is not None:
-            if kept is None:
-                kept = self.choose_entries(weight, inputs, pattern)
+            kept = self.choose_entries(weight, inputs, pattern) if kept is None else kept
             if self.pack:
-                stored = round_entries(weight, inputs.hessian, inputs.factor, kept, fmt, refit=self.refit)
-                return stored, _relative_loss(weight, dequantize(stored), inputs.hessian), inputs.dampening_frac
-            H = inputs.hessian.double()
-            stored = only_kept_entries(weight.double(), inputs.factor, H, kept, refit=self.refit).float()
-            return stored, _relative_loss(weight, stored, inputs.hessian), inputs.dampening_frac
-        if kept is None:
-            kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]))
-        if self.pack:
-            stored, damp = round_kept(weight, inputs.hessian, kept, fmt, inputs.dampening_frac, refit=self.refit)
-            return stored, _relative_loss(weight, dequantize(stored), inputs.hessian), damp
-        stored, damp = only_kept(weight, inputs.hessian, kept, inputs.dampening_frac, refit=self.refit)
-        return stored, _relative_loss(weight, stored, inputs.hessian), damp
+                stored = round_entries(weight, H, inputs.factor, kept, fmt, refit=self.refit)
+            else:
+                whole = weight.double()
+                stored = only_kept_entries(whole, inputs.factor, H.double(), kept, refit=self.refit).float()
+        else:
+            kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1])) if kept is None else kept
+            if self.pack:
+                stored, damp = round_kept(weight, H, kept, fmt, damp, refit=self.refit)
+            else:
+                stored, damp = only_kept(weight, H, kept, damp, refit=self.refit)
+        values = dequantize(stored) if isinstance(stored, PackedWeight) else stored
+        return stored, _relative_loss(weight, values, H), damp
 
 
 def _relative_loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:
