@@ -161,7 +161,7 @@ def measure_both(cls: str, given: dict[str, Any]) -> tuple[float, float]:
 
 
 def measure_frames(cls: str, given: dict[str, Any]) -> tuple[float, float]:
-    """Return the error in the logits of two sounds' frames, and 0: there are no steps."""
+    """Return the error in the logits of two sounds' frames, and 0, since such models have no steps."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         model = ctc_models.save(folder, cls, given)

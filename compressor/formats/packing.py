@@ -211,8 +211,8 @@ def leave_out_of_groups(kept: PackedWeight, where: Tensor, pattern: KeptOfGroup)
     """Return the weight [out, in] of which each row stores N of every M columns; undone by :func:`kept_part`.
 
     Args:
-        kept: [out, kept], what is stored.
-        where: bool [out, in], which they are.
+        kept: [out, kept], the weights that are stored.
+        where: bool [out, in], true at these.
     Raises:
         ValueError: a group keeps more or fewer.
     """

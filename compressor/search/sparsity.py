@@ -60,8 +60,8 @@ def by_outliers(
 
         share = base + r - mean(r),  r = 2 most (D - min D) / (max D - min D)
 
-    with a mean over weights.  Then all shares fall alike, in hundredths of a percent, until the bytes are no more than
-    with the same share everywhere: sizes are rounded up to chunks.
+    with a mean over weights.  Sizes are rounded up to chunks, so all shares then fall alike, in hundredths of a
+    percent, until the weights take at most the bytes of a uniform share.
 
     Args:
         outliers: how many of each site's weights are.

@@ -1,4 +1,4 @@
-"""What the loss would change by without a column of a weight, to first order: weights times gradients.
+"""Estimate to first order how the loss changes without a column of a weight: weights times gradients.
 
 Taylor importance (Molchanov et al. 2019, arXiv 1906.10771, section 3.1) of a channel that linears W_1 ... W_r read in
 columns K is the mean over samples of (sum_i sum_{k in K} sum_o W_i[o, k] dL/dW_i[o, k])^2.
@@ -23,7 +23,7 @@ from compressor.training.losses import next_token_loss
 from compressor.training.trainable import TrainableGraph
 
 ChannelImportance: TypeAlias = Literal["activation", "magnitude", "taylor"]
-"""What a channel is ranked by: the size of its contribution, that of the weights that read it, the loss without it."""
+"""Rank channels by the size of their contribution, by the weights that read them, or by the change of the loss."""
 
 SALIENCY_SAMPLES = 64  # at most: a rank needs fewer than a Hessian
 

@@ -1,4 +1,4 @@
-"""What passes have in common that train towards the dense model."""
+"""Share the teacher among passes that train towards the dense model."""
 
 from __future__ import annotations
 

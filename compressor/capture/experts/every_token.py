@@ -37,7 +37,7 @@ _PARTS = frozenset({_aten.split.Tensor, _aten.chunk.default, _aten.slice.Tensor}
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a tensor over all experts and tokens holds for the chosen experts.
+    """The values that a tensor over all experts and tokens has for the chosen experts.
 
     Attributes:
         node: [T, K, ...]; [T, 1, ...] where all experts of a token have the same.

@@ -1,4 +1,4 @@
-"""What pruning takes: work and memory by shapes, and the dense format that takes no more bytes."""
+"""Estimate the work and memory of pruning by shapes, and find the dense format that takes no more bytes."""
 
 from __future__ import annotations
 

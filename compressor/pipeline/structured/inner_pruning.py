@@ -1,4 +1,4 @@
-"""What passes have in common that remove channels between linears: all but how many of each family go."""
+"""Share all but the number of channels to remove among passes that remove channels between linears."""
 
 from __future__ import annotations
 
