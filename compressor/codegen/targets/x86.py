@@ -26,14 +26,14 @@ class X86:
     """Linux on x86-64.
 
     Attributes:
-        isa: ``native`` (the first of the next three that this machine has), ``amx``, ``avx512_vnni``, ``avx2``, or
-            ``avx512_vpopcntdq``, for bit planes of 1 and 2 bits; or ``any``: kernels for AMX, AVX512-VNNI and AVX2 in
-            one bundle, which takes the best that it finds where it is loaded.
+        isa: ``native`` (the first of the next four that this machine has), ``amx``, ``avx512_vpopcntdq``,
+            ``avx512_vnni``, ``avx2``; or ``any``: kernels for AMX, AVX512-VNNI and AVX2 in one bundle, which takes the
+            best that it finds where it is loaded.
     """
 
     backend: ClassVar[str] = "compressor.run.native:NativeBackend"
 
-    isa: Literal["native", "any", "amx", "avx512_vnni", "avx2", "avx512_vpopcntdq"] = "native"
+    isa: Literal["native", "any", "amx", "avx512_vpopcntdq", "avx512_vnni", "avx2"] = "native"
 
     def resolve(self) -> Isa:
         """Return the instruction set to generate for.
@@ -234,7 +234,7 @@ AVX512_VPOPCNTDQ = replace(
     count_ones=_vpopcntd,
     squeeze_bytes=_compress(64, "int8"),
 )
-"""Only by name: what it adds serves bit planes and blocks of columns, and its bundles run on fewer machines."""
+"""What it adds serves bit planes and blocks of columns: Ice Lake and later, Zen 4 and later."""
 AMX = replace(
     AVX512_VNNI,
     name="amx",
@@ -245,5 +245,5 @@ AMX = replace(
 )
 
 
-ISAS = {isa.name: isa for isa in (AMX, AVX512_VNNI, AVX2, AVX512_VPOPCNTDQ)}
-"""Those that ``native`` tries, in this order, and at last those that only a recipe asks for."""
+ISAS = {isa.name: isa for isa in (AMX, AVX512_VPOPCNTDQ, AVX512_VNNI, AVX2)}
+"""Those that ``native`` tries, in this order."""

@@ -31,6 +31,13 @@ def test_native_on_a_machine_without_the_instructions(monkeypatch: pytest.Monkey
     assert x86.X86("avx2").resolve().name == "avx2"
 
 
+def test_native_takes_the_best_that_a_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("avx2", "avx512_vnni", "avx512_vpopcntdq"):
+        flags = frozenset(ISAS[name].cpu_flags) | {"avx2"}
+        monkeypatch.setattr(x86, "host_flags", lambda flags=flags: flags)
+        assert x86.X86().resolve().name == name
+
+
 def test_unknown_target_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="nearest: x86"):
         TARGETS.find("x68")
