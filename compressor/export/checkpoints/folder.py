@@ -1,0 +1,226 @@
+"""Write a captured graph whose weights are not packed as a Hugging Face folder: the model's own names, files and types.
+
+    config.json         the model's, with other widths or numbers of heads
+    *.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied
+    all other files     copied
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.weights import INDEX_NAME, WeightSource, folder_source
+from compressor.errors import CaptureError, CompressorError, UsageError, VerificationError, first_line
+from compressor.export.checkpoints.configuration import Shape, changes, configurations
+from compressor.export.checkpoints.programs import why_different
+from compressor.export.manifest import listing, with_total
+from compressor.graph.model import ModelInfo
+from compressor.graph.provenance import Stored
+from compressor.graph.rewrite import held_tensor
+from compressor.host.cache import cache_folder, partial_folder
+from compressor.host.json_files import read_object
+from compressor.host.tensor_files import DTYPES, write_safetensors
+
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
+_CONFIG, _MANIFEST = "config.json", "manifest.json"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FolderForm:
+    """How a graph is written as a folder.
+
+    Attributes:
+        config: content of config.json.
+        changes: what is another in it, as ``key value`` each.
+    """
+
+    config: Mapping[str, Any]
+    changes: tuple[str, ...]
+
+
+def plan_folder(graph: GraphModule, trust_remote_code: bool = False) -> FolderForm:
+    """Find the configuration with which transformers makes a graph's program; weights are not read.
+
+    Raises:
+        UsageError: there is none, or parameters do not lie in the model's folder one by one; it says ``bundle only``.
+    """
+    try:
+        return _plan(graph, trust_remote_code)
+    except UsageError as error:
+        raise UsageError(
+            f"bundle only: {error}; leave `checkpoint` out, or change the passes before the first that packs weights"
+        ) from error
+
+
+def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
+    source = _source(graph)
+    shapes = {name: (tuple(source.read(name).shape), new) for name, new in _shapes(graph).items()}
+    stated = read_object(_folder(graph) / _CONFIG)
+    config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
+    reason = ""
+    for content in configurations(stated, config, graph, shapes):
+        if _fits(content, {name: new for name, (_, new) in shapes.items()}):
+            reason = _why_not(graph, source, content, trust_remote_code)
+            if not reason:
+                return FolderForm(content, tuple(changes(stated, content)))
+    raise UsageError(reason or "no number of config.json gives the model's class these widths")
+
+
+def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remote_code: bool = False) -> None:
+    """Write a graph into an empty folder, and capture that again: it has to be the same program.
+
+    Raises:
+        VerificationError: it is another.
+    """
+    source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
+    content = dict(form.config)
+    tensors = {name: _stored_value(graph, *held[name]) if name in held else source.read(name) for name in source.names}
+    types = {name: source.read(name).dtype for name in source.names}
+    exact = all(_is_exact(tensors[name], types[name]) for name in held)
+    if not exact:  # trained or refitted in float32: as one type, since transformers loads all in that of config.json
+        types = {name: torch.float32 if dtype.is_floating_point else dtype for name, dtype in types.items()}
+        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
+    _copy_others(_folder(graph), folder)
+    (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for file in sorted(set(source.files.values())):
+        names = [name for name in source.names if source.files[name] == file]
+        typed = {name: tensors[name].to(types[name]).contiguous() for name in names}
+        hashes[file.name] = write_safetensors(folder / file.name, typed)
+    _write_index(folder, source, sum(tensors[name].numel() * types[name].itemsize for name in source.names))
+    again = capture(folder, trust_remote_code=trust_remote_code)
+    if reason := why_different(graph, again):
+        raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
+    manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
+    (folder / _MANIFEST).write_bytes(with_total(manifest))
+
+
+def _folder(graph: GraphModule) -> Path:
+    info: ModelInfo = graph.meta["model"]
+    if info.source is None or "stored" not in graph.meta or not (info.source / _CONFIG).is_file():
+        raise UsageError(f"{info.name} does not come from a folder with config.json and safetensors")
+    if info.unpacked_bytes or any(read_object(info.source / _CONFIG).get(k) for k in ("quantization_config",)):
+        raise UsageError(f"{info.name} comes from a quantised checkpoint")
+    return info.source
+
+
+def _source(graph: GraphModule) -> WeightSource:
+    return folder_source(_folder(graph))
+
+
+def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
+    """Return the parameter that holds each stored tensor.
+
+    Raises:
+        UsageError: a parameter is not a stored tensor.
+    """
+    stored: Mapping[str, Stored] = graph.meta["stored"]
+    found = {}
+    for name, _ in graph.named_parameters():
+        form = stored.get(name) or Stored((), reason="it is not a tensor of the model's folder")
+        if form.reason:
+            raise UsageError(f"{name}: {form.reason}")
+        found |= {each: (name, form) for each in form.names}
+    return found
+
+
+def _shapes(graph: GraphModule) -> dict[str, Shape]:
+    """Return the shape that each stored tensor is to have, of those that the graph holds."""
+    shapes = {}
+    for name, (parameter, form) in _holders(graph).items():
+        shape = tuple(held_tensor(graph, parameter).shape)
+        shapes[name] = shape[::-1] if form.transposed else shape
+    return shapes
+
+
+def _stored_value(graph: GraphModule, parameter: str, form: Stored) -> Tensor:
+    value = held_tensor(graph, parameter).detach()
+    value = value.t() if form.transposed else value
+    return value - 1 if form.plus_one else value
+
+
+def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def _fits(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """Return whether the class that a configuration names has these shapes, as far as names tell; True if unknown."""
+    import transformers
+    from transformers import AutoConfig
+
+    architecture: Any = getattr(transformers, (content.get("architectures") or [""])[0], None)
+    if architecture is None or content.get("auto_map"):
+        return True
+    try:
+        config = AutoConfig.for_model(**content)
+        with torch.device("meta"):
+            made = architecture(config).state_dict()
+    except Exception:  # transformers' own checks: a hidden size that its heads do not divide, say
+        return False
+    return all(tuple(made[name].shape) == shape for name, shape in shapes.items() if name in made)
+
+
+def _why_not(graph: GraphModule, source: WeightSource, content: Mapping[str, Any], trust_remote_code: bool) -> str:
+    """Say why a configuration does not describe a graph, by a folder of it whose tensors are holes; empty if it does.
+
+    Raises:
+        UsageError: the model's own folder cannot be written as it is.
+    """
+    shapes = _shapes(graph)
+    drafts = cache_folder() / "drafts"
+    drafts.mkdir(parents=True, exist_ok=True)
+    with partial_folder(drafts, "checkpoint") as folder:
+        _copy_others(_folder(graph), folder)
+        (folder / _CONFIG).write_text(json.dumps(content), encoding="utf-8")
+        for file in set(source.files.values()):
+            tensors = {name: source.read(name) for name in source.names if source.files[name] == file}
+            _write_holes(folder / file.name, {n: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()})
+        _write_index(folder, source, 0)
+        try:
+            found = capture(folder, trust_remote_code=trust_remote_code, weights=False)
+        except CompressorError as error:
+            if not isinstance(error, CaptureError):
+                raise
+            return first_line(error).removeprefix(f"{folder}: ")
+        return why_different(graph, found)
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy what is neither weights nor their index nor the configuration."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name not in (_CONFIG, INDEX_NAME, _MANIFEST):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_index(folder: Path, source: WeightSource, total_bytes: int) -> None:
+    """Write the index of several files; one file needs none."""
+    if len(set(source.files.values())) > 1:
+        content = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {name: source.files[name].name for name in sorted(source.names)},
+        }
+        (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_holes(file: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
+    """Write a safetensors file that takes no room on the disk: its numbers were never written."""
+    header, end = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
