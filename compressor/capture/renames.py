@@ -70,7 +70,9 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
             readers[target] = partial(_convert, source, converter, first, dict(collected), target, model)
             if _merges_slices(converter, collected):
                 slices[target] = partial(_convert_slice, source, converter, first, dict(collected), target, model)
-    return replace(source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices, in_files=in_files)
+    return replace(
+        source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices, in_files=in_files
+    )
 
 
 def _merges_slices(converter: Any, collected: Mapping[str, Sequence[str]]) -> bool:

@@ -75,6 +75,14 @@ def check_destination(destination: Path) -> None:
         raise UsageError(f"{destination}: cannot be written: {parent} is not a folder that you may write to")
 
 
+def check_apart(bundle: Path, checkpoint: Path) -> None:
+    """Raise a UsageError unless a checkpoint can be written, and neither folder holds the other."""
+    check_destination(checkpoint)
+    first, second = bundle.absolute(), checkpoint.absolute()
+    if first == second or first in second.parents or second in first.parents:
+        raise UsageError(f"checkpoint: {checkpoint} and the bundle, {bundle}, need folders apart; choose another")
+
+
 def _check_replaceable(folder: Path) -> None:
     """Raise a UsageError unless a folder holds a bundle, of whatever kind, and no file that is not the bundle's."""
     try:

@@ -20,6 +20,7 @@ from compressor.host.machine import cpu_name
 from compressor.host.tensor_files import Spill
 from compressor.pipeline.context import Context
 from compressor.pipeline.segment_cache import SegmentCache
+from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.model import Plan
 from compressor.plan.passes import plan_passes
 from compressor.plan.plan import check_plan, plan_graph
@@ -42,6 +43,7 @@ class Prepared:
         backend: of the target.
         context: of the passes.
         plan: what the run will do and cost.
+        checkpoint: how the model is saved beside its bundle; None if the recipe does not ask for it.
         data: what quality is measured on, as :func:`compressor.evaluate.models.bundle_quality` takes it.
         info: about the model as captured.
         lock: of this run, so far.
@@ -53,6 +55,7 @@ class Prepared:
     backend: Backend
     context: Context
     plan: Plan
+    checkpoint: PlannedCheckpoint | None
     data: Any
     info: ModelInfo
     lock: Lock
@@ -114,12 +117,15 @@ def prepare(
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
+    checkpoint = plan_checkpoint(planned, recipe)
+    if checkpoint is not None:
+        clock.reporter.note(checkpoint.note)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
     here = machine_prices(reporter=clock.reporter)  # measured once and remembered: not part of what the plan predicts
     with clock.stage("plan", shown=False):
-        plan = plan_graph(graph, recipe, backend, planned, destination)
+        plan = plan_graph(graph, recipe, backend, planned, destination, checkpoint)
     check_plan(plan, recipe.gates)
     clock.reporter.expect({name: left.value for name, left in plan.stages.items() if name not in clock.seconds})
     if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
@@ -136,7 +142,7 @@ def prepare(
         spill=Spill(cache_folder() / "spilled") if plan.spill else None,
         prices=here.seconds,
     )
-    return Prepared(recipe, backend, context, plan, data, info, lock, clock, threads, graph, dense)
+    return Prepared(recipe, backend, context, plan, checkpoint, data, info, lock, clock, threads, graph, dense)
 
 
 def _note_short_text(recipe: Recipe, data: Any, clock: Clock) -> None:

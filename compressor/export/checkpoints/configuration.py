@@ -1,6 +1,6 @@
 """Find the values of config.json with which a model's class is as wide as a graph that passes have made smaller.
 
-    intermediate_size: 512   becomes  384        num_key_value_heads: 4   becomes  3, and head_dim is stated
+intermediate_size: 512   becomes  384        num_key_value_heads: 4   becomes  3, and head_dim is stated
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def configurations(
     """
     heads, explained = _heads(config, graph)
     widths: dict[int, dict[int, str]] = defaultdict(dict)
+    whole: dict[int, str] = {}
     for name, (old, new) in shapes.items():
         for size, left in zip(old, new, strict=True):
-            if size != left and (size, left) not in explained:
+            if size == left:
+                whole.setdefault(size, name)
+            elif (size, left) not in explained:
                 widths[size].setdefault(left, name)
     places = list(_numbers(stated, set(widths)))
-    for size, found in widths.items():
+    for size, lefts in widths.items():
+        found = {**lefts, **({size: whole[size]} if size in whole else {})}
         if len(found) > 1 and sum(_value(stated, keys) == size for keys in places) == 1:
             told = " and ".join(f"{left} ({name})" for left, name in sorted(found.items())[:2])
             raise UsageError(f"layers keep {told} of {size} channels, and config.json has one number for all of them")
@@ -100,7 +104,9 @@ def _heads(config: PreTrainedConfig, graph: GraphModule) -> tuple[dict[str, int]
         return {}, set()
     names = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": width}
     alias = type(text).attribute_map
-    known = {alias.get(name, name): value for name, value in names.items() if hasattr(text, name)}
+    # A class may read a width of heads that is not among its keys.
+    stated = [name for name in names if hasattr(text, name) or name == "head_dim"]
+    known = {alias.get(name, name): names[name] for name in stated}
     all_old, all_new = old + 2 * old_keys, queries + 2 * keys
     pairs = ((old, queries), (old_keys, keys), (all_old, all_new))
     return known, {(before * width, after * width) for before, after in pairs}

@@ -1,8 +1,8 @@
 """Write a captured graph whose weights are not packed as a Hugging Face folder: the model's own names, files and types.
 
-    config.json         the model's, with other widths or numbers of heads
-    *.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied
-    all other files     copied
+config.json         the model's, with other widths or numbers of heads
+*.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied
+all other files     copied
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
     reason = ""
     for content in configurations(stated, config, graph, shapes):
-        if _fits(content, {name: new for name, (_, new) in shapes.items()}):
-            reason = _why_not(graph, source, content, trust_remote_code)
-            if not reason:
-                return FolderForm(content, tuple(changes(stated, content)))
-    raise UsageError(reason or "no number of config.json gives the model's class these widths")
+        unfit = _why_unfit(content, {name: new for name, (_, new) in shapes.items()})
+        reason = unfit or _why_not(graph, source, content, trust_remote_code)
+        if not reason:
+            return FolderForm(content, tuple(changes(stated, content)))
+    raise UsageError(f"no numbers of config.json describe it ({reason})")
 
 
 def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remote_code: bool = False) -> None:
@@ -88,9 +88,9 @@ def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remot
     content = dict(form.config)
     tensors = {name: _stored_value(graph, *held[name]) if name in held else source.read(name) for name in source.names}
     types = {name: source.read(name).dtype for name in source.names}
-    exact = all(_is_exact(tensors[name], types[name]) for name in held)
-    if not exact:  # trained or refitted in float32: as one type, since transformers loads all in that of config.json
-        types = {name: torch.float32 if dtype.is_floating_point else dtype for name, dtype in types.items()}
+    inexact = {name for name in held if not _is_exact(tensors[name], types[name])}
+    if inexact:  # trained in float32, say; transformers loads all in the type of config.json
+        types |= dict.fromkeys(inexact, torch.float32)
         content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
     _copy_others(_folder(graph), folder)
     (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -126,7 +126,7 @@ def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
         UsageError: a parameter is not a stored tensor.
     """
     stored: Mapping[str, Stored] = graph.meta["stored"]
-    found = {}
+    found: dict[str, tuple[str, Stored]] = {}
     for name, _ in graph.named_parameters():
         form = stored.get(name) or Stored((), reason="it is not a tensor of the model's folder")
         if form.reason:
@@ -154,21 +154,22 @@ def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
     return value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
 
 
-def _fits(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
-    """Return whether the class that a configuration names has these shapes, as far as names tell; True if unknown."""
+def _why_unfit(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Say why the class that a configuration names has not these shapes, as far as names tell; empty if it may."""
     import transformers
     from transformers import AutoConfig
 
     architecture: Any = getattr(transformers, (content.get("architectures") or [""])[0], None)
     if architecture is None or content.get("auto_map"):
-        return True
+        return ""
     try:
         config = AutoConfig.for_model(**content)
         with torch.device("meta"):
             made = architecture(config).state_dict()
-    except Exception:  # transformers' own checks: a hidden size that its heads do not divide, say
-        return False
-    return all(tuple(made[name].shape) == shape for name, shape in shapes.items() if name in made)
+    except Exception as error:  # transformers' own checks: a hidden size that the heads do not divide, say
+        return f"transformers: {' '.join(str(error).split()):.200}"
+    other = (name for name, shape in shapes.items() if name in made and tuple(made[name].shape) != shape)
+    return next((f"{name} would be {list(made[name].shape)}, and is {list(shapes[name])}" for name in other), "")
 
 
 def _why_not(graph: GraphModule, source: WeightSource, content: Mapping[str, Any], trust_remote_code: bool) -> str:
