@@ -184,7 +184,6 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         with error_context(None, meta_model.name):
             constants |= recognize(graph, info, {**buffers, **constants}.get)
         check_positions(graph, probed.program, meta_model.name)
-
     shapes_of = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
