@@ -7,11 +7,14 @@ what is saved.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.export.checkpoints.folder import FolderForm, plan_folder
+from compressor.export.checkpoints.program import ProgramForm, plan_program
+from compressor.export.publish import is_program_file
 from compressor.plan.passes import PlannedPasses
 from compressor.recipe.options import recipe_name
 from compressor.recipe.recipe import Recipe
@@ -23,12 +26,12 @@ class PlannedCheckpoint:
 
     Attributes:
         after: the number of passes that it has behind it.
-        form: what its folder will say.
+        form: how it is written.
         note: the same in words.
     """
 
     after: int
-    form: FolderForm
+    form: FolderForm | ProgramForm
     note: str
 
 
@@ -51,17 +54,17 @@ def _plan(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint:
     after = next((place for place, graph in enumerate(graphs) if _is_packed(graph)), len(graphs)) - 1
     if after < 1:
         raise UsageError("no pass leaves another dense model: put those that prune before those that pack weights")
+    last, is_program = recipe_name(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
     for step in recipe.passes[:after]:
-        if not step.plans_widths:
+        if not is_program and not step.plans_widths:
             name = recipe_name(step)
             raise UsageError(
                 f"bundle only: {name} decides the width of each layer as it runs, and config.json has one number for "
                 f"all of them: give {name} `allocate: uniform`, or leave `checkpoint` out"
             )
-    form = plan_folder(graphs[after], recipe.trust_remote_code)
-    what = f"config.json has {', '.join(form.changes)}" if form.changes else "config.json stays as it is"
-    last = recipe_name(recipe.passes[after - 1])
-    note = f"checkpoint: the model as {last} leaves it goes to {recipe.checkpoint}, a Hugging Face folder; {what}"
+    graph = graphs[after]
+    form = plan_program(graph) if is_program else plan_folder(graph, recipe.trust_remote_code)
+    note = f"checkpoint: the model as {last} leaves it goes to {recipe.checkpoint}, {form.words}"
     return PlannedCheckpoint(after, form, note)
 
 

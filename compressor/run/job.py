@@ -24,10 +24,15 @@ from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
 from compressor.export.bundle import write_bundle
-from compressor.export.checkpoints.folder import write_folder
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
-from compressor.export.publish import check_apart, check_destination, explaining_failed_writes, publishing
+from compressor.export.publish import (
+    check_apart,
+    check_destination,
+    explaining_failed_writes,
+    publishing,
+    publishing_checkpoint,
+)
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
@@ -143,7 +148,9 @@ def run_recipe(
         _make_dump_folder(dump)
     given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
     with ExitStack() as stack:
-        saved = None if recipe.checkpoint is None else stack.enter_context(publishing(Path(recipe.checkpoint)))
+        saved = (
+            None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))
+        )
         return _run(given, destination, rejected, dump, saved)
 
 
@@ -152,7 +159,7 @@ def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, 
 
     Args:
         rejected: where a bundle goes that fails a gate.
-        saved: folder for the checkpoint, which appears where it belongs if this returns; None to write none.
+        saved: folder or file for the checkpoint, which appears where it belongs if this returns; None to write none.
     """
     clock = given.clock
     graph, independence = _compress(given, dump, saved)
@@ -203,13 +210,13 @@ def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[G
     return graph, independence
 
 
-def _saver(given: Prepared, folder: Path) -> Observer:
+def _saver(given: Prepared, place: Path) -> Observer:
     """Return the observer that writes the checkpoint once the model is as it is to be saved."""
 
     def save(index: int, _: str, graph: GraphModule, __: Context) -> None:
         if given.checkpoint is not None and index == given.checkpoint.after:
-            with given.clock.stage("checkpoint"), explaining_failed_writes(folder):
-                write_folder(folder, graph, given.checkpoint.form, given.recipe.trust_remote_code)
+            with given.clock.stage("checkpoint"), explaining_failed_writes(place):
+                given.checkpoint.form.write(place, graph)
 
     return save
 

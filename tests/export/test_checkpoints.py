@@ -1,4 +1,4 @@
-"""Smaller models as Hugging Face folders: transformers computes what the graph does, and what it cannot is refused."""
+"""Smaller models as Hugging Face folders and programs: they compute what the graph does; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import transformers
 from families import DECODERS, VOCAB, save
 from packed_models import drop_weights, random_samples
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.functional import relu
 
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.errors import RecipeError, UsageError
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
-from compressor.export.publish import check_destination
+from compressor.export.checkpoints.program import plan_program
+from compressor.export.publish import check_destination, publishing_checkpoint
 from compressor.graph.caches import empty_past
 from compressor.graph.model import clone_graph
 from compressor.host.resources import resource
+from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.pipeline.context import Context
@@ -148,6 +152,51 @@ def test_the_plan_says_what_is_saved() -> None:
         "checkpoint: the model as ffn_prune leaves it goes to smaller, a Hugging Face folder; config.json has "
         "intermediate_size 384"
     )
+
+
+class Mobile(nn.Module):
+    """A stem, an inverted residual of which one convolution is depthwise, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 2, padding=1), nn.BatchNorm2d(8)
+        self.wide, self.deep = nn.Conv2d(8, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.narrow, self.head = nn.Conv2d(24, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = relu(self.norm(self.stem(x)))
+        return self.head((y + self.narrow(relu(self.deep(relu(self.wide(y)))))).mean((2, 3)))
+
+
+def test_a_smaller_module_is_a_program_of_torch_export(tmp_path: Path) -> None:
+    """Its convolutions are convolutions again, its sizes vary as before, and capture reads it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net, example, batch = Mobile().eval(), torch.randn(2, 3, 12, 12), torch.randn(5, 3, 12, 12)
+    graph = capture(net, example, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    graph = ChannelPrune(0.5, importance="magnitude", refit=False).run(graph, Context())
+    file = tmp_path / "smaller.pt2"
+    with publishing_checkpoint(file) as place:
+        plan_program(graph).write(place, graph)
+    assert [each.name for each in tmp_path.iterdir()] == ["smaller.pt2"]
+    program = torch.export.load(file)
+    with torch.no_grad():
+        found, expected = program.module()(batch), graph(batch)
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    inner = graph.get_parameter("deep.weight").shape[0]
+    assert inner < 24 and tuple(program.state_dict["deep.weight"].shape) == (inner, 1, 3, 3)
+    assert {str(node.target) for node in program.graph.nodes if "conv" in str(node.target)} == {"aten.conv2d.default"}
+    with torch.no_grad():
+        assert torch.allclose(capture(file)(batch), expected, atol=1e-6)
+
+
+def test_a_program_needs_the_operators_of_pytorch(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^bundle only: .* is not a plain module"):
+        plan_program(reference())
+    with pytest.raises(RuntimeError), publishing_checkpoint(tmp_path / "smaller.pt2") as place:
+        place.write_bytes(b"half of it")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""Write a rewritten but unpacked model as other tools load it: a Hugging Face folder.
+"""Write a rewritten but unpacked model as other tools load it: a Hugging Face folder, or a program of torch.export.
 
-Invariant: what is written is captured again and has to be the same program with the same numbers; what a configuration
-cannot say is refused before any weight is read.
+Invariant: what is written is read again and has to be the same program; what a folder or a program cannot say is
+refused before any weight is read.
 """

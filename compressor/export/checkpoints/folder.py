@@ -44,10 +44,22 @@ class FolderForm:
     Attributes:
         config: content of config.json.
         changes: what is another in it, as ``key value`` each.
+        trust_remote_code: whether the model's own code may run.
     """
 
     config: Mapping[str, Any]
     changes: tuple[str, ...]
+    trust_remote_code: bool
+
+    @property
+    def words(self) -> str:
+        """What is written."""
+        told = f"config.json has {', '.join(self.changes)}" if self.changes else "config.json stays as it is"
+        return f"a Hugging Face folder; {told}"
+
+    def write(self, folder: Path, graph: GraphModule) -> None:
+        """See :func:`write_folder`."""
+        write_folder(folder, graph, self)
 
 
 def plan_folder(graph: GraphModule, trust_remote_code: bool = False) -> FolderForm:
@@ -66,7 +78,7 @@ def plan_folder(graph: GraphModule, trust_remote_code: bool = False) -> FolderFo
 
 def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     source = _source(graph)
-    shapes = {name: (tuple(source.read(name).shape), new) for name, new in _shapes(graph).items()}
+    shapes = {name: (tuple(source.read(name).shape), new) for name, new in _shapes(graph, source).items()}
     stated = read_object(_folder(graph) / _CONFIG)
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
     reason = ""
@@ -74,11 +86,11 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
         unfit = _why_unfit(content, {name: new for name, (_, new) in shapes.items()})
         reason = unfit or _why_not(graph, source, content, trust_remote_code)
         if not reason:
-            return FolderForm(content, tuple(changes(stated, content)))
+            return FolderForm(content, tuple(changes(stated, content)), trust_remote_code)
     raise UsageError(f"no numbers of config.json describe it ({reason})")
 
 
-def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remote_code: bool = False) -> None:
+def write_folder(folder: Path, graph: GraphModule, form: FolderForm) -> None:
     """Write a graph into an empty folder, and capture that again: it has to be the same program.
 
     Raises:
@@ -86,7 +98,9 @@ def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remot
     """
     source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
     content = dict(form.config)
-    tensors = {name: _stored_value(graph, *held[name]) if name in held else source.read(name) for name in source.names}
+    tensors = {name: source.read(name) for name in source.names}
+    for name, (parameter, stored) in held.items():
+        tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
     types = {name: source.read(name).dtype for name in source.names}
     inexact = {name for name in held if not _is_exact(tensors[name], types[name])}
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
@@ -99,7 +113,7 @@ def write_folder(folder: Path, graph: GraphModule, form: FolderForm, trust_remot
         typed = {name: tensors[name].to(types[name]).contiguous() for name in names}
         hashes[file.name] = write_safetensors(folder / file.name, typed)
     _write_index(folder, source, sum(tensors[name].numel() * types[name].itemsize for name in source.names))
-    again = capture(folder, trust_remote_code=trust_remote_code)
+    again = capture(folder, trust_remote_code=form.trust_remote_code)
     if reason := why_different(graph, again):
         raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
     manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
@@ -135,18 +149,28 @@ def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
     return found
 
 
-def _shapes(graph: GraphModule) -> dict[str, Shape]:
+def _shapes(graph: GraphModule, source: WeightSource) -> dict[str, Shape]:
     """Return the shape that each stored tensor is to have, of those that the graph holds."""
-    shapes = {}
-    for name, (parameter, form) in _holders(graph).items():
-        shape = tuple(held_tensor(graph, parameter).shape)
-        shapes[name] = shape[::-1] if form.transposed else shape
-    return shapes
+    return {
+        name: tuple(_as_stored(held_tensor(graph, parameter).to("meta"), form, source.read(name).shape).shape)
+        for name, (parameter, form) in _holders(graph).items()
+    }
 
 
-def _stored_value(graph: GraphModule, parameter: str, form: Stored) -> Tensor:
-    value = held_tensor(graph, parameter).detach()
+def _as_stored(value: Tensor, form: Stored, stored: torch.Size) -> Tensor:
+    """Return a parameter's value as the file holds it.
+
+    Args:
+        stored: the shape that the file's tensor has now; that of a convolution tells its kernel.
+    Raises:
+        UsageError: it is held as something else.
+    """
     value = value.t() if form.transposed else value
+    if value.dim() == 2 < len(stored) < 5:  # [out, rows * columns * in], of a convolution
+        kernel = stored[2:]
+        value = value.reshape(len(value), *kernel, -1).movedim(-1, 1)
+    if value.dim() != len(stored):
+        raise UsageError(f"{form.names[0]} is stored as {list(stored)}, and held as {list(value.shape)}")
     return value - 1 if form.plus_one else value
 
 
@@ -178,7 +202,7 @@ def _why_not(graph: GraphModule, source: WeightSource, content: Mapping[str, Any
     Raises:
         UsageError: the model's own folder cannot be written as it is.
     """
-    shapes = _shapes(graph)
+    shapes = _shapes(graph, source)
     drafts = cache_folder() / "drafts"
     drafts.mkdir(parents=True, exist_ok=True)
     with partial_folder(drafts, "checkpoint") as folder:
