@@ -47,8 +47,8 @@ class Recipe(Section):
         tune: how long to search for fast kernels.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
-        checkpoint: folder of a Hugging Face checkpoint of the model before the first pass that packs weights, relative
-            to the current folder; None writes none.
+        checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
+            weights, relative to the current folder; None writes none.
         seed: of every random choice outside calibration.
     """
 

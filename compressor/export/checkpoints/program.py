@@ -57,13 +57,16 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: None,
+    mask: Tensor | None,
     scale: float,
     window: int = 0,
     bias: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attend without mask, window and cap (:func:`_is_special`)."""
+    """Attend without window and cap (:func:`_is_special`)."""
+    if mask is not None:  # 0 hides a key
+        hiding = torch.zeros_like(mask).masked_fill(mask == 0, torch.finfo(mask.dtype).min)[:, None, None, :]
+        bias = hiding if bias is None else bias + hiding
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     return scaled_dot_product_attention(q, keys, values, bias, scale=scale).transpose(1, 2)
@@ -106,17 +109,15 @@ def plan_program(graph: GraphModule) -> ProgramForm:
         if name.startswith("compressor::") and node.target not in _DEFINITIONS:
             raise UsageError(f"bundle only: {describe(node)} is {name}, which PyTorch does not have")
         if node.target is _ATTENTION and _is_special(node):
-            raise UsageError(
-                f"bundle only: {describe(node)} is an attention that masks, has a window or caps its scores"
-            )
+            raise UsageError(f"bundle only: {describe(node)} is an attention with a window or capped scores")
     return ProgramForm()
 
 
 def _is_special(attention: Node) -> bool:
-    """Return whether an attention has a mask, a window or capped scores."""
+    """Return whether an attention has a window or capped scores."""
     names = ("q", "k", "v", "mask", "scale", "window", "bias", "softcap")
     given = {**dict(zip(names, attention.args, strict=False)), **attention.kwargs}
-    return given["mask"] is not None or bool(given.get("window")) or bool(given.get("softcap"))
+    return bool(given.get("window")) or bool(given.get("softcap"))
 
 
 def write_program(file: Path, graph: GraphModule) -> None:
