@@ -184,7 +184,6 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
         with error_context(None, meta_model.name):
             constants |= recognize(graph, info, {**buffers, **constants}.get)
         check_positions(graph, probed.program, meta_model.name)
-
     shapes_of = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     states = model.state_dict().keys()
     unstored = {name: b for name, b in buffers.items() if name not in states}
@@ -207,6 +206,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
+    captured.meta["stored"] = weights.stored_forms(layout.transposed, layout.plus_one, {*slices, *normed})
     if probed is None:
         return _as_module(captured, args, shapes, None)
     captured.meta["notes"] = [*meta_model.notes, *probed.notes, *bias_notes(graph), *gate_notes(captured)]

@@ -53,22 +53,26 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     readers: dict[str, Callable[[], Tensor]] = {}
     slices: dict[str, Callable[[int], Tensor]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    in_files: dict[str, str] = {}
     for stored in sorted(source.names, key=_natural):
         name, pattern = rename(stored, renamings, converters)
         if fits(stored) or not fits(name):
             readers[stored] = partial(source.read, stored)
         elif pattern is None:
-            readers[name] = partial(source.read, stored)
+            readers[name], in_files[name] = partial(source.read, stored), stored
         else:
             groups[name][pattern].append(stored)
     for first, collected in groups.items():
         converter = by_pattern[next(iter(collected))]
         targets = [first.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
         for target in targets:
+            in_files[target] = ""
             readers[target] = partial(_convert, source, converter, first, dict(collected), target, model)
             if _merges_slices(converter, collected):
                 slices[target] = partial(_convert_slice, source, converter, first, dict(collected), target, model)
-    return replace(source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices)
+    return replace(
+        source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices, in_files=in_files
+    )
 
 
 def _merges_slices(converter: Any, collected: Mapping[str, Sequence[str]]) -> bool:

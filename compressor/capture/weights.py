@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from compressor.capture.files import listed_files
 from compressor.errors import CaptureError
+from compressor.graph.provenance import Stored
 from compressor.host.tensor_files import DTYPES, map_safetensors
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
@@ -39,6 +40,8 @@ class WeightSource:
     optional: frozenset[str] = frozenset()  # names that need no place in the model
     slices: Mapping[str, Callable[[int], Tensor]] = field(default_factory=dict)
     """Readers of single slices, by the names of tensors that are stored in slices along their first dimension."""
+    in_files: Mapping[str, str] = field(default_factory=dict)
+    """The name in the files of each tensor that has another here; empty for one that is made from several."""
 
     def read_slice(self, name: str, place: int) -> Tensor:
         """Return one slice along a tensor's first dimension; of a mapped tensor, a view."""
@@ -137,6 +140,21 @@ class WeightMap:
 
     source: WeightSource
     stored: dict[str, str] = field(default_factory=dict)  # model's name -> stored name
+    copies: dict[str, list[str]] = field(default_factory=dict)  # model's name -> all stored names, of equal values
+
+    def stored_forms(self, transposed: set[str], plus_one: set[str], made: Iterable[str]) -> dict[str, Stored]:
+        """Say how each parameter lies in the files.
+
+        Args:
+            transposed, plus_one: names of parameters that a graph holds so.
+            made: names of parameters that a graph makes of several stored ones, or of a part of one.
+        """
+        found = {}
+        for name, copies in self.copies.items():
+            names = tuple(self.source.in_files.get(copy, copy) for copy in copies)
+            reason = "" if all(names) else f"transformers makes it of other tensors as it loads {self.source.place}"
+            found[name] = Stored(names, name in transposed, name in plus_one, reason)
+        return found | {name: Stored((), reason="capture makes it of stored tensors") for name in made}
 
     def read(self, name: str, shape: tuple[int, ...], place: int | None = None) -> Tensor:
         """Return the stored tensor for a name of the model, which must have this shape and a floating type.
@@ -187,7 +205,7 @@ def map_weights(
         found = [key for name in names for key in spellings(name, prefix) if key in source.names]
         taken.update(found)
         if found:
-            result.stored[first] = found[0]
+            result.stored[first], result.copies[first] = found[0], found
             _check_equal(source, found)
     missing = sorted(set(needed) - set(result.stored))
     # A checkpoint of a model with a head, loaded as the body alone: the head's names lack the prefix.

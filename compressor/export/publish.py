@@ -75,6 +75,41 @@ def check_destination(destination: Path) -> None:
         raise UsageError(f"{destination}: cannot be written: {parent} is not a folder that you may write to")
 
 
+def is_program_file(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is a program of torch.export, one file; else it is a Hugging Face folder."""
+    return checkpoint.suffix == ".pt2"
+
+
+@contextmanager
+def publishing_checkpoint(checkpoint: Path) -> Iterator[Path]:
+    """Do for a checkpoint, a folder or a file, what :func:`publishing` does; yields where to write it."""
+    if not is_program_file(checkpoint):
+        with publishing(checkpoint) as folder:
+            yield folder
+        return
+    with ExitStack() as stack:
+        with explaining_failed_writes(checkpoint):
+            checkpoint = checkpoint.absolute()
+            checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            partial = stack.enter_context(partial_folder(checkpoint.parent, checkpoint.name))
+        yield partial / checkpoint.name
+        with explaining_failed_writes(checkpoint):
+            _flush(partial / checkpoint.name)
+            (partial / checkpoint.name).replace(checkpoint)
+            _flush(checkpoint.parent)
+
+
+def check_apart(bundle: Path, checkpoint: Path) -> None:
+    """Raise a UsageError unless a checkpoint can be written, and neither folder holds the other."""
+    if not is_program_file(checkpoint):
+        check_destination(checkpoint)
+    elif checkpoint.is_dir() or checkpoint.is_symlink():
+        raise UsageError(f"checkpoint: {checkpoint}: is there and not a file; choose another name")
+    first, second = bundle.absolute(), checkpoint.absolute()
+    if first == second or first in second.parents or second in first.parents:
+        raise UsageError(f"checkpoint: {checkpoint} and the bundle, {bundle}, need folders apart; choose another")
+
+
 def _check_replaceable(folder: Path) -> None:
     """Raise a UsageError unless a folder holds a bundle, of whatever kind, and no file that is not the bundle's."""
     try:

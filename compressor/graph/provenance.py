@@ -1,10 +1,28 @@
-"""Tell which module of the original model a node of the graph comes from."""
+"""Tell which module of the original model a node of the graph comes from, and where its parameters are stored."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Say how a parameter of a captured graph lies in the model's folder; ``graph.meta["stored"]`` has all by name.
+
+    Attributes:
+        names: of the tensor in the files; several, of equal values, where a shared weight is stored more than once.
+        transposed: rows and columns change places.
+        plus_one: the parameter is one more than what is stored.
+        reason: why it cannot be written back as one tensor; empty if it can.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
+    plus_one: bool = False
+    reason: str = ""
 
 
 def owner(node: Node) -> tuple[str, str]:

@@ -92,6 +92,11 @@ class ChannelPrune(Pass):
         return self.importance == "activation"
 
     @property
+    def plans_widths(self) -> bool:
+        """False where the channels of all families compete."""
+        return self.allocate != "global"
+
+    @property
     def training(self) -> TrainingNeeds | None:
         """Return what gradients take, where channels are ranked by them."""
         return TrainingNeeds(SALIENCY_SAMPLES, 1, False) if self.importance == "taylor" else None

@@ -68,6 +68,11 @@ class Pass(ABC):
         return False
 
     @property
+    def plans_widths(self) -> bool:
+        """True if :meth:`plan` leaves each layer as wide as :meth:`run` will."""
+        return True
+
+    @property
     def training(self) -> TrainingNeeds | None:
         """Return what :meth:`run` takes forwards and backwards, if it trains."""
         return None

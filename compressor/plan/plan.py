@@ -20,6 +20,7 @@ from compressor.errors import GateError, ResourceError
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
 from compressor.host.machine import available_memory, free_disk
+from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.durations import estimate, slower_prompts
 from compressor.plan.memory import needed, peak
 from compressor.plan.model import Plan
@@ -61,10 +62,11 @@ def make_plan(
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
     backend = make_backend(recipe.target.build())
     planned = plan_passes(graph, recipe, backend)  # first, as the model's positions limit what is advised
+    checkpoint = plan_checkpoint(planned, recipe)
     info: ModelInfo = graph.meta["model"]
     if "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
         load_data(recipe, info)  # what does not do as data is said now; a data set on the hub is not fetched for a plan
-    return plan_graph(graph, recipe, backend, planned, output, measure=measure, reporter=reporter)
+    return plan_graph(graph, recipe, backend, planned, output, checkpoint, measure=measure, reporter=reporter)
 
 
 def plan_graph(
@@ -73,6 +75,7 @@ def plan_graph(
     backend: Backend,
     planned: PlannedPasses,
     output: str | Path | None = None,
+    checkpoint: PlannedCheckpoint | None = None,
     *,
     measure: bool = False,
     reporter: Reporter | None = None,
@@ -81,6 +84,7 @@ def plan_graph(
 
     Args:
         planned: what :func:`compressor.plan.passes.plan_passes` gave for these.
+        checkpoint: what :func:`compressor.plan.checkpoint.plan_checkpoint` gave for these.
         output, measure, reporter: as for :func:`make_plan`.
     """
     here, passes, final = machine_prices(measure, reporter), planned.passes, planned.final
@@ -114,18 +118,26 @@ def plan_graph(
         stages={stage: estimate(value, here) for stage, value in seconds.items()},
         seconds=estimate(sum(seconds.values()), here),
         rooflines=tuple(bounds),
-        notes=tuple(_notes(planned, costs, recipe.target.name, spill, dense_speed)),
+        notes=tuple(_notes(planned, costs, recipe.target.name, spill, dense_speed, checkpoint)),
     )
     return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, backend, here)) if _short(plan) else plan
 
 
-def _notes(planned: PlannedPasses, costs: Costs, target: str, spill: bool, dense_speed: bool) -> list[str]:
+def _notes(
+    planned: PlannedPasses,
+    costs: Costs,
+    target: str,
+    spill: bool,
+    dense_speed: bool,
+    checkpoint: PlannedCheckpoint | None,
+) -> list[str]:
     """Say what is not in the figures, and what the run will do differently for want of memory."""
     notes = [
         f"{step.name}: says nothing of its cost: its time and memory are not in these figures"
         for step in planned.passes
         if not step.cost_known
     ]
+    notes += [checkpoint.note] if checkpoint is not None else []
     notes += dense_convolutions(planned.final)
     notes += slower_prompts(planned.final, costs.isa) if costs.isa is not None else []
     if spill:

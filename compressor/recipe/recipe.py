@@ -47,6 +47,8 @@ class Recipe(Section):
         tune: how long to search for fast kernels.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
+        checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
+            weights, relative to the current folder; None writes none.
         seed: of every random choice outside calibration.
     """
 
@@ -59,6 +61,7 @@ class Recipe(Section):
     tune: Literal["off", "quick", "full"] = "quick"
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
+    checkpoint: StrictStr | None = Field(default=None, min_length=1)
     seed: StrictInt = Field(default=0, ge=0, lt=2**63)
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
@@ -142,9 +145,9 @@ class Recipe(Section):
     def resolved(self) -> dict[str, Any]:
         """Return plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
 
-        ``output`` is left out: the bundle's location does not affect its content.
+        ``output`` and ``checkpoint`` are left out: where things are written does not affect the bundle's content.
         """
-        others = {"calibration", "evaluation", "passes", "gates", "target", "output"}
+        others = {"calibration", "evaluation", "passes", "gates", "target", "output", "checkpoint"}
         plain = self.model_dump(mode="json", exclude=others)
         plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
         plain["evaluation"] = self.evaluation.resolved()

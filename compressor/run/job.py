@@ -7,6 +7,7 @@ import gc
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,13 @@ from compressor.evaluate.quality import EvalResult, GraphLogits
 from compressor.export.bundle import write_bundle
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
-from compressor.export.publish import check_destination, publishing
+from compressor.export.publish import (
+    check_apart,
+    check_destination,
+    explaining_failed_writes,
+    publishing,
+    publishing_checkpoint,
+)
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
@@ -135,10 +142,27 @@ def run_recipe(
     rejected = destination.with_name(destination.name + ".rejected")
     if recipe.gates:
         check_destination(rejected)
+    if recipe.checkpoint is not None:
+        check_apart(destination, Path(recipe.checkpoint))
     if dump is not None:
         _make_dump_folder(dump)
     given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
-    graph, independence = _compress(given, dump)
+    with ExitStack() as stack:
+        saved = (
+            None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))
+        )
+        return _run(given, destination, rejected, dump, saved)
+
+
+def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, saved: Path | None) -> Outcome:
+    """Do the work of :func:`run_recipe`.
+
+    Args:
+        rejected: where a bundle goes that fails a gate.
+        saved: folder or file for the checkpoint, which appears where it belongs if this returns; None to write none.
+    """
+    clock = given.clock
+    graph, independence = _compress(given, dump, saved)
     given.lock.check()
     with publishing(destination) as partial:
         with clock.stage("write"):
@@ -170,9 +194,11 @@ def _check_arguments(model: object, output: object, threads: int | None) -> None
         raise UsageError(str(error)) from error
 
 
-def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independence]:
+def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[GraphModule, Independence]:
     """Run the passes and generate the kernels for what they leave."""
     observers: list[Observer] = [VerifyStages()] if dump is None else [VerifyStages(), Dump(dump)]
+    if saved is not None:
+        observers.append(_saver(given, saved))
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     given.context.notes += graph.meta.get("notes", [])
     stack_experts(graph, Spill(cache_folder() / "spilled", "stacked experts"))
@@ -182,6 +208,17 @@ def _compress(given: Prepared, dump: Path | None) -> tuple[GraphModule, Independ
         given.backend.compile(graph, given.recipe.tune, given.lock.schedules, lambda isa: _dumper(dump, isa))
     given.lock.add_schedules(given.backend.schedules)
     return graph, independence
+
+
+def _saver(given: Prepared, place: Path) -> Observer:
+    """Return the observer that writes the checkpoint once the model is as it is to be saved."""
+
+    def save(index: int, _: str, graph: GraphModule, __: Context) -> None:
+        if given.checkpoint is not None and index == given.checkpoint.after:
+            with given.clock.stage("checkpoint"), explaining_failed_writes(place):
+                given.checkpoint.form.write(place, graph)
+
+    return save
 
 
 @dataclass

@@ -20,8 +20,9 @@ from compressor.host.machine import cpu_name
 from compressor.host.tensor_files import Spill
 from compressor.pipeline.context import Context
 from compressor.pipeline.segment_cache import SegmentCache
+from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.model import Plan
-from compressor.plan.passes import plan_passes
+from compressor.plan.passes import PlannedPasses, plan_passes
 from compressor.plan.plan import check_plan, plan_graph
 from compressor.plan.prices import machine_prices
 from compressor.recipe.recipe import Recipe
@@ -31,6 +32,8 @@ from compressor.version import installed_versions
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from compressor.codegen.target import Target
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Prepared:
         backend: of the target.
         context: of the passes.
         plan: what the run will do and cost.
+        checkpoint: how the model is saved beside its bundle; None if the recipe does not ask for it.
         data: what quality is measured on, as :func:`compressor.evaluate.models.bundle_quality` takes it.
         info: about the model as captured.
         lock: of this run, so far.
@@ -53,6 +57,7 @@ class Prepared:
     backend: Backend
     context: Context
     plan: Plan
+    checkpoint: PlannedCheckpoint | None
     data: Any
     info: ModelInfo
     lock: Lock
@@ -103,23 +108,20 @@ def prepare(
     backend = make_backend(target, threads)
     results = SegmentCache()
     results.prepare()
-    lock = Lock(locked)
-    lock.add_setting(recipe, target)
-    if not isinstance(source, str):
-        lock.add_model(source, recipe.trust_remote_code)
-    lock.check()
+    lock = _first_lock(recipe, target, source, locked)
     with clock.stage("capture"):
         graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
         dense = clone_graph(graph)
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
+    checkpoint = _planned_checkpoint(planned, recipe, clock)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
     here = machine_prices(reporter=clock.reporter)  # measured once and remembered: not part of what the plan predicts
     with clock.stage("plan", shown=False):
-        plan = plan_graph(graph, recipe, backend, planned, destination)
+        plan = plan_graph(graph, recipe, backend, planned, destination, checkpoint)
     check_plan(plan, recipe.gates)
     clock.reporter.expect({name: left.value for name, left in plan.stages.items() if name not in clock.seconds})
     if isinstance(source, str) and info.source is not None:  # an id of the hub, whose files are here now
@@ -136,7 +138,25 @@ def prepare(
         spill=Spill(cache_folder() / "spilled") if plan.spill else None,
         prices=here.seconds,
     )
-    return Prepared(recipe, backend, context, plan, data, info, lock, clock, threads, graph, dense)
+    return Prepared(recipe, backend, context, plan, checkpoint, data, info, lock, clock, threads, graph, dense)
+
+
+def _first_lock(recipe: Recipe, target: Target, source: Any, locked: Mapping[str, Any] | None) -> Lock:
+    """Lock the setting, and the model if it is here; an id of the hub may have to be fetched first."""
+    lock = Lock(locked)
+    lock.add_setting(recipe, target)
+    if not isinstance(source, str):
+        lock.add_model(source, recipe.trust_remote_code)
+    lock.check()
+    return lock
+
+
+def _planned_checkpoint(planned: PlannedPasses, recipe: Recipe, clock: Clock) -> PlannedCheckpoint | None:
+    """Plan the checkpoint that a recipe asks for, and say how it will be."""
+    checkpoint = plan_checkpoint(planned, recipe)
+    if checkpoint is not None:
+        clock.reporter.note(checkpoint.note)
+    return checkpoint
 
 
 def _note_short_text(recipe: Recipe, data: Any, clock: Clock) -> None:

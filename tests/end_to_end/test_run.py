@@ -36,6 +36,7 @@ from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
+from compressor.graph.caches import empty_past
 from compressor.graph.kinds.tables import embedding_tables
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites, match_sites, packed_weight_sites
@@ -88,6 +89,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 REMOVE = (ChannelPrune, FfnPrune, HeadPrune)
 """Passes that make linears smaller, and leave them dense."""
+SAVES = "ffn_prune_w4a16_x86"
+"""The recipe that is run with a checkpoint as well."""
 
 LOSES = {
     "ffn_prune_w4a16_x86": (0.3, 0.7),
@@ -203,6 +206,8 @@ def execute(name: str, output: Path, short_reference: Path) -> Run:
         recipe = load_for_test(name, short_reference)
         if name != FULL:
             patch.setattr("compressor.run.prepare.capture", lambda model, *_, **__: clone_graph(captured(model)))
+        if name == SAVES:
+            recipe = recipe.model_copy(update={"checkpoint": str(output.with_name("checkpoint"))})
         outcome = run_recipe(recipe, output)
     return Run(recipe, outcome, graphs[0], json.loads((output / "manifest.json").read_text()))
 
@@ -226,6 +231,23 @@ def run(
         return done[name]
 
     return get
+
+
+def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:
+    """Its logits are those of the graph between the two passes, and its tokens those of the bundle's tokenizer."""
+    result = run(SAVES)
+    folder = result.bundle.with_name("checkpoint")
+    assert any("config.json has intermediate_size 384" in note for note in result.outcome.notes)
+    assert "checkpoint" not in result.manifest["recipe"] and result.manifest["recipe"]["passes"][0]["ffn_prune"]
+    model, graph = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), capture(folder)
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(folder)(PROMPT).input_ids])
+    assert ids[0].tolist() == load(result.bundle).tokenizer.encode(PROMPT).ids
+    with torch.no_grad():
+        expected, count = model(ids).logits, torch.arange(ids.shape[1])
+        found = graph(ids, count, count, *empty_past(graph.meta["model"], 1, ids.shape[1]))[0]
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert size == graph.meta["model"].parameters < captured(result.recipe.model_source()).meta["model"].parameters
 
 
 @pytest.mark.parametrize("name", RECIPES)

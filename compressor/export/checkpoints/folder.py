@@ -1,0 +1,251 @@
+"""Write a captured graph whose weights are not packed as a Hugging Face folder: the model's own names, files and types.
+
+config.json         the model's, with other widths or numbers of heads
+*.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied
+all other files     copied
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
+from compressor.capture.weights import INDEX_NAME, WeightSource, folder_source
+from compressor.errors import CaptureError, CompressorError, UsageError, VerificationError, first_line
+from compressor.export.checkpoints.configuration import Shape, changes, configurations
+from compressor.export.checkpoints.programs import why_different
+from compressor.export.manifest import listing, with_total
+from compressor.graph.model import ModelInfo
+from compressor.graph.provenance import Stored
+from compressor.graph.rewrite import held_tensor
+from compressor.host.cache import cache_folder, partial_folder
+from compressor.host.json_files import read_object
+from compressor.host.tensor_files import DTYPES, write_safetensors
+
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
+_CONFIG, _MANIFEST = "config.json", "manifest.json"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FolderForm:
+    """How a graph is written as a folder.
+
+    Attributes:
+        config: content of config.json.
+        changes: what is another in it, as ``key value`` each.
+        trust_remote_code: whether the model's own code may run.
+    """
+
+    config: Mapping[str, Any]
+    changes: tuple[str, ...]
+    trust_remote_code: bool
+
+    @property
+    def words(self) -> str:
+        """What is written."""
+        told = f"config.json has {', '.join(self.changes)}" if self.changes else "config.json stays as it is"
+        return f"a Hugging Face folder; {told}"
+
+    def write(self, folder: Path, graph: GraphModule) -> None:
+        """See :func:`write_folder`."""
+        write_folder(folder, graph, self)
+
+
+def plan_folder(graph: GraphModule, trust_remote_code: bool = False) -> FolderForm:
+    """Find the configuration with which transformers makes a graph's program; weights are not read.
+
+    Raises:
+        UsageError: there is none, or parameters do not lie in the model's folder one by one; it says ``bundle only``.
+    """
+    try:
+        return _plan(graph, trust_remote_code)
+    except UsageError as error:
+        raise UsageError(
+            f"bundle only: {error}; leave `checkpoint` out, or change the passes before the first that packs weights"
+        ) from error
+
+
+def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
+    source = _source(graph)
+    shapes = {name: (tuple(source.read(name).shape), new) for name, new in _shapes(graph, source).items()}
+    stated = read_object(_folder(graph) / _CONFIG)
+    config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
+    reason = ""
+    for content in configurations(stated, config, graph, shapes):
+        unfit = _why_unfit(content, {name: new for name, (_, new) in shapes.items()})
+        reason = unfit or _why_not(graph, source, content, trust_remote_code)
+        if not reason:
+            return FolderForm(content, tuple(changes(stated, content)), trust_remote_code)
+    raise UsageError(f"no numbers of config.json describe it ({reason})")
+
+
+def write_folder(folder: Path, graph: GraphModule, form: FolderForm) -> None:
+    """Write a graph into an empty folder, and capture that again: it has to be the same program.
+
+    Raises:
+        VerificationError: it is another.
+    """
+    source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
+    content = dict(form.config)
+    tensors = {name: source.read(name) for name in source.names}
+    for name, (parameter, stored) in held.items():
+        tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
+    types = {name: source.read(name).dtype for name in source.names}
+    inexact = {name for name in held if not _is_exact(tensors[name], types[name])}
+    if inexact:  # trained in float32, say; transformers loads all in the type of config.json
+        types |= dict.fromkeys(inexact, torch.float32)
+        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
+    _copy_others(_folder(graph), folder)
+    (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for file in sorted(set(source.files.values())):
+        names = [name for name in source.names if source.files[name] == file]
+        typed = {name: tensors[name].to(types[name]).contiguous() for name in names}
+        hashes[file.name] = write_safetensors(folder / file.name, typed)
+    _write_index(folder, source, sum(tensors[name].numel() * types[name].itemsize for name in source.names))
+    again = capture(folder, trust_remote_code=form.trust_remote_code)
+    if reason := why_different(graph, again):
+        raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
+    manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
+    (folder / _MANIFEST).write_bytes(with_total(manifest))
+
+
+def _folder(graph: GraphModule) -> Path:
+    info: ModelInfo = graph.meta["model"]
+    if info.source is None or "stored" not in graph.meta or not (info.source / _CONFIG).is_file():
+        raise UsageError(f"{info.name} does not come from a folder with config.json and safetensors")
+    if info.unpacked_bytes or any(read_object(info.source / _CONFIG).get(k) for k in ("quantization_config",)):
+        raise UsageError(f"{info.name} comes from a quantised checkpoint")
+    return info.source
+
+
+def _source(graph: GraphModule) -> WeightSource:
+    return folder_source(_folder(graph))
+
+
+def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
+    """Return the parameter that holds each stored tensor.
+
+    Raises:
+        UsageError: a parameter is not a stored tensor.
+    """
+    stored: Mapping[str, Stored] = graph.meta["stored"]
+    found: dict[str, tuple[str, Stored]] = {}
+    for name, _ in graph.named_parameters():
+        form = stored.get(name) or Stored((), reason="it is not a tensor of the model's folder")
+        if form.reason:
+            raise UsageError(f"{name}: {form.reason}")
+        found |= {each: (name, form) for each in form.names}
+    return found
+
+
+def _shapes(graph: GraphModule, source: WeightSource) -> dict[str, Shape]:
+    """Return the shape that each stored tensor is to have, of those that the graph holds."""
+    return {
+        name: tuple(_as_stored(held_tensor(graph, parameter).to("meta"), form, source.read(name).shape).shape)
+        for name, (parameter, form) in _holders(graph).items()
+    }
+
+
+def _as_stored(value: Tensor, form: Stored, stored: torch.Size) -> Tensor:
+    """Return a parameter's value as the file holds it.
+
+    Args:
+        stored: the shape that the file's tensor has now; that of a convolution tells its kernel.
+    Raises:
+        UsageError: it is held as something else.
+    """
+    value = value.t() if form.transposed else value
+    if value.dim() == 2 < len(stored) < 5:  # [out, rows * columns * in], of a convolution
+        kernel = stored[2:]
+        value = value.reshape(len(value), *kernel, -1).movedim(-1, 1)
+    if value.dim() != len(stored):
+        raise UsageError(f"{form.names[0]} is stored as {list(stored)}, and held as {list(value.shape)}")
+    return value - 1 if form.plus_one else value
+
+
+def _is_exact(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.dtype == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
+
+
+def _why_unfit(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
+    """Say why the class that a configuration names has not these shapes, as far as names tell; empty if it may."""
+    import transformers
+    from transformers import AutoConfig
+
+    architecture: Any = getattr(transformers, (content.get("architectures") or [""])[0], None)
+    if architecture is None or content.get("auto_map"):
+        return ""
+    try:
+        config = AutoConfig.for_model(**content)
+        with torch.device("meta"):
+            made = architecture(config).state_dict()
+    except Exception as error:  # transformers' own checks: a hidden size that the heads do not divide, say
+        return f"transformers: {' '.join(str(error).split()):.200}"
+    other = (name for name, shape in shapes.items() if name in made and tuple(made[name].shape) != shape)
+    return next((f"{name} would be {list(made[name].shape)}, and is {list(shapes[name])}" for name in other), "")
+
+
+def _why_not(graph: GraphModule, source: WeightSource, content: Mapping[str, Any], trust_remote_code: bool) -> str:
+    """Say why a configuration does not describe a graph, by a folder of it whose tensors are holes; empty if it does.
+
+    Raises:
+        UsageError: the model's own folder cannot be written as it is.
+    """
+    shapes = _shapes(graph, source)
+    drafts = cache_folder() / "drafts"
+    drafts.mkdir(parents=True, exist_ok=True)
+    with partial_folder(drafts, "checkpoint") as folder:
+        _copy_others(_folder(graph), folder)
+        (folder / _CONFIG).write_text(json.dumps(content), encoding="utf-8")
+        for file in set(source.files.values()):
+            tensors = {name: source.read(name) for name in source.names if source.files[name] == file}
+            _write_holes(folder / file.name, {n: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()})
+        _write_index(folder, source, 0)
+        try:
+            found = capture(folder, trust_remote_code=trust_remote_code, weights=False)
+        except CompressorError as error:
+            if not isinstance(error, CaptureError):
+                raise
+            return first_line(error).removeprefix(f"{folder}: ")
+        return why_different(graph, found)
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy what is neither weights nor their index nor the configuration."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name not in (_CONFIG, INDEX_NAME, _MANIFEST):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_index(folder: Path, source: WeightSource, total_bytes: int) -> None:
+    """Write the index of several files; one file needs none."""
+    if len(set(source.files.values())) > 1:
+        content = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {name: source.files[name].name for name in sorted(source.names)},
+        }
+        (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_holes(file: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
+    """Write a safetensors file that takes no room on the disk: its numbers were never written."""
+    header, end = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)

@@ -1,0 +1,50 @@
+"""Tell whether two captured graphs are one program: equal operators on equal shapes, with equal constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.graph.provenance import describe
+from compressor.graph.rewrite import held_tensor
+
+_FACTS = ("kind", "vocab_size", "layers", "kv_heads", "head_dim", "states", "max_positions", "parameters")
+
+
+def why_different(wanted: GraphModule, found: GraphModule) -> str:
+    """Say in what a graph differs from another; empty if they are one program on parameters of equal shapes."""
+    ours, theirs = list(wanted.graph.nodes), list(found.graph.nodes)
+    places = {node: place for nodes in (ours, theirs) for place, node in enumerate(nodes)}
+    for one, other in zip(ours, theirs, strict=False):
+        if _described(one, places) != _described(other, places):
+            return f"{describe(one)} would be {_words(other)}, and is {_words(one)}"
+        if one.op == "get_attr":
+            first, second = (held_tensor(graph, str(one.target)) for graph in (wanted, found))
+            if first.shape != second.shape:
+                return f"{one.target} would have shape {list(second.shape)}, and has {list(first.shape)}"
+            if not first.is_meta and not second.is_meta and not torch.equal(first, second.to(first.dtype)):
+                return f"{one.target} would have other values"
+    if len(ours) != len(theirs):
+        return f"it would have {len(theirs)} operators, and has {len(ours)}"
+    for fact in _FACTS[:-1]:
+        first, second = (getattr(graph.meta["model"], fact) for graph in (wanted, found))
+        if first != second:
+            return f"its {fact} would be {second}, and is {first}"
+    return ""
+
+
+def _described(node: Node, places: dict[Node, int]) -> Any:
+    value = node.meta.get("val")
+    shape = [size if type(size) is int else None for size in value.shape] if isinstance(value, Tensor) else None
+    if node.op == "get_attr":
+        return node.op, node.target
+    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{places[source]}")
+    return node.op, str(node.target), repr(args), shape
+
+
+def _words(node: Node) -> str:
+    value = node.meta.get("val")
+    return f"{node.target}{f' of {list(value.shape)}' if isinstance(value, Tensor) else ''}"

@@ -1,0 +1,73 @@
+"""Say before any work whether the model can be saved as a checkpoint too, as it is before its weights are packed.
+
+Passes that leave it dense come first; the graph behind the last of them, in front of the first that packs a weight, is
+what is saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from compressor.errors import UsageError
+from compressor.export.checkpoints.folder import FolderForm, plan_folder
+from compressor.export.checkpoints.program import ProgramForm, plan_program
+from compressor.export.publish import is_program_file
+from compressor.plan.passes import PlannedPasses
+from compressor.recipe.options import recipe_name
+from compressor.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """Hold how the model is saved beside its bundle.
+
+    Attributes:
+        after: the number of passes that it has behind it.
+        form: how it is written.
+        note: the same in words.
+    """
+
+    after: int
+    form: FolderForm | ProgramForm
+    note: str
+
+
+def plan_checkpoint(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint | None:
+    """Plan the checkpoint that a recipe asks for; None if it asks for none.
+
+    Raises:
+        RecipeError: it cannot be written; ``bundle only`` and the reason.
+    """
+    if recipe.checkpoint is None:
+        return None
+    try:
+        return _plan(planned, recipe)
+    except UsageError as error:
+        raise recipe.problem(("checkpoint",), str(error)) from error
+
+
+def _plan(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint:
+    graphs = [*planned.before, planned.final]
+    after = next((place for place, graph in enumerate(graphs) if _is_packed(graph)), len(graphs)) - 1
+    if after < 1:
+        raise UsageError("no pass leaves another dense model: put those that prune before those that pack weights")
+    last, is_program = recipe_name(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
+    for step in recipe.passes[:after]:
+        if not is_program and not step.plans_widths:
+            name = recipe_name(step)
+            raise UsageError(
+                f"bundle only: {name} decides the width of each layer as it runs, and config.json has one number for "
+                f"all of them: give {name} `allocate: uniform`, or leave `checkpoint` out"
+            )
+    graph = graphs[after]
+    form = plan_program(graph) if is_program else plan_folder(graph, recipe.trust_remote_code)
+    note = f"checkpoint: the model as {last} leaves it goes to {recipe.checkpoint}, {form.words}"
+    return PlannedCheckpoint(after, form, note)
+
+
+def _is_packed(graph: GraphModule) -> bool:
+    """Return whether an operator of a graph reads packed weights or caches."""
+    return any("::packed_" in getattr(node.target, "name", str)() for node in graph.graph.nodes)
