@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from compressor.pipeline.pipeline import Pass
 from compressor.training.settings import Shape
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from compressor.pipeline.site_plan import SitePlan
 from compressor.training.loop import Objective
 from compressor.training.masks import LastThird, Masks
 from compressor.training.settings import Shape, staged
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import Outputs, TrainableGraph
 
 _ATEN = torch.ops.aten

@@ -20,7 +20,7 @@ from compressor.pipeline.pipeline import Pass
 from compressor.training.admm import ProjectedBlocks
 from compressor.training.masks import GrowingBlocks, Masks
 from compressor.training.settings import Shape
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
 
 _MEASURED = 32  # samples on which inputs are measured
 
@@ -96,6 +96,11 @@ class SparseTrain(TaughtPass, Pass):
         if not 1 <= self.project_every <= 10**9:
             raise UsageError(f"sparse_train: project_every {self.project_every} is not a whole number from 1")
         super().__post_init__()
+
+    @property
+    def more_copies(self) -> int:
+        """Return the two of ADMM: the projection and the dual variable."""
+        return 2 if self.method == "admm" else 0
 
     def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
         """Return blocks that grow or towards which weights are drawn, chosen by the size of the inputs now."""

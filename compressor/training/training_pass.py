@@ -80,6 +80,11 @@ class TrainingPass(Pass):
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def more_copies(self) -> int:
+        """Return how many float32 copies of a weight its masks hold."""
+        return 0
+
+    @property
     def training(self) -> TrainingNeeds:
         """Return what it takes forwards and backwards."""
         return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
@@ -127,7 +132,7 @@ class TrainingPass(Pass):
         """Say which linears are trained: neither shapes nor bytes change."""
         sites, names = self._choose(graph)
         trained = {site.name for site in sites}
-        working = 4 * _COPIES * sum(graph.get_parameter(name).numel() for name in names)
+        working = 4 * (_COPIES + self.more_copies) * sum(graph.get_parameter(name).numel() for name in names)
         if self.adapter_rank:
             shapes = {site.weight_name: (site.out_features, site.in_features) for site in sites}.values()
             saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)

@@ -99,6 +99,11 @@ def test_the_passes_of_the_shipped_recipes_run(name: str, step: str, llama: Grap
     assert not [site for site in linear_sites(graph) if site.name != "lm_head"]
 
 
+def test_a_plan_counts_the_copies_of_admm(llama: GraphModule) -> None:
+    plain, drawn = (train.plan(llama, Context(samples=SAMPLES))[0].working_bytes for train in (QUICK, BY_ADMM))
+    assert drawn == plain / 7 * 9
+
+
 def test_bad_input() -> None:
     with pytest.raises(UsageError, match="sparse_train: scheme W8A16 leaves nothing out"):
         SparseTrain("W8A16")
