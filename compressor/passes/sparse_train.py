@@ -17,10 +17,10 @@ from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.training.admm import ProjectedBlocks
-from compressor.training.masks import GrowingBlocks, Masks
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
+from compressor.training.zeros.admm import ProjectedBlocks
+from compressor.training.zeros.masks import GrowingBlocks, Masks
 
 _MEASURED = 32  # samples on which inputs are measured
 
@@ -37,8 +37,8 @@ class SparseTrain(TaughtPass, Pass):
 
     Attributes:
         scheme: format name that ends with what is left out: ``W8A16_B16x1@90``.
-        method: ``cubic`` leaves out more and more; ``admm`` draws weights towards the nearest that have all zeros, ever
-            more strongly, and sets them to zero after two thirds of the steps.
+        method: ``cubic`` leaves out more and more; ``admm`` draws weights towards the nearest that have as many zeros,
+            ever more strongly, and sets them to zero after two thirds of the steps.
         penalty: of ``admm`` in the end: at 1, a weight as large as its matrix's mean is drawn as fast as the optimiser
             may move it.
         project_every: steps of ``admm`` between two choices of blocks.
@@ -65,7 +65,7 @@ class SparseTrain(TaughtPass, Pass):
 
     scheme: str
     method: Literal["cubic", "admm"] = "cubic"
-    penalty: float = 1.0
+    penalty: float = 10.0
     project_every: int = 8
     temperature: float = 1.0
     hidden: float = 0.0

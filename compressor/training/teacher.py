@@ -48,14 +48,21 @@ def with_teacher(
     def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
         with torch.no_grad():
             wanted = teacher(batch)
-        is_logits = info.generates or (info.kind == "module" and outputs.last.dim() == 2)
-        if is_logits:
-            loss = divergence(outputs.last, wanted.last, temperature)
-        else:
-            loss = hidden_error([outputs.last], [wanted.last])
+        loss = output_error(info, outputs.last, wanted.last, temperature)
         return loss + hidden * hidden_error(outputs.hidden, wanted.hidden) if hidden else loss
 
     return TrainableGraph(graph, names, student_points), objective
+
+
+def output_error(info: ModelInfo, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the divergence of predictions, or the error of an encoder's hidden states.
+
+    Args:
+        student, teacher: what two graphs of the same model put out.
+    """
+    if info.generates or (info.kind == "module" and student.dim() == 2):
+        return divergence(student, teacher, temperature)
+    return hidden_error([student], [teacher])
 
 
 def _points(graph: GraphModule) -> list[Node]:

@@ -24,7 +24,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_recipe
-from compressor.training.masks import GrowingBlocks
+from compressor.training.zeros.masks import GrowingBlocks
 
 SAMPLES = random_samples(97, 16)
 SCHEME = "W8A16_B16x1@75"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.numerics.sparsity.block_sparsity import of_tiles
-from compressor.training.admm import ProjectedBlocks
+from compressor.training.zeros.admm import ProjectedBlocks
 
 ROWS, COLUMNS, KEPT, STEPS, EVERY, PENALTY = 32, 24, 6, 90, 5, 2.0
 
@@ -20,10 +20,11 @@ def quadratic(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return a, factor @ factor.t() / COLUMNS + 0.1 * torch.eye(COLUMNS)
 
 
-def project(values: Tensor) -> Tensor:
-    """Keep the largest blocks of each tile, by a full sort."""
+def project(values: Tensor, step: int = STEPS) -> Tensor:
+    """Keep the largest blocks of each tile, by a full sort: as many as the cubic schedule leaves."""
     sizes = values.square().view(-1, 16, COLUMNS).sum(1)
-    return values * (sizes >= sizes.sort(dim=1).values[:, -KEPT, None]).repeat_interleave(16, 0)
+    count = KEPT + math.floor((COLUMNS - KEPT) * max(0.0, 1 - step / math.ceil(2 * STEPS / 3)) ** 3)
+    return values * (sizes >= sizes.sort(dim=1).values[:, -count, None]).repeat_interleave(16, 0)
 
 
 def rate(step: int) -> float:
@@ -45,13 +46,13 @@ def train(a: Tensor, Q: Tensor, moments: Tensor | None = None) -> tuple[Projecte
 
 def test_it_is_dense_admm() -> None:
     a, Q = quadratic(torch.Generator().manual_seed(0))
-    w, y, z, last = a.clone(), torch.zeros_like(a), project(a), math.ceil(2 * STEPS / 3)
+    w, y, z, last = a.clone(), torch.zeros_like(a), a.clone(), math.ceil(2 * STEPS / 3)
     for step in range(1, last + 1):
         rho = PENALTY / float(a.square().mean().sqrt()) * step / last
         w = w - rate(step - 1) * (w - a) @ Q
         w = w - rate(step - 1) * (rho * (w - z) + y) / (1 + rate(step - 1) * rho)
         if step % EVERY == 0:
-            z = project(w + y / rho)
+            z = project(w + y / rho, step)
             y = y + rho * (w - z)
     w = w * (z != 0)
     for step in range(last, STEPS):
@@ -63,7 +64,8 @@ def test_it_is_dense_admm() -> None:
 
 
 def test_it_ends_below_pruning_at_once() -> None:
-    """The least loss on the blocks that ADMM finds is below that on the largest blocks, for each of ten problems."""
+    """The least losses on the blocks that ADMM finds are below those on the largest blocks: most, and in all."""
+    losses = []
     for seed in range(10):
         a, Q = quadratic(torch.Generator().manual_seed(seed))
 
@@ -80,7 +82,9 @@ def test_it_ends_below_pruning_at_once() -> None:
         _, found = train(a, Q)
         left = of_tiles(found.abs()) > 0
         assert left.sum(1).tolist() == [KEPT] * (ROWS // 16)
-        assert least(left) < least(of_tiles(project(a).abs()) > 0), seed
+        losses.append((least(left), least(of_tiles(project(a).abs()) > 0)))
+    assert sum(found < at_once for found, at_once in losses) >= 8
+    assert sum(found for found, _ in losses) < 0.95 * sum(at_once for _, at_once in losses)
 
 
 def test_projections_are_the_nearest_of_the_pattern() -> None:
@@ -91,7 +95,7 @@ def test_projections_are_the_nearest_of_the_pattern() -> None:
         assert (of_tiles(values.abs()) > 0).sum(1).tolist() == [KEPT] * (ROWS // 16)
     assert torch.equal(found != 0, masks.target["w"] != 0), "zeros stay"
     values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
-    nearest = masks._project("w", values)
+    nearest = masks.project("w", values, STEPS)
     assert torch.equal(nearest[nearest != 0], values[nearest != 0])
     sizes = of_tiles(values.square() * moments)
     expected = sizes.topk(KEPT, dim=1).values.sum()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.numerics.products.deterministic import total
 from compressor.numerics.sparsity.block_sparsity import block_mask, largest_blocks
-from compressor.training.masks import GrowingBlocks, KeptZeros
+from compressor.training.zeros.masks import GrowingBlocks, KeptZeros
 
 
 class ProjectedBlocks(GrowingBlocks):
@@ -24,7 +24,8 @@ class ProjectedBlocks(GrowingBlocks):
         w <- argmin 1 / (2 rate) ||w' - w||^2 + rho / 2 ||w' - z + u||^2 = (w + rate rho (z - u)) / (1 + rate rho)
 
     and every so many steps z <- the largest blocks of w + u, y <- y + rho (w - z).  rho rises straight from zero.  y is
-    kept, not u, so that a change of rho leaves it as it is.  Blocks are compared as those of :class:`GrowingBlocks`.
+    kept, not u, so that a change of rho leaves it as it is.  Blocks are compared as those of :class:`GrowingBlocks`,
+    and the pattern has as many at any step; but one that is gone may come back, until the end.
 
     Args:
         weights, kept, moments, steps: as of :class:`GrowingBlocks`.
@@ -49,7 +50,7 @@ class ProjectedBlocks(GrowingBlocks):
         squares = {name: float(total(w.square())) / w.numel() for name, w in begun.items()}
         self._penalties = {name: penalty / max(square, 1e-30) ** 0.5 for name, square in squares.items()}
         self.dual = {name: torch.zeros_like(w) for name, w in begun.items()}
-        self.target = {name: self._project(name, w) for name, w in begun.items()}
+        self.target = {name: w.clone() for name, w in begun.items()}
 
     @torch.no_grad()
     def after_step(self, step: int, weights: Mapping[str, Tensor]) -> None:
@@ -65,14 +66,15 @@ class ProjectedBlocks(GrowingBlocks):
         pull, z, y = self._rate(step - 1) * rho, self.target[name], self.dual[name]
         w.add_(z - y / rho, alpha=pull).div_(1 + pull)
         if step % self._every == 0 or step == self._last:
-            z.copy_(self._project(name, w + y / rho))
+            z.copy_(self.project(name, w + y / rho, step))
             y.add_(w - z, alpha=rho)
         if step == self._last:
             self._masks[name] &= z != 0
 
-    def _project(self, name: str, values: Tensor) -> Tensor:
-        """Return the values with all but the largest blocks at zero."""
-        blocks = largest_blocks(values, self._moments[name], self._kept[name])
+    def project(self, name: str, values: Tensor, step: int) -> Tensor:
+        """Return the values with all but the largest blocks at zero, as many as are left after so many steps."""
+        count = self.count(step, values.shape[1], self._kept[name])
+        blocks = largest_blocks(values, self._moments[name], count)
         return values * block_mask(blocks, *values.shape)
 
     def state(self) -> dict[str, Tensor]:
