@@ -25,7 +25,7 @@ from compressor.evaluate.speed import Worker
 TABLE = "{embedding: {scheme: W8A16}}"
 HEAD = ", ignore: [lm_head]"
 TRAIN = (
-    "{sparse_train: {scheme: W8A16_B16x1@90, steps: 400, batch: 4, learning_rate: 0.003, schedule: linear, "
+    "{sparse_train: {scheme: W8A16_B16x1@90, steps: 1200, batch: 4, learning_rate: 0.003, schedule: linear, "
     "held_out: 0.05, ignore: [lm_head]}}"
 )
 ROWS = {

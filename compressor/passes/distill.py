@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.errors import UsageError
+from compressor.host.digests import digest
+from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.training.blocks import BlockWalk, names_by_block
 from compressor.training.settings import Shape
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Distill(TaughtPass, Pass):
         ignore: patterns of linears to leave as they are.
         adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
             (LoRA); 0 trains the weight itself.
+        by_block: train one block after the other, each for all ``steps``; what several blocks read is left as it is.
     """
 
     temperature: float = 1.0
@@ -62,3 +73,36 @@ class Distill(TaughtPass, Pass):
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
     adapter_rank: int = 0
+    by_block: bool = False
+
+    def __post_init__(self) -> None:
+        if self.by_block and self.hidden:
+            raise UsageError("distill: by_block compares hidden states alone; leave `hidden` out")
+        super().__post_init__()
+
+    def parts(self, graph: GraphModule, names: Sequence[str]) -> list[list[str]]:
+        """Return the parameters of each block, or all."""
+        return names_by_block(graph, names) if self.by_block else super().parts(graph, names)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Train the model as a whole, or its blocks one by one."""
+        if not self.by_block:
+            return super().run(graph, ctx)
+        ids, (sites, names) = ctx.calibration(self.name).ids, self.chosen(graph)
+        assert isinstance(ids, Tensor)  # `requires` refuses models whose samples are not
+        walk, parts, figures = BlockWalk(self.name, graph, ctx, ids), self.parts(graph, names), []
+        with ctx.reporter.task(self.name, self.steps * sum(map(bool, parts))) as task:
+            for number, part in enumerate(parts):
+                if part:
+                    mine = [site for site in sites if site.weight_name in part]
+                    prepare = functools.partial(walk.block, number, part, self.temperature)
+                    key = digest(self.key(ctx), str(number))
+                    tensors, history = self.train(graph, ctx, mine, torch.arange(len(ids)), key, task, prepare)
+                    self.replace(graph, ctx, mine, tensors)
+                    figures.append((history.begun, history.best))
+                    if history.why:
+                        ctx.notes.append(f"{self.name}: block {number} ended after step {history.step}: {history.why}")
+                walk.pass_by(number)
+        begun, best = (" ".join(f"{figure:.3g}" for figure in column) for column in zip(*figures, strict=True))
+        ctx.notes.append(f"{self.name}: held-out loss by block at first: {begun}; of what is kept: {best}")
+        return graph

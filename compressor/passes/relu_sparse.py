@@ -17,10 +17,10 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 from compressor.training.loop import Objective
-from compressor.training.masks import LastThird, Masks
 from compressor.training.settings import Shape, staged
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import Outputs, TrainableGraph
+from compressor.training.zeros.masks import LastThird, Masks
 
 _ATEN = torch.ops.aten
 _RELU, _SMOOTH = _ATEN.relu.default, (_ATEN.silu.default, _ATEN.gelu.default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -16,9 +17,10 @@ from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.training.masks import GrowingBlocks, Masks
 from compressor.training.settings import Shape
-from compressor.training.taught_pass import TaughtPass
+from compressor.training.teacher import TaughtPass
+from compressor.training.zeros.admm import ProjectedBlocks
+from compressor.training.zeros.masks import GrowingBlocks, Masks
 
 _MEASURED = 32  # samples on which inputs are measured
 
@@ -27,13 +29,19 @@ _MEASURED = 32  # samples on which inputs are measured
 class SparseTrain(TaughtPass, Pass):
     """Leave out blocks of 16 rows by one column little by little, while the rest learns to predict what the model did.
 
-    The share that is left out rises by a cubic schedule during two thirds of the steps; in the last third the zeros
-    stay where they are.  The teacher is the model before the first pass.  The weights stay dense, with zeros: put one
-    of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs what is left.  A share of
-    the samples is held out; the weights with the smallest loss there, once all zeros are in place, are kept.
+    The share that is left out rises by a cubic schedule during two thirds of the steps, or weights are drawn towards
+    zeros by ADMM; the last third keeps these zeros.  The teacher is the model before the first pass.  The
+    weights stay dense, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``,
+    which packs what is left.  A share of the samples is held out; the weights with the smallest loss there, once all
+    zeros are in place, are kept.
 
     Attributes:
         scheme: format name that ends with what is left out: ``W8A16_B16x1@90``.
+        method: ``cubic`` leaves out more and more; ``admm`` draws weights towards the nearest that have as many zeros,
+            ever more strongly, and sets them to zero after two thirds of the steps.
+        penalty: of ``admm`` in the end: at 1, a weight as large as its matrix's mean is drawn as fast as the optimiser
+            may move it.
+        project_every: steps of ``admm`` between two choices of blocks.
         temperature: logits are divided by it; above 1, unlikely tokens count for more.
         hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
             behind each attention and each feed-forward network; 0 leaves them out.
@@ -56,6 +64,9 @@ class SparseTrain(TaughtPass, Pass):
     """
 
     scheme: str
+    method: Literal["cubic", "admm"] = "cubic"
+    penalty: float = 10.0
+    project_every: int = 8
     temperature: float = 1.0
     hidden: float = 0.0
     steps: int = 600
@@ -78,13 +89,27 @@ class SparseTrain(TaughtPass, Pass):
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(ColumnBlocks) is None:
             raise UsageError(f"sparse_train: scheme {self.scheme} leaves nothing out; end it with _B16x1@90 or so")
+        if self.method not in ("cubic", "admm"):
+            raise UsageError(f"sparse_train: method {self.method} is none of cubic, admm")
+        if not 0 < self.penalty <= 1000:
+            raise UsageError(f"sparse_train: penalty {self.penalty:g} is not above 0 and at most 1000")
+        if not 1 <= self.project_every <= 10**9:
+            raise UsageError(f"sparse_train: project_every {self.project_every} is not a whole number from 1")
         super().__post_init__()
 
+    @property
+    def more_copies(self) -> int:
+        """Return the two of ADMM: the projection and the dual variable."""
+        return 2 if self.method == "admm" else 0
+
     def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
-        """Return blocks that grow, chosen by the size of the inputs now."""
+        """Return blocks that grow or towards which weights are drawn, chosen by the size of the inputs now."""
         fmt, ids = Format.parse(self.scheme), ctx.calibration("sparse_train").ids
         moments: dict[str, Tensor] = {}
         for group, found in CalibrationRun(graph, ids[:_MEASURED], sites, MeanSquares).groups():
             moments |= {site.weight_name: found.value for site in group}
         kept = {site.weight_name: fmt.stored_columns(site.in_features) for site in sites}
-        return GrowingBlocks(weights, kept, moments, self.steps)
+        if self.method == "cubic":
+            return GrowingBlocks(weights, kept, moments, self.steps)
+        rate = self._settings().rate
+        return ProjectedBlocks(weights, kept, moments, self.steps, rate, self.penalty, self.project_every)

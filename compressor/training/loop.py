@@ -22,9 +22,9 @@ from compressor.errors import UsageError
 from compressor.progress import Task
 from compressor.training.adamw import AdamW, clip
 from compressor.training.checkpoints import Checkpoints
-from compressor.training.masks import Masks
 from compressor.training.settings import Settings
 from compressor.training.trainable import Outputs, TrainableGraph
+from compressor.training.zeros.masks import Masks
 
 Objective: TypeAlias = Callable[[Tensor, Outputs, int], Tensor]
 """(batch, outputs, steps done) -> the loss, a mean over rows; without dimensions."""

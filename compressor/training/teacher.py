@@ -1,8 +1,9 @@
-"""The dense model as a teacher: the distance of a graph's outputs to its own, batch by batch."""
+"""The dense model as a teacher: the distance of a graph's outputs to its own, and passes that train towards it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from compressor.pipeline.context import Context
 from compressor.training.loop import Objective
 from compressor.training.losses import divergence, hidden_error
 from compressor.training.trainable import Outputs, TrainableGraph
+from compressor.training.training_pass import TrainingPass
 
 
 def with_teacher(
@@ -46,14 +48,21 @@ def with_teacher(
     def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
         with torch.no_grad():
             wanted = teacher(batch)
-        is_logits = info.generates or (info.kind == "module" and outputs.last.dim() == 2)
-        if is_logits:
-            loss = divergence(outputs.last, wanted.last, temperature)
-        else:
-            loss = hidden_error([outputs.last], [wanted.last])
+        loss = output_error(info, outputs.last, wanted.last, temperature)
         return loss + hidden * hidden_error(outputs.hidden, wanted.hidden) if hidden else loss
 
     return TrainableGraph(graph, names, student_points), objective
+
+
+def output_error(info: ModelInfo, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the divergence of predictions, or the error of an encoder's hidden states.
+
+    Args:
+        student, teacher: what two graphs of the same model put out.
+    """
+    if info.generates or (info.kind == "module" and student.dim() == 2):
+        return divergence(student, teacher, temperature)
+    return hidden_error([student], [teacher])
 
 
 def _points(graph: GraphModule) -> list[Node]:
@@ -63,3 +72,27 @@ def _points(graph: GraphModule) -> list[Node]:
 def _shape(node: Node) -> int:
     """Return the width; the other sizes are symbols of each graph's own."""
     return int(node.meta["val"].shape[-1])
+
+
+class TaughtPass(TrainingPass):
+    """Train towards the outputs of the model before the first pass.  The options are those of each pass.
+
+    Attributes:
+        temperature: logits are divided by it.
+        hidden: weight of the hidden states' error in the loss.
+    """
+
+    needs_dense: ClassVar[bool] = True
+    temperature: float
+    hidden: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature <= 100:
+            raise UsageError(f"{self.name}: temperature {self.temperature:g} is not above 0 and at most 100")
+        if not 0 <= self.hidden <= 1e6:
+            raise UsageError(f"{self.name}: hidden {self.hidden:g} is not a weight from 0 to a million")
+        super().__post_init__()
+
+    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+        """Return the graph, and the distance of its outputs to the dense model's."""
+        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden)

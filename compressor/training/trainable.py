@@ -63,7 +63,7 @@ class TrainableGraph:
             batch: int64 [B, S]; of a plain module its input, float32 [B, ...].
             weights: others in place of its own.
         """
-        reader = _Reader(self.graph, self._values() if weights is None else weights, self.points)
+        reader = Reader(self.graph, self.values() if weights is None else weights, self.points)
         inputs = [value.to(self._device) for value in flat_inputs(self.info, batch)]
         last, *_ = reader.run(*inputs, enable_io_processing=False)
         return Outputs(last, [reader.seen[node] for node in self.points])
@@ -71,10 +71,10 @@ class TrainableGraph:
     def stored(self) -> dict[str, Tensor]:
         """Return the weights as they will be stored: in the type that each parameter has."""
         with torch.no_grad():
-            values = self._values()
+            values = self.values()
         return {name: values[name].detach().to(kind, copy=True) for name, kind in self._types.items()}
 
-    def _values(self) -> dict[str, Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """Return what stands in the place of parameters, by name."""
         return self.weights if self._adapters is None else self.weights | self._adapters.fused()
 
@@ -84,7 +84,13 @@ def _info(graph: GraphModule) -> ModelInfo:
     return info
 
 
-class _Reader(Interpreter):
+class Reader(Interpreter):
+    """Runs nodes with weights in the place of parameters.
+
+    Attributes:
+        seen: values of the points that have run.
+    """
+
     def __init__(self, graph: GraphModule, weights: Mapping[str, Tensor], points: Sequence[Node]) -> None:
         super().__init__(graph)
         self._weights, self._points = weights, set(points)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -20,11 +21,12 @@ from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_sites
+from compressor.progress import Task
 from compressor.training.checkpoints import Checkpoints
 from compressor.training.loop import History, Objective, Training
-from compressor.training.masks import KeptZeros, Masks
 from compressor.training.settings import Settings, Shape
 from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.masks import KeptZeros, Masks
 
 _COPIES = 7  # float32 copies of a weight: itself, its gradient, two means, the best, and what a step works in
 _FUSED = 4  # of a weight that has adapters: itself, with these added, its gradient, and the best
@@ -80,6 +82,11 @@ class TrainingPass(Pass):
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def more_copies(self) -> int:
+        """Return how many float32 copies of a weight its masks hold."""
+        return 0
+
+    @property
     def training(self) -> TrainingNeeds:
         """Return what it takes forwards and backwards."""
         return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
@@ -90,7 +97,7 @@ class TrainingPass(Pass):
         if info.hears or info.pair is not None:
             what = "of speech" if info.hears else "of pictures with texts"
             raise UsageError(f"{self.name}: {info.name} is a model {what}, which is not trained; leave the pass out")
-        for site in self._choose(graph)[0]:
+        for site in self.chosen(graph)[0]:
             rows, columns, rank = site.out_features, site.in_features, self.adapter_rank
             if rank * (rows + columns) >= rows * columns:
                 raise UsageError(
@@ -100,47 +107,79 @@ class TrainingPass(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train, and put the best weights in the place of the old ones."""
-        samples, sites, names = ctx.calibration(self.name), *self._choose(graph)
+        samples, sites, names = ctx.calibration(self.name), *self.chosen(graph)
         assert isinstance(samples.ids, Tensor)  # `requires` refuses models whose samples are not
-        key = digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed)  # type: ignore[call-overload]
-        checkpoints = Checkpoints(ctx.results, key, f"{graph.meta['model'].name}: {self.name}")
+        key = self.key(ctx)
         with ctx.reporter.task(self.name, self.steps) as task:
-            ctx.blocks += 1
-            if (found := checkpoints.result()) is not None:
-                ctx.reused += 1
-                task.advance(self.steps)
-                tensors, history = found.tensors, History(**found.records[0])
-            else:
-                model, objective = self.prepare(graph, ctx, names)
-                if self.adapter_rank:
-                    model.adapt(list(dict.fromkeys(site.weight_name for site in sites)), self.adapter_rank, ctx.seed)
-                masks = self.masks(graph, ctx, model.weights, sites)
-                training = Training(model, objective, samples.ids, self._settings(), masks, checkpoints, ctx.seed)
-                tensors = training.run(task)
-                history = training.history
-                tensors = checkpoints.finish(tensors, [dataclasses.asdict(history)])
+            prepare = functools.partial(self.prepare, graph, ctx, names)
+            tensors, history = self.train(graph, ctx, sites, samples.ids, key, task, prepare)
         ctx.notes += self._notes(history)
-        self._replace(graph, ctx, sites, tensors)
+        self.replace(graph, ctx, sites, tensors)
         return graph
+
+    def key(self, ctx: Context) -> str:
+        """Return the digest of everything that determines the result."""
+        samples = ctx.calibration(self.name)
+        return digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed)  # type: ignore[call-overload]
+
+    def train(
+        self,
+        graph: GraphModule,
+        ctx: Context,
+        sites: Sequence[Site],
+        samples: Tensor,
+        key: str,
+        task: Task,
+        prepare: Callable[[], tuple[TrainableGraph, Objective]],
+    ) -> tuple[Mapping[str, Tensor], History]:
+        """Train what is prepared, or take what an earlier run ended with: the best weights, and its figures.
+
+        Args:
+            sites: linears whose weights are among those.
+            key: digest of everything that determines the result.
+        """
+        checkpoints = Checkpoints(ctx.results, key, f"{graph.meta['model'].name}: {self.name}")
+        ctx.blocks += 1
+        if (found := checkpoints.result()) is not None:
+            ctx.reused += 1
+            task.advance(self.steps)
+            return found.tensors, History(**found.records[0])
+        model, objective = prepare()
+        if self.adapter_rank:
+            model.adapt(list(dict.fromkeys(site.weight_name for site in sites)), self.adapter_rank, ctx.seed)
+        masks = self.masks(graph, ctx, model.weights, sites)
+        training = Training(model, objective, samples, self._settings(), masks, checkpoints, ctx.seed)
+        tensors = training.run(task)
+        return checkpoints.finish(tensors, [dataclasses.asdict(training.history)]), training.history
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained: neither shapes nor bytes change."""
-        sites, names = self._choose(graph)
+        sites, names = self.chosen(graph)
         trained = {site.name for site in sites}
-        working = 4 * _COPIES * sum(graph.get_parameter(name).numel() for name in names)
-        if self.adapter_rank:
-            shapes = {site.weight_name: (site.out_features, site.in_features) for site in sites}.values()
-            saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)
-            working -= 4 * (sum(saved) - _COPIES * self.adapter_rank * sum(map(sum, shapes)))
+        working = max(self._working_bytes(graph, sites, part) for part in self.parts(graph, names))
         return [
             dataclasses.replace(plan, note="is trained", working_bytes=working) if plan.site in trained else plan
             for plan in plan_untouched(graph)
         ]
 
+    def parts(self, graph: GraphModule, names: Sequence[str]) -> list[list[str]]:
+        """Return the parameters that are trained at once, for each time."""
+        return [list(names)]
+
+    def _working_bytes(self, graph: GraphModule, sites: Sequence[Site], names: Sequence[str]) -> int:
+        """Return the bytes that training these parameters takes beside the graph."""
+        working = 4 * (_COPIES + self.more_copies) * sum(graph.get_parameter(name).numel() for name in names)
+        if self.adapter_rank:
+            mine = [site for site in sites if site.weight_name in names]
+            shapes = {site.weight_name: (site.out_features, site.in_features) for site in mine}.values()
+            saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)
+            working -= 4 * (sum(saved) - _COPIES * self.adapter_rank * sum(map(sum, shapes)))
+        return working
+
     def _settings(self) -> Settings:
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
-    def _choose(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
+    def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
         """Return the linears, and the names of all parameters to train."""
         sites = choose_sites(graph, self.name, None, self.targets, self.ignore)
         names = dict.fromkeys(site.weight_name for site in sites)
@@ -166,7 +205,7 @@ class TrainingPass(Pass):
             f"{history.best_step} of {self.steps}{ended}"
         ]
 
-    def _replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
+    def replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
         """Put trained weights in the place of the old ones, for all that read them, and record each linear."""
         for site in sites:
             old, new = graph.get_parameter(site.weight_name).detach(), tensors[site.weight_name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import load_recipe
-from compressor.training.masks import GrowingBlocks
+from compressor.training.zeros.masks import GrowingBlocks
 
 SAMPLES = random_samples(97, 16)
 SCHEME = "W8A16_B16x1@75"
 QUICK = SparseTrain(SCHEME, steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
+BY_ADMM = replace(QUICK, method="admm", project_every=3)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +62,10 @@ def test_blocks_go_by_the_schedule_and_stay_away() -> None:
     assert int(before.sum()) == 24
 
 
-def test_it_ends_at_the_share_and_is_packed_with_these_zeros(llama: GraphModule) -> None:
+@pytest.mark.parametrize("train", [QUICK, BY_ADMM], ids=lambda train: train.method)
+def test_it_ends_at_the_share_and_is_packed_with_these_zeros(train: SparseTrain, llama: GraphModule) -> None:
     graph, ctx = clone_graph(llama), Context(samples=SAMPLES)
-    graph = Pipeline([QUICK], [VerifyStages()]).run(graph, ctx)
+    graph = Pipeline([train], [VerifyStages()]).run(graph, ctx)
     for site in linear_sites(graph):
         assert set(left(graph.get_parameter(site.weight_name).detach()).sum(1).tolist()) == {16}
     assert "held-out loss" in ctx.notes[0] and " after step 8, " in ctx.notes[0]
@@ -71,9 +74,10 @@ def test_it_ends_at_the_share_and_is_packed_with_these_zeros(llama: GraphModule)
     assert {record.format for record in packed} == {SCHEME} and max(record.error for record in packed) < 1e-3
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [QUICK, BY_ADMM], ids=lambda train: train.method)
+def test_an_interrupted_run_goes_on_to_the_same_bits(train: SparseTrain, llama: GraphModule, tmp_path: Path) -> None:
     # Step 7 is two behind a checkpoint.
-    found = whole_and_resumed(lambda ctx: Pipeline([QUICK]).run(clone_graph(llama), ctx), tmp_path, 7, samples=SAMPLES)
+    found = whole_and_resumed(lambda ctx: Pipeline([train]).run(clone_graph(llama), ctx), tmp_path, 7, samples=SAMPLES)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
@@ -95,8 +99,19 @@ def test_the_passes_of_the_shipped_recipes_run(name: str, step: str, llama: Grap
     assert not [site for site in linear_sites(graph) if site.name != "lm_head"]
 
 
+def test_a_plan_counts_the_copies_of_admm(llama: GraphModule) -> None:
+    plain, drawn = (train.plan(llama, Context(samples=SAMPLES))[0].working_bytes for train in (QUICK, BY_ADMM))
+    assert drawn == plain / 7 * 9
+
+
 def test_bad_input() -> None:
     with pytest.raises(UsageError, match="sparse_train: scheme W8A16 leaves nothing out"):
         SparseTrain("W8A16")
     with pytest.raises(UsageError, match="sparse_train: steps 0"):
         SparseTrain(SCHEME, steps=0)
+    with pytest.raises(UsageError, match="sparse_train: method fast is none of cubic, admm"):
+        SparseTrain(SCHEME, method="fast")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="sparse_train: penalty 0 is not above 0"):
+        SparseTrain(SCHEME, method="admm", penalty=0.0)
+    with pytest.raises(UsageError, match="sparse_train: project_every 0"):
+        SparseTrain(SCHEME, method="admm", project_every=0)

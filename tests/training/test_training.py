@@ -28,9 +28,9 @@ from compressor.training.adamw import AdamW, clip
 from compressor.training.checkpoints import Checkpoints
 from compressor.training.loop import Training
 from compressor.training.losses import divergence, hidden_error, next_token_loss
-from compressor.training.masks import KeptZeros
 from compressor.training.settings import Settings
 from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.masks import KeptZeros
 
 SAMPLES = random_samples(97, 16)
 TIED = DECODERS["Llama, tied"]
