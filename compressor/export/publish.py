@@ -90,7 +90,6 @@ def publishing_checkpoint(checkpoint: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         with explaining_failed_writes(checkpoint):
             checkpoint = checkpoint.absolute()
-            checkpoint.parent.mkdir(parents=True, exist_ok=True)
             partial = stack.enter_context(partial_folder(checkpoint.parent, checkpoint.name))
         yield partial / checkpoint.name
         with explaining_failed_writes(checkpoint):

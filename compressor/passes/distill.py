@@ -81,8 +81,17 @@ class Distill(TaughtPass, Pass):
         super().__post_init__()
 
     def parts(self, graph: GraphModule, names: Sequence[str]) -> list[list[str]]:
-        """Return the parameters of each block, or all."""
-        return names_by_block(graph, names) if self.by_block else super().parts(graph, names)
+        """Return the parameters of each block, or all.
+
+        Raises:
+            UsageError: each parameter is read by several blocks.
+        """
+        if not self.by_block:
+            return super().parts(graph, names)
+        parts = names_by_block(graph, names)
+        if not any(parts):
+            raise UsageError("distill: by_block: several blocks read each of the chosen weights; leave `by_block` out")
+        return parts
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train the model as a whole, or its blocks one by one."""

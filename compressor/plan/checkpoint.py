@@ -35,15 +35,20 @@ class PlannedCheckpoint:
     note: str
 
 
-def plan_checkpoint(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint | None:
+def plan_checkpoint(planned: PlannedPasses, recipe: Recipe, source: object = None) -> PlannedCheckpoint | None:
     """Plan the checkpoint that a recipe asks for; None if it asks for none.
 
+    Args:
+        source: where the model comes from, which is not written over; a model in memory, or None, is nowhere.
     Raises:
         RecipeError: it cannot be written; ``bundle only`` and the reason.
     """
     if recipe.checkpoint is None:
         return None
     try:
+        place = Path(recipe.checkpoint)
+        if isinstance(source, str | Path) and place.exists() and place.resolve() == Path(source).resolve():
+            raise UsageError(f"{recipe.checkpoint} is the model that is read; choose another name")
         return _plan(planned, recipe)
     except UsageError as error:
         raise recipe.problem(("checkpoint",), str(error)) from error

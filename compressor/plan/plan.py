@@ -62,7 +62,7 @@ def make_plan(
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
     backend = make_backend(recipe.target.build())
     planned = plan_passes(graph, recipe, backend)  # first, as the model's positions limit what is advised
-    checkpoint = plan_checkpoint(planned, recipe)
+    checkpoint = plan_checkpoint(planned, recipe, source)
     info: ModelInfo = graph.meta["model"]
     if "hub" not in (recipe.evaluation.kind, getattr(recipe.calibration, "kind", None)):
         load_data(recipe, info)  # what does not do as data is said now; a data set on the hub is not fetched for a plan

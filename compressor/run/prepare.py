@@ -115,7 +115,7 @@ def prepare(
         state = _origin(graph, recipe)
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
-    checkpoint = _planned_checkpoint(planned, recipe, clock)
+    checkpoint = _planned_checkpoint(planned, recipe, source, clock)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
@@ -151,9 +151,11 @@ def _first_lock(recipe: Recipe, target: Target, source: Any, locked: Mapping[str
     return lock
 
 
-def _planned_checkpoint(planned: PlannedPasses, recipe: Recipe, clock: Clock) -> PlannedCheckpoint | None:
+def _planned_checkpoint(
+    planned: PlannedPasses, recipe: Recipe, source: object, clock: Clock
+) -> PlannedCheckpoint | None:
     """Plan the checkpoint that a recipe asks for, and say how it will be."""
-    checkpoint = plan_checkpoint(planned, recipe)
+    checkpoint = plan_checkpoint(planned, recipe, source)
     if checkpoint is not None:
         clock.reporter.note(checkpoint.note)
     return checkpoint

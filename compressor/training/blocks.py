@@ -46,15 +46,15 @@ class BlockWalk:
     """Two graphs, the one to train and the dense one, on their way from segment to segment.
 
     Raises:
-        CompressorError: there is no dense graph.
+        CompressorError: the pass does not run in a pipeline, which keeps the dense graph.
         UsageError: the graphs have their residual streams in different places.
     """
 
     def __init__(self, pass_name: str, graph: GraphModule, ctx: Context, ids: Tensor) -> None:
         if ctx.dense is None:
             raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
-        self._cut = segments(ctx.dense)
-        if len(self._cut) != len(segments(graph)):
+        self._segments, self._cut = segments(graph), segments(ctx.dense)
+        if len(self._cut) != len(self._segments):
             raise UsageError(
                 f"{pass_name}: the residual stream of the compressed graph is live in other places than the dense "
                 "one's; leave `by_block` out, which trains the model as a whole"
@@ -65,7 +65,7 @@ class BlockWalk:
 
     def block(self, number: int, names: Sequence[str], temperature: float) -> tuple[TrainableBlock, Objective]:
         """Return a segment to train, and the distance of what it puts out to what the dense model has there."""
-        segment, dense, teacher = segments(self._graph)[number], self._cut[number], self._dense
+        segment, dense, teacher = self._segments[number], self._cut[number], self._dense
         wanted, info = last_node(teacher.graph, dense), teacher.info
 
         def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
@@ -78,7 +78,7 @@ class BlockWalk:
 
     def pass_by(self, number: int) -> None:
         """Run all samples on to the end of a segment, whose weights are those that stay."""
-        segment = segments(self._graph)[number]
+        segment = self._segments[number]
         if segment.exit is not None:
             self._stream.interpreter = Reader(self._graph, {}, ())
             self._stream.advance(segment)

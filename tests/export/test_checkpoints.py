@@ -154,6 +154,15 @@ def test_the_plan_says_what_is_saved() -> None:
     )
 
 
+def test_the_model_that_is_read_is_not_written_over(tmp_path: Path) -> None:
+    model = tmp_path / "model.pt2"
+    model.touch()
+    recipe = Recipe.from_dict({"model": "m", "calibration": "python_docs", "passes": [RTN], "checkpoint": str(model)})
+    planned = plan_passes(reference(), recipe, make_backend(recipe.target.build()))
+    with pytest.raises(RecipeError, match=r"^recipe: checkpoint: .*model.pt2 is the model that is read"):
+        plan_checkpoint(planned, recipe, str(tmp_path / "." / "model.pt2"))
+
+
 class Mobile(nn.Module):
     """A stem, an inverted residual of which one convolution is depthwise, and a head."""
 

@@ -120,3 +120,6 @@ def test_what_two_blocks_read_stays_and_a_plan_counts_one_block() -> None:
 def test_bad_input() -> None:
     with pytest.raises(UsageError, match="distill: by_block compares hidden states alone"):
         Distill(by_block=True, hidden=1.0)
+    shared = Distill(by_block=True, targets="lm_head", vectors=False)
+    with pytest.raises(UsageError, match="distill: by_block: several blocks read each of the chosen weights"):
+        shared.plan(capture(make(*DECODERS["Llama, tied"], True)), Context(samples=SAMPLES))

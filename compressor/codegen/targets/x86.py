@@ -234,7 +234,7 @@ AVX512_VPOPCNTDQ = replace(
     count_ones=_vpopcntd,
     squeeze_bytes=_compress(64, "int8"),
 )
-"""What it adds serves bit planes and blocks of columns: Ice Lake and later, Zen 4 and later."""
+"""Counts ones (bit planes) and squeezes bytes (blocks of columns) by an instruction: Ice Lake, Zen 4, and later."""
 AMX = replace(
     AVX512_VNNI,
     name="amx",

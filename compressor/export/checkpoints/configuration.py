@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ATTENTION = (torch.ops.compressor.cached_attention.default, torch.ops.compressor.masked_attention.default)
 _MOST = 32  # combinations of keys that are tried
 _WIDTHS = ("inner", "intermediate", "ffn")
-"""Of keys that may be null, for a width that follows from another one."""
+"""Parts of the names of keys that state a width, and may be null where it follows from another one."""
 
 Shape = tuple[int, ...]
 Keys = tuple[str, ...]

@@ -53,7 +53,7 @@ class FolderForm:
 
     @property
     def words(self) -> str:
-        """What is written."""
+        """Say what is written."""
         told = f"config.json has {', '.join(self.changes)}" if self.changes else "config.json stays as it is"
         return f"a Hugging Face folder; {told}"
 
@@ -78,13 +78,14 @@ def plan_folder(graph: GraphModule, trust_remote_code: bool = False) -> FolderFo
 
 def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     source = _source(graph)
-    shapes = {name: (tuple(source.read(name).shape), new) for name, new in _shapes(graph, source).items()}
+    fitted = _shapes(graph, source)
+    shapes = {name: (tuple(source.read(name).shape), new) for name, new in fitted.items()}
     stated = read_object(_folder(graph) / _CONFIG)
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
     reason = ""
     for content in configurations(stated, config, graph, shapes):
-        unfit = _why_unfit(content, {name: new for name, (_, new) in shapes.items()})
-        reason = unfit or _why_not(graph, source, content, trust_remote_code)
+        unfit = _why_unfit(content, fitted)
+        reason = unfit or _why_not(graph, source, fitted, content, trust_remote_code)
         if not reason:
             return FolderForm(content, tuple(changes(stated, content)), trust_remote_code)
     raise UsageError(f"no numbers of config.json describe it ({reason})")
@@ -99,9 +100,9 @@ def write_folder(folder: Path, graph: GraphModule, form: FolderForm) -> None:
     source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
     content = dict(form.config)
     tensors = {name: source.read(name) for name in source.names}
+    types = {name: tensor.dtype for name, tensor in tensors.items()}
     for name, (parameter, stored) in held.items():
         tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
-    types = {name: source.read(name).dtype for name in source.names}
     inexact = {name for name in held if not _is_exact(tensors[name], types[name])}
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
         types |= dict.fromkeys(inexact, torch.float32)
@@ -196,13 +197,20 @@ def _why_unfit(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str:
     return next((f"{name} would be {list(made[name].shape)}, and is {list(shapes[name])}" for name in other), "")
 
 
-def _why_not(graph: GraphModule, source: WeightSource, content: Mapping[str, Any], trust_remote_code: bool) -> str:
+def _why_not(
+    graph: GraphModule,
+    source: WeightSource,
+    shapes: Mapping[str, Shape],
+    content: Mapping[str, Any],
+    trust_remote_code: bool,
+) -> str:
     """Say why a configuration does not describe a graph, by a folder of it whose tensors are holes; empty if it does.
 
+    Args:
+        shapes: that stored tensors are to have, as :func:`_shapes` gives them.
     Raises:
         UsageError: the model's own folder cannot be written as it is.
     """
-    shapes = _shapes(graph, source)
     drafts = cache_folder() / "drafts"
     drafts.mkdir(parents=True, exist_ok=True)
     with partial_folder(drafts, "checkpoint") as folder:

@@ -102,8 +102,7 @@ def plan_program(graph: GraphModule) -> ProgramForm:
             f"bundle only: {info.name} is not a plain module, and its caches and masks are ours: name a folder for a "
             "Hugging Face checkpoint"
         )
-    copied = clone_graph(graph)
-    _restore_convolutions(copied)
+    copied = _with_convolutions(graph)
     for node in copied.graph.nodes:
         name = getattr(node.target, "name", str)()
         if name.startswith("compressor::") and node.target not in _DEFINITIONS:
@@ -126,8 +125,7 @@ def write_program(file: Path, graph: GraphModule) -> None:
     Raises:
         VerificationError: the file computes something else.
     """
-    copied = clone_graph(graph)
-    _restore_convolutions(copied)
+    copied = _with_convolutions(graph)
     for node in copied.graph.nodes:
         node.target = _DEFINITIONS.get(node.target, node.target)
     copied.recompile()
@@ -150,8 +148,13 @@ def _outputs(result: Any) -> list[Tensor]:
     return list(result.values()) if isinstance(result, dict) else list(result)
 
 
-def _restore_convolutions(graph: GraphModule) -> None:
-    """Make convolutions of linears over patches, in place, where these have a weight of their own."""
+def _with_convolutions(graph: GraphModule) -> GraphModule:
+    """Return a copy whose linears over patches are convolutions.
+
+    Raises:
+        UsageError: one of them has no weight of its own.
+    """
+    graph = clone_graph(graph)
     for node in list(graph.graph.nodes):
         patches = node.args[0] if node.target in (_DENSE, _DEPTHWISE) else None
         if not isinstance(patches, Node) or patches.target is not _PATCHES:
@@ -170,3 +173,4 @@ def _restore_convolutions(graph: GraphModule) -> None:
         node.target = _convolution
         node.args = (images, weight, bias, stride, padding, dilation, len(held) if is_depthwise else 1)
     drop_dead_parameters(graph)
+    return graph

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import held_tensor
 
-_FACTS = ("kind", "vocab_size", "layers", "kv_heads", "head_dim", "states", "max_positions", "parameters")
+_FACTS = ("kind", "vocab_size", "layers", "kv_heads", "head_dim", "states", "max_positions")
 
 
 def why_different(wanted: GraphModule, found: GraphModule) -> str:
@@ -29,7 +29,7 @@ def why_different(wanted: GraphModule, found: GraphModule) -> str:
                 return f"{one.target} would have other values"
     if len(ours) != len(theirs):
         return f"it would have {len(theirs)} operators, and has {len(ours)}"
-    for fact in _FACTS[:-1]:
+    for fact in _FACTS:
         first, second = (getattr(graph.meta["model"], fact) for graph in (wanted, found))
         if first != second:
             return f"its {fact} would be {second}, and is {first}"
