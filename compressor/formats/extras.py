@@ -240,6 +240,52 @@ class KeptOfGroup:
 
 
 @dataclass(frozen=True)
+class SingleZeros:
+    """Single weights, anywhere in the matrix, are zero and not stored (unstructured sparsity); a bit says of each
+    weight whether it is.
+
+    Scales are those of the dense format, so that kernels expand what is stored and then compute as they do dense.
+
+    Attributes:
+        percent: of the weights of a matrix that are zero, above 0 and below 100.
+    """
+
+    percent: float
+    label: ClassVar[str] = "sparsity"
+    pattern: ClassVar[str] = r"_B1X1@(\d{1,3}(?:\.\d{1,2})?)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent < 100:
+            raise UsageError(f"format: {self.percent:g}% of the weights are zero; give more than 0, below 100")
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_B1x1@{self.percent:g}"
+
+    @property
+    def text(self) -> str:
+        """Describe what is left out."""
+        return f"{self.percent:g}% of the weights are zero and not stored; a bit for each"
+
+    @classmethod
+    def read(cls, text: str) -> SingleZeros | None:
+        """Return the extra that the group of ``pattern`` names."""
+        return cls(float(text))
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand with codes one of which is zero."""
+        if fmt.codebook or fmt.bit_planes is not None:
+            return "leaves weights out, and needs codes one of which is zero: integers or floats"
+        return "stands with no other extra" if len(fmt.extras) > 1 else ""
+
+    def kept(self, out_features: int, in_features: int) -> int:
+        """Count the weights of a matrix that are stored, one at least."""
+        weights = out_features * in_features
+        return max(1, weights - round(self.percent / 100 * weights))
+
+
+@dataclass(frozen=True)
 class SkippedInputs:
     """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
 
@@ -286,6 +332,6 @@ def _other_than_plain_integers(fmt: Any, activations: str) -> str:
     return f"{activations} activations as they come (A16)" if fmt.activations is not None else ""
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)
+Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
+EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SingleZeros, SkippedInputs)
 """All kinds, in the order of their suffixes in a name."""
