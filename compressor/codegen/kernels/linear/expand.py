@@ -141,7 +141,7 @@ class _Expansion:
         source = self.weight.parts["codes"] if stage is None else stage
         if self.isa.spread is not None:
             values = T.reinterpret(source[T.ramp(place, 1, STEP)], dtype=f"int8x{STEP}")
-            pieces = [T.broadcast(T.reinterpret(other, dtype="int8"), STEP // len(others)) for other in others]
+            pieces = [T.broadcast(_as_int8(other), STEP // len(others)) for other in others]
             blank = pieces[0] if len(pieces) == 1 else T.Shuffle(pieces, list(range(STEP)))
             return T.reinterpret(self.isa.spread(values, mask, blank), dtype=f"int32x{_WORDS}")
         assert self.isa.spread_eight is not None
@@ -149,15 +149,15 @@ class _Expansion:
         for k in range(STEP // 8):
             flags = T.bind(T.bitwise_and(T.shift_right(mask, T.uint64(8 * k)), T.uint64(0xFF)))
             values = T.reinterpret(source[T.ramp(place, 1, 8)], dtype="uint64")
-            blank = T.Cast("uint64", others[k * len(others) // 8]) * T.uint64(0x0101010101010101)
+            blank = _as_uint64(others[k * len(others) // 8])
             found.append(T.bind(self.isa.spread_eight(values, flags, blank)))
             place = T.bind(place + T.Cast("int64", T.popcount(flags)))
         return T.reinterpret(T.Shuffle(found, list(range(len(found)))), dtype=f"int32x{_WORDS}")
 
     def _others(self, tile: Any, step: Any, row: int) -> list[Any]:
-        """Return the codes of zero of a row's columns, uint8: one of all of the step, or of equal parts of it."""
+        """Return the codes of zero of a row's columns, numbers or uint8: one of all of the step, or one of each of its equal parts."""
         if self.fmt.symmetric:
-            return [T.uint8(self.fmt.zero_code)]
+            return [self.fmt.zero_code]
         zeros, size = self.weight.parts["zeros"], self.fmt.columns(self.columns)
         last, count = self.fmt.groups(self.columns) - 1, max(1, STEP // size) if self.fmt.group_size else 1
         places = [T.min((step * STEP + k * (STEP // count)) // size, last) for k in range(count)]
@@ -204,6 +204,17 @@ def _turned(rows: Sequence[Any]) -> Sequence[Any]:
             for k in range(TILE_ROWS)
         ]  # fmt: skip
     return rows
+
+
+def _as_int8(byte: Any) -> Any:
+    """Return a byte as int8: what is loaded, or a number, which LLVM does not reinterpret if it is 0."""
+    return T.int8(byte - 256 * (byte > 127)) if isinstance(byte, int) else T.reinterpret(byte, dtype="int8")
+
+
+def _as_uint64(byte: Any) -> Any:
+    """Return a byte eight times."""
+    ones = 0x0101010101010101
+    return T.uint64(byte * ones) if isinstance(byte, int) else T.Cast("uint64", byte) * T.uint64(ones)
 
 
 def _single(fmt: Format) -> SingleZeros:
