@@ -84,11 +84,13 @@ class TileProducts:
         """``is_final``: what products and scales make of the only group are the outputs, but for the bias."""
         self.body, self.fmt, self.n_tiles, self.is_final = body, body.fmt, n_tiles, is_final
         self.depth = ROW_BYTES if body.integer else ROW_BYTES // 2  # columns of a register
-        # From one token's activations to the next: whole registers, and a cache line more, so that the rows of a
-        # register do not meet in the same few sets of the cache.
-        self.stride = -(-columns // self.depth) * self.depth + self.depth
         self.step_chunks = self.depth // self.fmt.chunk_columns  # of a register
         self.steps = -(-body.group_chunks // self.step_chunks)  # registers of a group
+        # From one token's activations to the next: all that the last group reads, which may be shorter (zeros times
+        # memory that nobody wrote may be NaN), and a cache line more, so that the rows of a register do not meet in the
+        # same few sets of the cache.
+        reach = max(columns, (body.groups - 1) * body.group_columns + self.steps * self.depth)
+        self.stride = -(-reach // self.depth) * self.depth + self.depth
         self.is_resident = body.integer and self.steps * n_tiles <= REGISTERS // 2
         self.sides = 1 if self.is_resident else 2
         whole = columns % self.depth == 0 and body.group_columns % self.depth == 0
