@@ -62,3 +62,5 @@ def check_web_bundle(bundle: Path) -> None:
         raise UsageError(f"{bundle}: manifest.json cannot be read: {error}; give a bundle's folder") from error
     if not isinstance(manifest, dict) or manifest.get("format") != "compressor web bundle":
         raise UsageError(f"{bundle}: no bundle for browsers; make one with `target: webgpu` in the recipe")
+    if not (bundle / "index.html").is_file():
+        raise UsageError(f"{bundle}: a bundle without a page; import its runner.js, see its README.md")

@@ -22,6 +22,9 @@ class Isa:
         mattr: LLVM's names of what ``mcpu`` lacks.
         dot4: (accumulator, codes, activations, bits of a code) -> accumulator + the sum over the four bytes of each
             lane of codes (unsigned) * activations (signed), int32.
+        dot2: (accumulator, pairs, pairs) -> accumulator + the sum over the two int16 of each lane of their products,
+            int32.  Where there is one, convolutions keep weights as int16: ``dot4`` would widen them again and again.
+        byte_floats: (int32 vector of 0 to 255) -> the same as float32.
         lookup16: (sixteen floats, index) -> ``values[index % 16]`` of each lane, float32.
         quick_lookup: ``lookup16`` is one instruction, and beats a mask and a conversion.
         count_ones: (int32 vector) -> the ones in each lane.
@@ -40,6 +43,8 @@ class Isa:
     cpu_flags: tuple[str, ...] = ()
     mattr: tuple[str, ...] = ()
     dot4: Callable[[Any, Any, Any, int], Any] | None = None
+    dot2: Callable[[Any, Any, Any], Any] | None = None
+    byte_floats: Callable[[Any], Any] | None = None
     lookup16: Callable[[Sequence[float], Any], Any] | None = None
     quick_lookup: bool = False
     count_ones: Callable[[Any], Any] | None = None

@@ -58,9 +58,10 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
 
     ``tolerance`` is the relative error that rounding explains: 0.001, or 5 times the most that the graph's own outputs
     change by, in four trials, when its packed linears, and what its caches pack, are off by 2^-20 (by 2^-18 where
-    activations are floats).  2^-20 is some sixteen roundings of a float32, in place of those of all the operators:
-    where activations or keys are rounded, sums that differ by so little fall on two sides of a boundary now and then,
-    and deep models amplify it.
+    activations are floats), and activations that are rounded by 2^-23.  2^-20 is some sixteen roundings of a float32,
+    in place of those of all the operators: where activations or keys are rounded, sums that differ by so little fall
+    on two sides of a boundary now and then, and deep models amplify it.  2^-23 are the roundings of a norm and a scale
+    in front of the first linears: embeddings of float16 have few digits, so that many lie on a boundary.
 
     Returns:
         ``tolerance`` float64 [1]; a decoder's ``ids`` int64 [2, S] and ``prompt`` int64 [1], the number of tokens in
@@ -135,7 +136,7 @@ class _Exact(Interpreter):
 
     Args:
         noisy_from: batch entries from here on have every packed linear's output, and what caches pack, off by about
-            2^-20; None for none.
+            2^-20, and activations that are rounded by about 2^-23; None for none.
         entries: of the batch; a tensor's first dimension may hold each entry's tokens one after another.
         seed: of the noise.
     """
@@ -175,17 +176,22 @@ class _Exact(Interpreter):
         out_features: int,
     ) -> Tensor:
         fmt = Format.parse(format)
-        y = product(x.double(), PackedWeight.of(parts, fmt, (out_features, in_features)))
+        y = product(self._fed(x, fmt), PackedWeight.of(parts, fmt, (out_features, in_features)))
         release(parts)
         return self._disturbed(y if bias is None else y + bias, _ROUNDING if fmt.integer_products else _SPLIT)
 
     def _routed(self, target: Any, x: Tensor, index: Tensor, weight: Any, bias: Tensor | None, *rest: Any) -> Tensor:
-        y: Tensor = target(x.double(), index, weight, bias, *rest)
+        x = x.double() if target is _ROUTED else self._fed(x, Format.parse(rest[0]))
+        y: Tensor = target(x, index, weight, bias, *rest)
         if target is _ROUTED:
             release([weight])
             return y
         release(weight)
         return self._disturbed(y, _ROUNDING if Format.parse(rest[0]).integer_products else _SPLIT)
+
+    def _fed(self, x: Tensor, fmt: Format) -> Tensor:
+        """Return activations as the products of a format take them: with noise in front of their rounding."""
+        return x.double() if fmt.activations is None else self._disturbed(x.double(), _ROUNDING / 8)
 
     def _disturbed(self, y: Tensor, size: float = _ROUNDING) -> Tensor:
         """Return the tensor with noise in the batch entries from ``noisy_from`` on, float64."""

@@ -27,6 +27,16 @@ SHIPPED: tuple[str, ...] = (
     "runner.js", "files.js", "program.js", "webgpu.js", "wasm.js", "threads.js", "worker.js", "tune.js", "sampling.js",
     "source.js", "text.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
 )  # fmt: skip
+SHIPPED_WASM: tuple[str, ...] = (
+    "runner.js",
+    "files.js",
+    "program.js",
+    "wasm.js",
+    "threads.js",
+    "worker.js",
+    "runner.d.ts",
+)
+"""The run-time of image classifiers in WebAssembly, which has neither page nor tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class WebParts:
         graph: the parameters, by name.
         parameters: names of those that the programs take.
         constants: what the programs themselves hold, by name.
-        program: see :class:`compressor.codegen.web.lower.WebProgram`.
+        program: see :class:`compressor.codegen.web.lower.WebProgram`; None where there is WebAssembly alone.
         wasm: the program of WebAssembly, and the module.
         kernels: name, evidence, ... of each.
     """
@@ -47,7 +57,7 @@ class WebParts:
     graph: nn.Module
     parameters: Sequence[str]
     constants: Mapping[str, Tensor]
-    program: Mapping[str, Any]
+    program: Mapping[str, Any] | None
     wasm: tuple[Mapping[str, Any], bytes] | None
     kernels: Sequence[Mapping[str, Any]]
 
@@ -60,8 +70,11 @@ def write_web(folder: Path, parts: WebParts) -> Written:
     """
     tensors = {name: stored_parameter(parts.graph, name).detach() for name in parts.parameters} | dict(parts.constants)
     with explaining_failed_writes(folder):
-        _copy_runtime(folder, parts.name)
-        _write_program(folder / "webgpu.json", parts.program)
+        if parts.program is None:
+            _copy_runtime(folder, parts.name, SHIPPED_WASM, "README-wasm.md")
+        else:
+            _copy_runtime(folder, parts.name, SHIPPED, "README-bundle.md")
+            _write_program(folder / "webgpu.json", parts.program)
         if parts.wasm is not None:
             program, module = parts.wasm
             (folder / "wasm").mkdir()
@@ -71,20 +84,20 @@ def write_web(folder: Path, parts: WebParts) -> Written:
     fields = {
         "format": "compressor web bundle",
         "schema_version": SCHEMA_VERSION,
-        "engines": ["webgpu"] if parts.wasm is None else ["webgpu", "wasm"],
+        "engines": [name for name, made in (("webgpu", parts.program), ("wasm", parts.wasm)) if made is not None],
         "weights": {"shards": shards, "tensors": places},
         "weight_bytes": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
     }
     return Written(fields, parts.kernels, {shard["file"]: shard["sha256"] for shard in shards})
 
 
-def _copy_runtime(folder: Path, name: str) -> None:
-    """Copy the run-time in JavaScript, the page and the README."""
+def _copy_runtime(folder: Path, name: str, shipped: Sequence[str], readme_name: str) -> None:
+    """Copy the run-time in JavaScript, the page if there is one, and the README."""
     web = resource("export") / "web"
-    for file in SHIPPED:
+    for file in shipped:
         (folder / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(web / file, folder / file)
-    readme = string.Template((web / "README-bundle.md").read_text(encoding="utf-8"))
+    readme = string.Template((web / readme_name).read_text(encoding="utf-8"))
     (folder / "README.md").write_text(readme.substitute(name=name), encoding="utf-8")
 
 

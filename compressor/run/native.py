@@ -78,36 +78,7 @@ class NativeBackend:
 
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
-        graph = as_lowered(graph)
-        check_operators(graph, Converter(self.isa, Tuner("off", 1, None, "")).table())
-        formats = {}
-        for site in packed_weight_sites(graph):
-            fmt = Format.parse(str(site.node.args[3]))
-            if not site.is_depthwise:
-                if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
-                    if not reads_groups(site.node):
-                        raise UsageError(
-                            f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups; "
-                            "`ignore` leaves it"
-                        )
-                    continue
-                formats[site.name] = fmt.name
-            elif reason := depthwise.supports(fmt, site.in_features):
-                raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
-        routed = torch.ops.compressor.packed_routed_linear.default
-        experts = {
-            str(node.args[2][0].target): str(node.args[4])
-            for node in graph.graph.find_nodes(op="call_function", target=routed)
-        }
-        for name, format_name in experts.items():
-            if Format.parse(format_name).extra(KeptOfGroup) is not None:
-                raise UsageError(f"{name}: {format_name}: no kernel of experts reads N:M; `ignore` leaves them")
-        formats |= experts
-        for name, format_name in formats.items():
-            fmt = Format.parse(format_name)
-            for isa in (self.isa, *self._target.faster()):
-                if reason := packed_linear.supports(fmt, isa) or n_of_m.supports(fmt):
-                    raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
+        check_kernels_of(graph, (self.isa, *self._target.faster()))
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
@@ -194,6 +165,44 @@ class NativeBackend:
             return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
         error = smoke_test(folder, self._threads, isa.name, self._target.launcher(isa)).error
         return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")
+
+
+def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
+    """Refuse operators without kernels, and formats that those of an instruction set do not read.
+
+    Raises:
+        UsageError: names the operator, or the weight and its format.
+    """
+    graph = as_lowered(graph)
+    check_operators(graph, Converter(isas[0], Tuner("off", 1, None, "")).table())
+    formats = {}
+    for site in packed_weight_sites(graph):
+        fmt = Format.parse(str(site.node.args[3]))
+        if not site.is_depthwise:
+            if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
+                if not reads_groups(site.node):
+                    raise UsageError(
+                        f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups; "
+                        "`ignore` leaves it"
+                    )
+                continue
+            formats[site.name] = fmt.name
+        elif reason := depthwise.supports(fmt, site.in_features):
+            raise UsageError(f"{site.name}: no kernel for depthwise convolutions: {reason}; `ignore` leaves it")
+    routed = torch.ops.compressor.packed_routed_linear.default
+    experts = {
+        str(node.args[2][0].target): str(node.args[4])
+        for node in graph.graph.find_nodes(op="call_function", target=routed)
+    }
+    for name, format_name in experts.items():
+        if Format.parse(format_name).extra(KeptOfGroup) is not None:
+            raise UsageError(f"{name}: {format_name}: no kernel of experts reads N:M; `ignore` leaves them")
+    formats |= experts
+    for name, format_name in formats.items():
+        fmt = Format.parse(format_name)
+        for isa in isas:
+            if reason := packed_linear.supports(fmt, isa) or n_of_m.supports(fmt):
+                raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
 
 
 def _check_room(scratch: Path) -> None:

@@ -16,12 +16,13 @@ from torch.fx import GraphModule
 from compressor.codegen.backend import Check, DumpPhase, Written
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
-from compressor.codegen.targets.webgpu import SIMD128, Webgpu
+from compressor.codegen.targets.webgpu import Webgpu
 from compressor.codegen.web.converters.converter import WebConverter, why_unsupported
 from compressor.codegen.web.execute_wasm import is_available
 from compressor.codegen.web.execute_webgpu import adapter_name, is_software
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Engine, WebBundle
+from compressor.codegen.web.simd128 import SIMD128
 from compressor.errors import UsageError
 from compressor.export.vectors import make_vectors
 from compressor.export.web import SHIPPED, WebParts, write_web
@@ -75,7 +76,7 @@ class WebBackend:
         if info.hears or info.kind not in _SERVED:
             raise UsageError(
                 f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
-                f"{unserved}; take the target x86"
+                f"{unserved}; take the target x86, or wasm for images"
             )
         if reason := why_unsupported(graph):
             raise UsageError(reason)
@@ -195,3 +196,7 @@ class WebProcess:
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return an encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
         return self._bundle.encode(ids, mask)
+
+    def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return a plain module's output for its one input."""
+        return self._bundle.classes(x)

@@ -67,6 +67,8 @@ export class Model {
   encode(input: string | number[]): Promise<{ data: Float32Array; shape: [number, number] }>;
   /** A text's embedding: the mean of its last hidden states, scaled to length 1. */
   embed(input: string | number[]): Promise<Float32Array>;
+  /** What an image classifier computes of `batch` inputs, by default one, which lie one after another in `values`. */
+  run(values: Float32Array | number[], batch?: number): Promise<{ data: Float32Array; shape: number[] }>;
   /** Continue text or token ids; yields pieces of text. Several at once take turns. An encoder-decoder reads the prompt
       as its source, and yields what its decoder says to it. */
   generate(prompt: string | number[], options?: GenerateOptions): AsyncGenerator<string>;

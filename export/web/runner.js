@@ -26,6 +26,10 @@ export async function load(url = ".", { onProgress = () => {}, context = 2048, d
     }
     return new Model(base, manifest, engine, context);
   };
+  if (manifest.engines && !manifest.engines.includes("webgpu")) {
+    if (device === "webgpu") throw new BundleError("no-webgpu", "the bundle has kernels in WebAssembly alone; load it without `device`");
+    return on("wasm");
+  }
   if (device !== "auto") return on(device);
   try {
     return await on("webgpu");
@@ -136,6 +140,25 @@ export class Model {
     });
     const length = Math.hypot(...sums);
     return Float32Array.from(sums, (sum) => sum / length);
+  }
+
+  /** What an image classifier computes of `batch` inputs, one after another in `values`: `data`, and its shape. */
+  async run(values, batch = 1) {
+    if (this.manifest.kind !== "module") throw new BundleError("request", "only an image classifier runs on numbers");
+    const { inputs: [input], output_shape } = this.engine.program;
+    checkedNumber("batch", batch, 1);
+    const sizes = Object.fromEntries(input.shape.filter((n) => typeof n === "string").map((name) => [name, batch]));
+    const shape = input.shape.map((n) => evaluate(n, sizes));
+    const count = shape.reduce((product, n) => product * n, 1);
+    if (values?.length !== count || shape[0] !== batch) {
+      throw new BundleError("request", `${values?.length} numbers for a batch of ${batch}; the model takes ${shape.join(" x ")}`);
+    }
+    return this.exclusively(async () => {
+      this.state ??= await this.engine.state([], sizes);
+      await this.engine.run(this.state, { [input.name]: values }, sizes);
+      const found = output_shape.map((n) => evaluate(n, sizes));
+      return { data: await this.engine.output(this.state, found.reduce((product, n) => product * n, 1)), shape: found };
+    });
   }
 
   checked(ids) {

@@ -25,7 +25,7 @@ RECIPE = (
 GOOD = {  # by parameter; some of what it may be
     "recipe": ("recipe.yaml", "quickstart"),
     "model": ("model", "reference"),
-    "target": ("null", "x86", "webgpu"),
+    "target": ("null", "wasm", "x86", "webgpu"),
     "output": ("out", "bundle"),
     "path": ("bundle", "model"),
     "bundle": ("bundle",),

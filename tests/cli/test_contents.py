@@ -36,7 +36,11 @@ def test_a_decoder_is_counted_from_its_headers(tmp_path: Path) -> None:
     assert (linears["bytes"], tables["bytes"]) == (2 * (attention + mlp), 2 * table)
     assert found["weight_bytes"] - found["dense_bytes"] == 2 * (attention + mlp + table)
     assert found["stays_dense"] == []
-    assert [(row["target"], row["serves"]) for row in found["targets"]] == [("webgpu", True), ("x86", True)]
+    assert [(row["target"], row["serves"]) for row in found["targets"]] == [
+        ("wasm", False),
+        ("webgpu", True),
+        ("x86", True),
+    ]
 
 
 class Strided(nn.Module):

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from tiny_images import CLASSES, NAMED, SIDE, SIZES, classifier, pictures, resnet, save
+from web_bundles import in_node
 
 from compressor.cli.commands import main
+from compressor.codegen.web.session import WebBundle
 from compressor.data.images import load_images
 from compressor.graph.model import ModelInfo
 from compressor.recipe.recipe import Recipe, load_recipe
@@ -94,6 +97,48 @@ def test_convolutions_that_skip_groups(tmp_path: Path, require_tool: Callable[[s
     assert planned["weight_bytes"] == result["weight_bytes"] and sum(stored.values()) < result["weight_bytes"]
     listed = {site["site"]: site for site in answer("inspect", bundle)["sites"]}
     assert all(listed[name]["format"] == "W8A8_STATIC_B32x4@30" for name in sparse)
+
+
+def test_convolutions_that_skip_groups_in_webassembly(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:
+    """The bundle says what eager PyTorch says, in wasmtime and in Node, on one thread and on two."""
+    require_tool("wasm-ld")
+    require_tool("node", 20)
+    folder, bundle = save(classifier(resnet(stages=1)), tmp_path / "resnet"), tmp_path / "bundle"
+    images = {"images": str(pictures(tmp_path / "pictures")), "samples": 8}
+    given = {"calibration": images, "evaluation": {"images": images["images"]}, "gates": {"top1_agreement": ">= 90%"}}
+    result = answer("run", "group_sparse_w8a8_images_wasm", "--model", folder, *settings(**given), "-o", bundle)
+    assert sum(site["format"] == "W8A8_STATIC_B32x4@30" for site in result["sites"]) == 2
+    assert result["kernel_error"] < 1e-3 and not (bundle / "index.html").exists()
+    assert command("verify", bundle).exit_code == 0
+    assert "without a page" in command("serve", bundle).output
+    x = np.random.default_rng(0).standard_normal((2, 3, SIDE, SIDE), np.float32)
+    expected = WebBundle(bundle, "wasm").classes(x)
+    body = """
+      const { load } = await import(`file://${bundle}/runner.js`);
+      const other = await load(bundle, { threads: 2 });
+      const calls = [[given, 3], [given, 0], [given.slice(1), 2]];
+      const wrong = calls.map((x) => model.run(...x).catch((error) => error.code));
+      const webgpu = await load(bundle, { device: "webgpu" }).catch((error) => error.code);
+      const runs = [await model.run(given, 2), await other.run(new Float32Array(given), 2)];
+      const one = await model.run(given.slice(0, given.length / 2));
+      return [...[...runs, one].map(({ data, shape }) => [[...data], shape]), await Promise.all(wrong), webgpu];
+    """
+    *runs, wrong, webgpu = in_node(bundle, body, x.ravel().tolist())
+    assert wrong == ["request"] * 3 and webgpu == "no-webgpu"
+    for (data, shape), count in zip(runs, (2, 2, 1), strict=True):
+        assert shape == [count, len(CLASSES)]
+        assert np.array_equal(np.float32(data).reshape(shape), expected[:count])
+
+
+def test_what_webassembly_alone_does_not_serve(tmp_path: Path) -> None:
+    save(classifier(transformers.ViTConfig(**SIZES, **NAMED)), tmp_path / "vit")
+    pictures(tmp_path / "pictures")
+    content = {"model": "vit", "passes": [{"rtn": {"scheme": "W4A16_G32"}}], "target": "wasm"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(content))
+    planned = answer("plan", tmp_path / "recipe.yaml")
+    assert planned["weight_bytes"] < planned["dense_weight_bytes"]
+    done = command("plan", "quickstart", "--set", "target=wasm")
+    assert done.exit_code == 2 and "the target wasm serves image classifiers, this is a decoder" in done.output
 
 
 def test_vit_is_planned_and_lowered_and_mistakes_end_before_any_work(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ ELSEWHERE = (
     "_ctc_x86",
     "_clip_x86",  # test_pictures_with_texts.py
     "_images_x86",  # test_images_by_recipe.py
+    "_images_wasm",
     "wanda_w8a16_x86",  # passes/test_sparse_blocks.py: the kernels are sparsegpt's
     "magnitude_w8a16_x86",
     "alps_w8a8_x86",

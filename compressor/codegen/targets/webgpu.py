@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from compressor.codegen.isa import Isa
 from compressor.errors import ToolchainError
@@ -60,31 +60,3 @@ class Webgpu:
             from compressor.codegen.web.wasm import find_linker
 
             find_linker()
-
-
-def _dot16(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
-    """Multiply 16-bit numbers and add them by pairs, which is what WebAssembly has."""
-    from tvm.script import tirx as T
-
-    from compressor.codegen.kernels.vector import splat
-
-    eight = T.broadcast(T.int16(8), 8)
-
-    def halves(value: Any) -> Any:
-        return T.reinterpret(value, dtype="int16x8")
-
-    unsigned, signed = halves(codes), halves(activation)
-    low = T.bitwise_and(unsigned, T.broadcast(T.int16(255), 8))
-    high = halves(T.bitwise_and(T.shift_right(codes, splat(8, 4)), splat(0x00FF00FF, 4)))
-    pairs_of = (
-        (low, T.shift_right(T.shift_left(signed, eight), eight)),
-        (high, T.shift_right(signed, eight)),
-    )
-    name = T.llvm_lookup_intrinsic_id("llvm.wasm.dot")
-    for one, other in pairs_of:
-        acc = acc + T.call_llvm_pure_intrin(name, one, other, dtype="int32x4")
-    return acc
-
-
-SIMD128 = Isa("simd128", 4, mattr=("+simd128", "+bulk-memory"), dot4=_dot16)
-"""WebAssembly's vectors; what it has no conversion for, float16, :mod:`compressor.codegen.web.wasm` writes out."""

@@ -15,6 +15,7 @@ from tvm import relax
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
@@ -130,7 +131,7 @@ def compile_wasm(
     converter = Converter(isa, Tuner("off", 1, None, isa.name))
     target = wasm_target(isa)
     module = WasmModule(isa)
-    mod, named, activations, outcomes = _import(graph, converter, Importer, fuse)
+    mod, named, activations, outcomes = _import(graph, converter, Importer, _fuse)
     if dump is not None:
         dump("fuse", listing(outcomes))
     with target:
@@ -166,6 +167,11 @@ def _import(
         mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.caches, mod))
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     return mod, named, activations, outcomes
+
+
+def _fuse(graph: torch.fx.Graph) -> list[Outcome]:
+    """Fuse operators as for x86, whose kernels these are."""
+    return [*fuse_convolutions(graph), *fuse(graph)]
 
 
 def _make_narrow(graph: torch.fx.Graph) -> None:

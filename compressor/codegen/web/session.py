@@ -71,6 +71,12 @@ class WebBundle:
         """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
         return encode(self._program, ids, mask)
 
+    def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the output of a module of one input [N, ...]."""
+        (given,) = self._program.content["inputs"]
+        sizes = {name: size for name, size in zip(given["shape"], x.shape, strict=True) if isinstance(name, str)}
+        return _outputs(self._program, {given["name"]: self._program.upload(x)}, {}, sizes)
+
     def session(
         self, batch: int, capacity: int, source: NDArray[Any] | None = None, source_mask: NDArray[Any] | None = None
     ) -> Session:

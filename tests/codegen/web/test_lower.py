@@ -13,11 +13,12 @@ from tiny_models import DECODERS, SIZES, build, quantized, relative_error, trans
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.codegen.targets.webgpu import SIMD128, WGSL, Webgpu
+from compressor.codegen.targets.webgpu import WGSL, Webgpu
 from compressor.codegen.web.execute_wasm import WasmProgram
 from compressor.codegen.web.execute_webgpu import GpuProgram
 from compressor.codegen.web.lower import WebProgram, compile_program, compile_wasm
 from compressor.codegen.web.session import Session, encode
+from compressor.codegen.web.simd128 import SIMD128
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.passes.kv_cache import KvCache

@@ -12,23 +12,30 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from kernel_cases import OPS, check_special, random_packed, special_attention, special_norm, special_rows
+from kernel_cases import OPS, check_special, pairs, random_packed, special_attention, special_norm, special_rows
 from torch import Tensor
 from tvm import te
 from web_formats import SERVED, TOLERANCE, error
 
 from compressor.codegen.kernels import embedding, experts, norm
 from compressor.codegen.kernels.attention import cached as attention
+from compressor.codegen.kernels.convolution.depthwise import depthwise
+from compressor.codegen.kernels.convolution.feeds import Geometry
+from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.top_k import top_k
+from compressor.codegen.lowering.convolutions import fused_convolution
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
-from compressor.codegen.targets.webgpu import SIMD128
 from compressor.codegen.web import wasm
 from compressor.codegen.web.execute_wasm import WasmProgram
+from compressor.codegen.web.simd128 import SIMD128
 from compressor.errors import ToolchainError, VerificationError
 from compressor.formats.format import Format
+
+PIXEL = ((1, 1), (1, 1), (0, 0), (1, 1))
+"""Kernel, stride, padding and dilation of a convolution of single pixels."""
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +146,52 @@ def test_every_float16_is_widened_exactly() -> None:
     func = embedding.embedding(4096, 16, "float16")
     got = run(func, [table, torch.arange(4096)[None]], [1, 4096], (1, 4096, 16))
     assert np.array_equal(got.view(np.int32), table.float().numpy()[None].view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "rows", "numbers", "scheme"),
+    [
+        ((5, 7), 36, 40, PIXEL, "W8A8_STATIC"),
+        ((5, 7), 36, 40, PIXEL, "W8A8_STATIC_B32x4@30"),
+        ((9, 12), 20, 37, ((3, 3), (2, 2), (1, 1), (1, 1)), "W8A8_STATIC_B32x4@50"),
+        ((9, 7), 8, 16, ((3, 3), (1, 1), (2, 2), (2, 2)), "W4A8_C_STATIC_B32x4@30"),
+        ((9, 7), 3, 20, ((3, 3), (2, 2), (1, 1), (1, 1)), "W8A8"),
+    ],
+)
+def test_convolutions(size: Any, channels: int, rows: int, numbers: Any, scheme: str) -> None:
+    """Bytes in and floats out with a residual, or floats in and bytes out; channels that are no whole words."""
+    geometry, fmt, rng = Geometry(size, channels, *numbers), Format.parse(scheme), torch.Generator().manual_seed(rows)
+    is_rounded = "STATIC" in scheme
+    parts, bias = list(random_packed(fmt, rows, geometry.columns, rng).parts.values()), torch.randn(rows, generator=rng)
+    shape = (2, *geometry.outputs, rows)
+    x = torch.randn(2, *size, channels, generator=rng)
+    x = torch.randint(1, 256, x.shape, generator=rng).to(torch.uint8).view(torch.int8) if is_rounded else x
+    residual, scale = (torch.randn(shape, generator=rng), None) if is_rounded else (None, torch.tensor([0.05]))
+    following = None if is_rounded else Format.parse("W8A8_STATIC").activations
+    ceiling = None if is_rounded else 6.0  # of outputs in the hundreds
+    epilogue = Epilogue(is_rounded, True, following, ceiling)
+    func = convolution(rows, geometry, fmt, True, is_rounded, epilogue, SIMD128)
+    got = run(func, [x, *parts, bias, residual, scale], [2], shape, "float32" if is_rounded else "int8")
+    more = (scheme, rows, pairs(geometry), True, None if is_rounded else "W8A8_STATIC", ceiling)
+    expected = fused_convolution(x, parts, bias, residual, scale, *more).numpy()
+    if is_rounded:
+        assert np.abs(got - expected).max() < 2e-6 * np.abs(expected).max()
+    else:  # a last bit may fall on the other side of a boundary of rounding
+        difference = np.abs(got.view(np.uint8).astype(int) - expected.view(np.uint8))
+        assert difference.max() <= 1 and (difference > 0).mean() < 1e-2
+
+
+@pytest.mark.parametrize("scheme", ["", "W8A8_STATIC"])
+def test_depthwise_convolutions(scheme: str) -> None:
+    geometry, rng = Geometry((7, 9), 21, (3, 3), (2, 2), (1, 1), (1, 1)), torch.Generator().manual_seed(0)
+    fmt = Format.parse(scheme) if scheme else None
+    parts = [torch.randn(21, 9)] if fmt is None else list(random_packed(fmt, 21, 9, rng).parts.values())
+    x, bias = torch.randn(2, 7, 9, 21, generator=rng), torch.randn(21, generator=rng)
+    func = depthwise(geometry, fmt, True, False, Epilogue(False, True), SIMD128)
+    got = run(func, [x, *parts, bias], [2], (2, *geometry.outputs, 21))
+    more = (scheme, 21, pairs(geometry), True, None, None, True)
+    expected = fused_convolution(x, parts, bias, None, None, *more).numpy()
+    assert np.abs(got - expected).max() < 2e-6 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("centred", "has_bias"), [(False, False), (True, True)])

@@ -302,7 +302,8 @@ class _Band:
             kinds = [kind if lanes == 1 else f"{kind}x{lanes}" for kind in ("uint8", "int32", "float32")]
             byte = T.reinterpret(stored, dtype=kinds[0])
             T.buffer_store(self.least, T.min(self.least[at], byte), [at])
-            stored = T.Cast(kinds[2], T.Cast(kinds[1], byte))
+            wide, convert = T.Cast(kinds[1], byte), self.isa.byte_floats
+            stored = T.Cast(kinds[2], wide) if convert is None or lanes == 1 else convert(wide)
         elif self.act is not None and self.act.granularity == "tensor":
             stored = on_grid(stored, self.inverse[0], self.act, lanes)
         T.buffer_store(self.values, stored, [place, at])

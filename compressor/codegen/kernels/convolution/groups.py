@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.codes import dot4
 from compressor.codegen.kernels.convolution.direct import Feed
 from compressor.codegen.kernels.convolution.dots import DotProducts
 from compressor.codegen.kernels.convolution.feeds import Geometry
-from compressor.codegen.kernels.convolution.weights import load_kept
+from compressor.codegen.kernels.convolution.weights import load_kept, words_shape
 from compressor.codegen.kernels.linear.squeeze import list_kept, list_room
 from compressor.codegen.kernels.vector import registers, splat
 from compressor.formats.extras import ColumnBlocks
@@ -51,7 +50,7 @@ class GroupProducts(DotProducts):
     def start(self) -> None:
         """Emit the memory of a task: what tiles keep, and where their outputs find what that meets."""
         words = self.fmt.chunks(self.feed.geometry.columns) * self.fmt.chunk_columns // _WORD
-        self._weights = T.alloc_buffer((self.n_tiles, words, TILE_ROWS), "int32")
+        self._weights = T.alloc_buffer(words_shape(self.n_tiles, words, self.isa), "int32")
         self._places = T.alloc_buffer((list_room(self.kept_words),), "int32")
         (self._start,) = registers(1, (self.n_tiles, TILE_ROWS), "int32")
 
@@ -75,9 +74,4 @@ class GroupProducts(DotProducts):
         """Emit the products of the groups that are kept with a block of outputs, the first of which is ``q``."""
         with T.serial(0, self.kept_words) as k:
             begin = T.bind(base + q * self.feed.step + T.Cast("int64", self._places[k]))
-            for t, total in enumerate(acc):
-                place = T.ramp(begin + t * self.feed.step, 1, _WORD)
-                four = T.broadcast(T.reinterpret(source[place], dtype="int32"), self.isa.lanes)
-                for n, at in places:
-                    weight = self._weights[n, k, at]
-                    T.buffer_store(total, dot4(total[n, at], four, weight, self.fmt, self.isa), [n, at])
+            self.add_four(acc, places, source, begin, k)

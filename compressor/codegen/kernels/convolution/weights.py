@@ -27,13 +27,40 @@ def run_quads(feed: Feed) -> int:
     return -(-feed.run_bytes // RUN_BYTES) * RUN_BYTES // 4
 
 
+def words_of(isa: Isa) -> int:
+    """Return the words that four bytes of a row of the weight become: two where products are those of int16."""
+    return 1 if isa.dot2 is None else 2
+
+
+def words_shape(n_tiles: int, quads: int, isa: Isa) -> tuple[int, ...]:
+    """Return the shape of the weights of some tiles, ``quads`` times four columns, int32."""
+    return n_tiles, quads * words_of(isa), TILE_ROWS
+
+
+def activation_words(four: Any, isa: Isa) -> list[Any]:
+    """Return what the words of four bytes of the weight meet: as many, of four unsigned bytes in every lane."""
+    if isa.dot2 is None:
+        return [four]
+    return [
+        T.bitwise_and(part, splat(0x00FF00FF, isa.lanes)) for part in (four, T.shift_right(four, splat(8, isa.lanes)))
+    ]
+
+
+def add_products(total: Any, at: list[Any], acts: list[Any], weights: list[Any], fmt: Format, isa: Isa) -> None:
+    """Emit the addition of the products of :func:`activation_words` with the words of four columns to sums."""
+    value = total[tuple(at)]
+    for act, weight in zip(acts, weights, strict=True):
+        value = dot4(value, act, weight, fmt, isa) if isa.dot2 is None else isa.dot2(value, act, weight)
+    T.buffer_store(total, value, at)
+
+
 def load_weights(
     weights: Any, start: Any, to: Any, codes: Any, first: Any, n_tiles: int, feed: Feed, fmt: Format, isa: Isa
 ) -> None:
     """Emit signed bytes of some tiles, a run after the other, and minus what the 128 of each activation adds.
 
     Args:
-        weights: int32 [tiles, runs * run_quads, 16], four bytes each.
+        weights: int32 [tiles, runs * run_quads, 16], four bytes each; of :func:`words_shape`.
         start: int32 [tiles, 16].
         to: the first tile of both that is written.
         codes: the stored weight's; its tiles from ``first`` on.
@@ -49,7 +76,7 @@ def load_weights(
         for run in range(feed.runs):
             for slot in range(run_quads(feed)):
                 for n, at in places:
-                    loader.put(n, run * run_quads(feed) + slot, at, loader.gathered(n, run, slot, at))
+                    loader.gather(n, run, slot, at)
     for n, at in places:
         T.buffer_store(start, splat(0, isa.lanes) - start[to + n, at], [to + n, at])
 
@@ -60,7 +87,7 @@ def load_kept(
     """Emit signed bytes of the columns that some tiles keep, one after the other, and minus what the 128 adds.
 
     Args:
-        weights: int32 [n_tiles, words of all chunks, 16].
+        weights: int32 [n_tiles, words of all chunks, 16]; of :func:`words_shape`.
         start: int32 [n_tiles, 16].
         first: of the tiles.
         chunks: that are stored of a tile.
@@ -99,15 +126,30 @@ class _Loader:
             if run_chunks * quads < words:
                 with T.serial(run_chunks * quads, words) as slot:
                     for n, at in places:
-                        T.buffer_store(self.weights, splat(0, lanes), [self.to + n, run * words + slot, at])
+                        self._store(n, run * words + slot, at, splat(0, lanes))
 
     def put(self, n: int, place: Any, at: Any, four: Any) -> None:
         """Emit a word of each row, and add its bytes to the sums."""
-        tile = self.to + n
-        T.buffer_store(self.weights, four, [tile, place, at])
-        added = splat(0x80808080, self.isa.lanes)
-        total = dot4(self.start[tile, at], added, self.weights[tile, place, at], self.fmt, self.isa)
-        T.buffer_store(self.start, total, [tile, at])
+        words = self._store(n, place, at, four)
+        acts = activation_words(splat(0x80808080, self.isa.lanes), self.isa)
+        add_products(self.start, [self.to + n, at], acts, words, self.fmt, self.isa)
+
+    def _store(self, n: int, place: Any, at: Any, four: Any) -> list[Any]:
+        """Emit the words of four bytes of each row, and return them as they are stored.
+
+        Of pairs of int16, the first has the bytes 0 and 2, the second 1 and 3: shifts part activations so.
+        """
+        isa, places = self.isa, [place]
+        words = [four]
+        if isa.dot2 is not None:
+            kind, eight = f"int16x{2 * isa.lanes}", T.broadcast(T.int16(8), 2 * isa.lanes)
+            odd = T.reinterpret(four, dtype=kind)
+            halves = (T.shift_right(T.shift_left(odd, eight), eight), T.shift_right(odd, eight))
+            words = [T.reinterpret(half, dtype=f"int32x{isa.lanes}") for half in halves]
+            places = [2 * place, 2 * place + 1]
+        for word, where in zip(words, places, strict=True):
+            T.buffer_store(self.weights, word, [self.to + n, where, at])
+        return [self.weights[self.to + n, where, at] for where in places]
 
     def stored(self, n: int, chunk: Any, quad: int, at: Any) -> Any:
         """Return four columns of a chunk."""
@@ -115,9 +157,12 @@ class _Loader:
         codes = code_quad(lambda word: self.codes[self.first + n, chunk, word, at], self.fmt, quad, lanes)
         return centred(codes, int(self.fmt.zero_point), lanes)
 
-    def gathered(self, n: int, run: int, slot: int, at: Any) -> Any:
-        """Return a word of a run, put together byte by byte."""
-        lanes, quads = self.isa.lanes, self.fmt.chunk_columns // 4
+    def gather(self, n: int, run: int, slot: int, at: Any) -> None:
+        """Emit a word of a run, put together byte by byte.
+
+        Words of zeros alone are not summed: LLVM 22 fails to fold WebAssembly's products of constants.
+        """
+        lanes, quads, place = self.isa.lanes, self.fmt.chunk_columns // 4, run * run_quads(self.feed) + slot
         four = splat(0, lanes)
         for byte in range(4):
             column = self.feed.column(run, 4 * slot + byte)
@@ -126,4 +171,7 @@ class _Loader:
                 lone = T.shift_right(self.stored(n, chunk, quad, at), splat(8 * (column % 4), lanes))
                 lone = T.bitwise_and(lone, splat(0xFF, lanes))
                 four = T.bitwise_or(four, T.shift_left(lone, splat(8 * byte, lanes)))
-        return four
+        if all(self.feed.column(run, 4 * slot + byte) is None for byte in range(4)):
+            self._store(n, place, at, four)
+        else:
+            self.put(n, place, at, four)

@@ -27,7 +27,7 @@ from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
-from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeezing
+from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, one_token, squeezing
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
 from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.vector import registers
@@ -190,7 +190,7 @@ def fused_linear(
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
-    turns = not prompts.supports(fmt, isa)
+    turns, single = not prompts.supports(fmt, isa), one_token(shape, store, block)
 
     @T.inline
     def by_vectors(at, tokens, _turned):
@@ -226,7 +226,7 @@ def fused_linear(
             prepare(at, T.int64(0))
             for i in T.parallel(weights.steps(schedule.gemv_tiles)):
                 weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
-                block(at, tokens, weight, first, schedule.gemv_tiles, T.int64(0), 1)
+                single(at, tokens, weight, first)
         else:
             for m in T.parallel(tokens):
                 prepare(at, m)

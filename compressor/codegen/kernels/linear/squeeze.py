@@ -3,6 +3,9 @@
 Where blocks of 16 rows by one column are left out, a bit a column says which are there.  The activations of 64 columns
 (or 16, by what the machine has) are squeezed by their bits in a register and stored where the last ones end; the fill
 level moves by the number of ones.  It is never above the columns kept, whatever the bits are.
+
+For one token, memory bounds the time, and squeezing reads none.  :func:`streaming` therefore squeezes a tile between
+the products of the tile before it, so that lines of codes are asked for at an even rate.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
+from compressor.codegen.kernels.codes import dot4
 from compressor.codegen.kernels.linear.preparation import adding_up
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.vector import splat
+from compressor.codegen.kernels.vector import emit_tree_sum, registers, splat
 
 LINE_BYTES = 64
 AHEAD_BYTES = 4096
-"""How far ahead of a tile's codes lines are prefetched while it is squeezed: a page."""
+"""How far ahead codes are prefetched, a page: of the tile that is squeezed, or of the line that is multiplied."""
 ROOM = 64
 """Elements behind those that are kept, which a whole register may be stored to."""
 _LANES = 16
+_CHAINS = 4  # sums that products are added to by turns: one product waits five cycles for the last on the same sum
 
 
 class KeptProducts(Products):
@@ -40,7 +45,8 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
     the tokens from ``m0`` on and the tiles from ``first`` on, and zeros up to a whole chunk; totals[t, n, groups].
     """
     width = 64 if body.integer and isa.squeeze_bytes is not None else 16
-    one, add_up = _step(body.integer, width, isa), adding_up(body)
+    one = _step(body.integer, width, isa)
+    add_up = _adding_up_bytes(body) if body.integer else adding_up(body)
     tail = body.chunks * body.fmt.chunk_columns - kept
     steps, lines = -(-columns // width), body.chunks * body.fmt.chunk_words
     share = -(-lines // steps)
@@ -64,6 +70,145 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
                 add_up(picked, totals, t, n)
 
     return squeeze
+
+
+def _adding_up_bytes(body: Products) -> Any:
+    """As :func:`adding_up`, of integers that are kept: whole registers by a dot product with ones."""
+    isa, size, padded = body.isa, body.group_columns, body.chunks * body.fmt.chunk_columns
+    lanes, every = isa.lanes, T.ramp(0, 1, isa.lanes)
+    ones, quads = splat(0x01010101, lanes), f"int32x{lanes}"
+
+    @T.inline
+    def add_up(values, sums, m, n):
+        for g in range(body.groups if body.has_zeros else 0):
+            length = T.meta_var(T.min(size, padded - g * size))
+            lane = T.alloc_buffer((lanes,), "int32")
+            lane[every] = splat(0, lanes)
+            for k in range(length // (4 * lanes)):
+                some = T.meta_var(values[m, n, T.ramp(g * size + 4 * lanes * k, 1, 4 * lanes)])
+                lane[every] = dot4(lane[every], ones, T.reinterpret(some, dtype=quads), body.fmt, isa)
+            for k in range(length % (4 * lanes) // lanes):
+                begin = T.meta_var(g * size + length // (4 * lanes) * (4 * lanes) + k * lanes)
+                lane[every] = lane[every] + T.Cast(quads, values[m, n, T.ramp(begin, 1, lanes)])
+            for k in range(length % lanes):
+                single = T.meta_var(values[m, n, g * size + length // lanes * lanes + k])
+                lane[0] = lane[0] + T.Cast("int32", single)
+            emit_tree_sum(lane, lanes)
+            sums[m, n, g] = lane[0]
+
+    return add_up
+
+
+def one_token(shape: Any, store: Any, block: Any) -> Any:
+    """Make a macro ``single(at, tokens, weight, first)`` that computes some tiles of a weight for the only token.
+
+    Args:
+        shape: the kernel's :class:`compressor.codegen.kernels.linear.packed.Shape`.
+        store: adds what the outputs of a tile still lack, and stores them.
+        block: computes some tiles for some tokens, each after what it needs is gathered.
+    """
+    body, n_tiles = shape.body, shape.schedule.gemv_tiles
+
+    @T.inline
+    def by_block(at, tokens, weight, first):
+        block(at, tokens, weight, first, n_tiles, T.int64(0), 1)
+
+    gathers = body is not shape.given and body.isa.squeeze is not None and body.isa.lanes == _LANES
+    if not (gathers and body.integer and body.groups == 1):
+        return by_block
+    stream = streaming(body, shape.columns, shape.kept, store)
+
+    @T.inline
+    def by_stream(at, _tokens, weight, first):
+        stream(at, weight, first, n_tiles)
+
+    return by_stream
+
+
+def streaming(body: Products, columns: int, kept: int, store: Any) -> Any:
+    """Make a macro ``stream(at, weight, first, n_tiles)`` that computes tiles one after another, for one token.
+
+    Each is squeezed beside the products of the tile before it.
+    """
+    width = 64 if body.isa.squeeze_bytes is not None else 16
+    one, add_up, chunks = _step(True, width, body.isa), _adding_up_bytes(body), body.chunks
+    tail, steps = chunks * body.fmt.chunk_columns - kept, -(-columns // width)
+    share, extra = divmod(chunks, steps)  # chunks beside a step; the first steps have one more
+    begin_tile, add_chunks, add_chains = _chains(body)
+
+    @T.inline
+    def step_of(picked, at, weight, tile, slot, step, fill):
+        word = T.meta_var(weight.parts["kept"][tile, T.ramp(step * (width // 8), 1, width // 8)])
+        one(picked, at.a, word, slot, 0, 0, step, fill)
+        fill[0] = T.min(fill[0], T.int64(kept))
+
+    @T.inline
+    def end_squeeze(picked, sums, slot):
+        for k in range(tail):
+            picked[slot, 0, kept + k] = T.int8(0)
+        add_up(picked, sums, slot, 0)
+
+    @T.inline
+    def end_tile(at, weight, tile, acc):
+        out = T.alloc_buffer((1, 1, _LANES), "float32")
+        add_chains(acc)
+        body.clear(out, 1, 1)
+        body.end_group(out, acc, at.sums, weight.parts["scales"], None, tile, 0, 0, 1, 1)
+        store(at, weight, out, tile, T.int64(0), 0, 0)
+
+    @T.inline
+    def stream(at, weight, first, n_tiles):
+        acc = T.meta_var(registers(_CHAINS, (1, _LANES), "int32"))
+        picked = T.alloc_buffer((2, 1, kept + tail + ROOM), "int8")  # of a tile and of the next
+        sums = T.alloc_buffer((2, 1, 1), "int32")
+        fill = T.alloc_buffer((1,), "int64")
+        fill[0] = T.int64(0)
+        for step in range(steps):
+            step_of(picked, at, weight, first, 0, step, fill)
+        end_squeeze(picked, sums, 0)
+        for n in range(n_tiles - 1):
+            slot, tile = T.meta_var((n % 2, first + n))
+            begin_tile(acc, sums, weight, tile, slot)
+            fill[0] = T.int64(0)
+            for step in range(extra):
+                step_of(picked, at, weight, tile + 1, 1 - slot, step, fill)
+                add_chunks(acc, picked, weight, tile, slot, step * (share + 1), share + 1)
+            for step in range(steps - extra):
+                step_of(picked, at, weight, tile + 1, 1 - slot, extra + step, fill)
+                add_chunks(acc, picked, weight, tile, slot, extra + (extra + step) * share, share)
+            end_squeeze(picked, sums, 1 - slot)
+            end_tile(at, weight, tile, acc)
+        slot, tile = T.meta_var(((n_tiles - 1) % 2, first + (n_tiles - 1)))
+        begin_tile(acc, sums, weight, tile, slot)
+        for c in range(chunks // _CHAINS):
+            add_chunks(acc, picked, weight, tile, slot, c * _CHAINS, _CHAINS)
+        add_chunks(acc, picked, weight, tile, slot, chunks // _CHAINS * _CHAINS, chunks % _CHAINS)
+        end_tile(at, weight, tile, acc)
+
+    return stream
+
+
+def _chains(body: Products) -> tuple[Any, Any, Any]:
+    """Return what emits the start of a tile's sums, some of its chunks, and the sum of the sums."""
+    every = T.ramp(0, 1, _LANES)
+
+    def begin(acc: Any, sums: Any, weight: Any, tile: Any, slot: Any) -> None:
+        body.start_group(acc, sums, weight.parts.get("zeros"), tile, slot, 0, 1, 1)
+        for other in acc[1:]:
+            T.buffer_store(other, splat(0, _LANES), [0, every])
+
+    def add(acc: Any, picked: Any, weight: Any, tile: Any, slot: Any, first: Any, count: int) -> None:
+        codes = weight.parts["codes"]
+        for i in range(count):
+            for word in range(body.fmt.chunk_words):  # of 16 rows, a line
+                prefetch(codes[tile, first + i, word, 0], AHEAD_BYTES)
+            body.add_chunk([acc[i % _CHAINS]], picked, codes, None, None, tile, slot, first + i, 1, 1)
+
+    def add_all(acc: Any) -> None:
+        for other in acc[1:]:
+            T.buffer_store(acc[0], acc[0][0, every] + other[0, every], [0, every])
+
+    return begin, add, add_all
 
 
 def _step(integer: bool, width: int, isa: Isa) -> Any:

@@ -24,12 +24,14 @@ CASES = [
     ("W4A8_ASYM_G32_B16x1@50", 48, 150, x86.AVX512_VNNI),  # 80: the last group is short
     ("W8A8_B16x1@1", 21, 71, x86.AVX512_VNNI),  # all 71 are kept, and do not fill the last four
     ("W3A8_G64_B16x1@80", 16, 900, x86.AVX512_VPOPCNTDQ),  # few tokens are squeezed one by one
+    ("W5A8_ASYM_B16x1@97", 61, 999, x86.AVX512_VPOPCNTDQ),  # alone: four tiles, fewer chunks than steps of squeezing
 ]
 
 
 @functools.cache
 def kernel(name: str, rows: int, columns: int, isa: Isa) -> Any:
-    return build(packed_linear(rows, columns, Format.parse(name), True, isa, Schedule(1, 1, 2)), isa)
+    schedule = Schedule(-(-rows // 16), 1, 2)  # one token's tiles come one after another
+    return build(packed_linear(rows, columns, Format.parse(name), True, isa, schedule), isa)
 
 
 @pytest.mark.parametrize(("name", "rows", "columns", "isa"), CASES, ids=lambda value: getattr(value, "name", value))

@@ -43,6 +43,20 @@ def test_tiles_of_each_kind_of_group_add_a_bias(name: str, rows: int, columns: i
     check_tokens(kernel, packed, fmt, bias, rng)
 
 
+@pytest.mark.parametrize("name", ["W2A16_ASYM_G128", "W4A16_G128", "W8A16_G64"])
+def test_a_shorter_last_group_reads_nothing_of_the_next_token(name: str) -> None:
+    """Zeros of its last register times NaN would be NaN; behind the last token is memory that nobody wrote."""
+    fmt, rng = Format.parse(name), torch.Generator().manual_seed(7)
+    packed = random_packed(fmt, 19, 146, rng)
+    (schedule,) = packed_linear.gemm_space(2, 1, fmt, x86.AMX)
+    kernel = build(packed_linear.packed_linear(19, 146, fmt, False, x86.AMX, schedule), x86.AMX)
+    x = torch.randn(1, 4, 146, generator=rng)
+    x[0, 1::2] = float("nan")
+    got = run(kernel, x, *packed.parts.values(), out=(1, 4, 19))
+    expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, 146, 19)
+    assert relative_error(got[:, ::2], expected[:, ::2]) < tolerance(fmt, x86.AMX)
+
+
 def check_tokens(kernel: Any, packed: Any, fmt: Format, bias: torch.Tensor | None, rng: torch.Generator) -> None:
     """One register's rows of tokens, two, a whole block and more."""
     rows, columns = packed.shape
