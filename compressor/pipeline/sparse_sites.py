@@ -127,8 +127,8 @@ class BlockPruning(Pass):
                 f"much at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
                 + (f", {fmt.name}_2:4 or {fmt.name}_B1x1@50" if self.width == 1 else "")
             )
-        if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
-            raise UsageError(f"{self._name}: owl moves shares of blocks (_B16x1@50), and {self.scheme} has a fixed one")
+        if self.allocate == "owl" and fmt.extra(KeptOfGroup) is not None:
+            raise UsageError(f"{self._name}: owl moves shares (_B16x1@50, _B1x1@50), and {self.scheme} has a fixed one")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
         if not 0 < self.owl_lambda <= 0.5 or not self.owl_factor > 0:

@@ -28,7 +28,13 @@ from compressor.formats.format import Format
 from compressor.formats.layouts.columns import from_bits, of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
 from compressor.formats.packing import (
-    PackedWeight, dequantize, kept_part, leave_out, leave_out_of_groups, leave_out_singles, pack,
+    PackedWeight,
+    dequantize,
+    kept_part,
+    leave_out,
+    leave_out_of_groups,
+    leave_out_singles,
+    pack,
 )  # fmt: skip
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations

@@ -22,13 +22,17 @@ def _by_step(grid: Tensor) -> Tensor:
 
 def to_mask(kept: Tensor) -> Tensor:
     """Return a bit for each weight: bool [out, in] -> uint8 [tiles, steps, 16, 8]."""
-    flags = _by_step(kept).to(torch.uint8).unflatten(-1, (STEP // 8, 8))
-    return (flags << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    flags = _by_step(kept).to(torch.uint8)
+    found: Tensor = (flags.reshape(*flags.shape[:-1], STEP // 8, 8) << torch.arange(8, dtype=torch.uint8)).sum(
+        -1, dtype=torch.uint8
+    )
+    return found
 
 
 def from_mask(bits: Tensor) -> Tensor:
     """Return the flags of a mask in the order of its bits: uint8 [tiles, steps, 16, 64], 0 or 1."""
-    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    found: Tensor = (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return found
 
 
 def keep_codes(codes: Tensor, kept: Tensor, planes: Sequence[int]) -> tuple[Tensor, Tensor]:

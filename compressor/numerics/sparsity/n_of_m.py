@@ -8,6 +8,7 @@ rounded, the later ones make up for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,7 +18,12 @@ from torch import Tensor
 from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.packing import (
-    PackedWeight, dequantize, leave_out_of_groups, leave_out_singles, pack, unpack,
+    PackedWeight,
+    dequantize,
+    leave_out_of_groups,
+    leave_out_singles,
+    pack,
+    unpack,
 )  # fmt: skip
 from compressor.numerics.grids import grid_values, round_to_grid
 from compressor.numerics.nearest import rtn_quantize
@@ -50,7 +56,7 @@ def shares(count: int, sizes: list[int]) -> list[int]:
     for size in sizes:
         ends.append(ends[-1] + size)
     whole = [-(-count * end // ends[-1]) for end in ends]
-    return [after - before for before, after in zip(whole, whole[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(whole)]
 
 
 def largest_of_groups(size: Tensor, pattern: KeptOfGroup) -> Tensor:
@@ -160,17 +166,17 @@ def round_entries(
     target = only_kept_entries(W, R, H, kept, refit=refit)
     start = rtn_quantize(stored.take(target).float(), plain, lambda group, _: _search(group, plain))
     _, scales, zeros = unpack(start)  # [out, groups]
-    codes = torch.zeros(W.shape, dtype=torch.uint8)
+    unit, codes = start.parts.get("tensor_scale"), torch.zeros(W.shape, dtype=torch.uint8)
+    steps = scales if unit is None else scales * unit
 
     def choose(W: Tensor, i: int) -> Tensor:
         group = stored.group(i)
-        zero = None if zeros is None else zeros[:, group, None]
-        code = round_to_grid(W[i, :, None], scales[:, group, None], zero, plain)
+        step, zero = steps[:, group], None if zeros is None else zeros[:, group]
+        code = round_to_grid(W[i, :, None], step, zero, plain)
         codes[:, i] = code[:, 0]
-        return grid_values(code, scales[:, group, None], zero, plain)[:, 0] * kept[:, i]
+        return grid_values(code, step, zero, plain)[:, 0] * kept[:, i]
 
     _sweep(W if refit else target, R, 1, choose)
-    unit = start.parts.get("tensor_scale")
     swept = pack(stored.take(codes), scales, zeros, plain, unit)
     found = [stored.pack(one) for one in (start, swept)]
     losses = [float(quadratic(W - dequantize(one), H)) for one in found]

@@ -26,7 +26,8 @@ def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:
 def pruning_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of pruning a weight and of rounding it, whole and tile by tile."""
     kept, tiles = fmt.stored_columns(columns), -(-rows // 16)
-    if fmt.extra(KeptOfGroup) is not None or fmt.extra(SingleZeros) is not None:  # rows keep different columns: three sweeps over all in place of tiles
+    if fmt.extra(KeptOfGroup) is not None or fmt.extra(SingleZeros) is not None:
+        # Rows keep different columns: three sweeps over all in place of tiles.
         kept = 3 * columns
         tiles = 0
     work = Counter(observer_work(rows, columns, fmt.of_kept, "mse"))

@@ -1,8 +1,8 @@
 """Expand the tiles of a task where single weights are left out, so that dense products read them.
 
 A step is 64 columns of a tile's 16 rows.  A row's mask spreads the codes that come next over 64 bytes, with codes of
-zero between them; the number of its ones moves on.  Sixteen such rows are turned, as 16 x 16 words of four columns, into
-the order of a dense weight of 8 bits::
+zero between them; the number of its ones moves on.  Sixteen such rows are turned, as 16 x 16 words of four columns,
+into the order of a dense weight of 8 bits::
 
     stored     uint8  [bytes]                       codes one after another
     rows       int8   16 registers of 64 columns
@@ -80,9 +80,7 @@ class ExpandingWeights(Weights):
         return replace(weight, parts={**weight.parts, "codes": _Tiles(expanded, first)}), first
 
 
-def weights_of(
-    rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool, isa: Isa
-) -> Weights:
+def weights_of(rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool, isa: Isa) -> Weights:
     """Return the weights of a kernel, whose tasks expand their tiles where single weights are left out."""
     if fmt.extra(SingleZeros) is None:
         return Weights(rows, columns, fmt, has_bias, has_residual)
@@ -113,15 +111,13 @@ class _Expansion:
         """Emit the loops over tiles and steps."""
         fill = T.alloc_buffer((1,), "int64")  # codes before the next
         stage = T.alloc_buffer((_STAGED * STEP,), "uint8") if self.fmt.bits < 8 else None
-        every = T.ramp(0, 1, TILE_ROWS)
+        every, kept = T.ramp(0, 1, TILE_ROWS), self.weight.parts["kept"]
         with T.serial(0, n_tiles) as n:
             start = T.Cast("int64", self.weight.parts["starts"][first + n])
             T.buffer_store(fill, T.max(T.min(start, self.total), T.int64(0)), [0])
             with T.serial(0, self.steps) as step:
-                masks = [
-                    T.bind(T.reinterpret(self.weight.parts["kept"][first + n, step, r, T.ramp(0, 1, 8)], dtype="uint64"))
-                    for r in range(TILE_ROWS)
-                ]
+                stored = [kept[first + n, step, r, T.ramp(0, 1, 8)] for r in range(TILE_ROWS)]
+                masks = [T.bind(T.reinterpret(mask, dtype="uint64")) for mask in stored]
                 place = fill[0] if stage is None else self._unpack(stage, fill[0], masks)
                 rows = []
                 for r, mask in enumerate(masks):
@@ -155,7 +151,7 @@ class _Expansion:
         return T.reinterpret(T.Shuffle(found, list(range(len(found)))), dtype=f"int32x{_WORDS}")
 
     def _others(self, tile: Any, step: Any, row: int) -> list[Any]:
-        """Return the codes of zero of a row's columns, numbers or uint8: one of all of the step, or one of each of its equal parts."""
+        """Return the codes of zero of a row's columns, numbers or uint8: one for each equal part of the step."""
         if self.fmt.symmetric:
             return [self.fmt.zero_code]
         zeros, size = self.weight.parts["zeros"], self.fmt.columns(self.columns)
@@ -212,9 +208,11 @@ def _as_int8(byte: Any) -> Any:
 
 
 def _as_uint64(byte: Any) -> Any:
-    """Return a byte eight times."""
+    """Return a byte eight times.  TVM has no constants above 2^63, hence the signed one."""
     ones = 0x0101010101010101
-    return T.uint64(byte * ones) if isinstance(byte, int) else T.Cast("uint64", byte) * T.uint64(ones)
+    if not isinstance(byte, int):
+        return T.Cast("uint64", byte) * T.uint64(ones)
+    return T.uint64(byte * ones) if byte < 128 else T.reinterpret(T.int64(byte * ones - (1 << 64)), dtype="uint64")
 
 
 def _single(fmt: Format) -> SingleZeros:
