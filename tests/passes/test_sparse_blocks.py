@@ -104,7 +104,7 @@ def test_rows_that_are_no_groups_are_named(llama: GraphModule) -> None:
 
 def test_rows_that_are_not_whole_blocks_are_named() -> None:
     narrow = capture(make(DECODERS["Llama"][0], {**DECODERS["Llama"][1], "intermediate_size": 96}, True))
-    with pytest.raises(UsageError, match="down_proj: .*rows of 96 weights are not whole blocks of 64 columns"):
+    with pytest.raises(UsageError, match=r"down_proj: .*rows of 96 weights are not whole blocks of 64 columns"):
         Magnitude(WIDE).plan(narrow, Context())
 
 
