@@ -97,11 +97,7 @@ def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: I
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """Write TIR for :func:`compressor.ops.linear.packed_linear`.
-
-    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`),
-    bias (where there is one), y float32 [d0, d1, out].
-    """
+    """Write TIR for :func:`compressor.ops.linear.packed_linear`, with the parameters of :func:`fused_linear`."""
     return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
 
 
