@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from compressor.formats.extras import ColumnBlocks
 from compressor.numerics.sparsity.block_sparsity import surgeon_blocks, without_dead
 from compressor.numerics.sparsity.n_of_m import Pattern, surgeon_entries
 from compressor.pipeline.pipeline import Pass
@@ -22,8 +23,9 @@ class Sparsegpt(BlockPruning, Pass):
     error in a dense format of no more bytes has a note that says so.
 
     Attributes:
-        scheme: format name that ends with what is left out: blocks (``W8A16_B16x1@70``), single weights
-            (``W8A16_B1x1@70``), or all but N of M (``W8A16_2:4`` keeps two of every four weights of a row).
+        scheme: format name that ends with what is left out: blocks (``W8A16_B16x1@70``, ``W8A8_B32x64@80`` for AMX),
+            single weights (``W8A16_B1x1@70``), or all but N of M (``W8A16_2:4`` keeps two of every four weights
+            of a row).
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
@@ -52,9 +54,9 @@ class Sparsegpt(BlockPruning, Pass):
     owl_factor: float = 5.0
     schemes: tuple[str, ...] = ()
 
-    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int, blocks: ColumnBlocks) -> Tensor:
         """Return the columns that each tile keeps."""
-        return surgeon_blocks(without_dead(weight, inputs.hessian), inputs.factor, count)
+        return surgeon_blocks(without_dead(weight, inputs.hessian), inputs.factor, count, blocks=blocks)
 
     def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: Pattern) -> Tensor:
         """Return which single weights are kept."""
