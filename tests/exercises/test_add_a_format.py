@@ -24,7 +24,6 @@ class RowScales:
 
 
 Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SingleZeros, SkippedInputs)
 '''
 
 PART = """def _row_scales(fmt: Layout, rows: int, _columns: int) -> Stored | None:
@@ -101,8 +100,7 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     before = (
         "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs\n"
     )
-    listed = "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SingleZeros, SkippedInputs)\n"
-    scratch.edit(extras, before + listed, EXTRA)
+    scratch.edit(extras, before, EXTRA)
     scratch.edit(parts, "PART_TABLE = (\n", PART)
     scratch.edit(parts, "from compressor.formats.extras import", "from compressor.formats.extras import RowScales,")
     spread = "unscaled(codes, zero, fmt).mul_(scale)\n"

@@ -5,7 +5,7 @@ tiles or by bit planes, and one float multiply-add a group applies the scales.  
 are, or become the floats that they round to, and codes become floats in registers.  A single token takes a loop over
 ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code
 once a block, or, where columns are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.  Where single
-weights are, a task expands its tiles first (:mod:`compressor.codegen.kernels.expand`).
+weights are, a task expands its tiles first (:mod:`compressor.codegen.kernels.linear.expand`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import amx, expand
+from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes, prompts
+from compressor.codegen.kernels.linear import bit_planes, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
@@ -52,8 +52,7 @@ _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, Sk
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.is_of_images]
-    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or extra in of_images]
+    unread = [e.suffix for e in fmt.extras if not isinstance(e, _EXTRAS) or getattr(e, "is_of_images", False)]
     text = f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores"
     return text if unread else expand.supports(fmt, isa)
 
