@@ -250,8 +250,7 @@ def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
 
 def _spread_out(scales: Tensor, zeros: Tensor | None, packed: PackedWeight) -> tuple[Tensor, Tensor | None]:
     """Return the scale and the zero point of each column, float32 [..., in], from those of its group."""
-    columns = packed.shape[1]
-    size = packed.format.columns(columns)
+    size = packed.format.columns(columns := packed.shape[1])
     if "tensor_scale" in packed.parts:
         scales = scales * packed.parts["tensor_scale"]
     return _spread(scales, size, columns), None if zeros is None else _spread(zeros.float(), size, columns)
