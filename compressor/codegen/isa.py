@@ -31,6 +31,9 @@ class Isa:
         ones_of_bytes: (int32 vector) -> the ones in each byte, as bytes of a vector of the same type.
         squeeze: (int32 vector of 16, uint16) -> the elements whose bit is set, one after another, then zeros.
         squeeze_bytes: the same of 64 int8 and a uint64.
+        spread: (64 int8, uint64, 64 int8) -> the elements, from the first on, where a bit is set, and those of the
+            third where it is not.
+        spread_eight: the same of eight bytes: (uint64, uint64 of eight bits, uint64).
         matrix_unit: ``amx`` where registers hold matrices of int8 or bfloat16.
     """
 
@@ -48,4 +51,6 @@ class Isa:
     ones_of_bytes: Callable[[Any], Any] | None = None
     squeeze: Callable[[Any, Any], Any] | None = None
     squeeze_bytes: Callable[[Any, Any], Any] | None = None
+    spread: Callable[[Any, Any, Any], Any] | None = None
+    spread_eight: Callable[[Any, Any, Any], Any] | None = None
     matrix_unit: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from compressor.errors import UsageError
 
@@ -131,9 +131,8 @@ class ColumnBlocks:
     @property
     def text(self) -> str:
         """Describe what is left out."""
-        columns = "1 column" if self.width == 1 else f"{self.width} columns"
-        rows = 16 * self.tiles
-        return f"{self.percent:g}% of the blocks of {rows} rows by {columns} are zero and not stored; a bit for each"
+        shape = f"{16 * self.tiles} rows by {self.width} column{'s' if self.width > 1 else ''}"
+        return f"{self.percent:g}% of the blocks of {shape} are zero and not stored; a bit for each"
 
     @classmethod
     def read(cls, text: str) -> ColumnBlocks | None:
@@ -247,17 +246,59 @@ class KeptOfGroup:
 
 
 @dataclass(frozen=True)
+class SingleZeros:
+    """Single weights, anywhere in the matrix, are zero and not stored; scales are those of the dense format.
+
+    Attributes:
+        percent: of the weights of a matrix that are zero, above 0 and below 100.
+    """
+
+    percent: float
+    label: ClassVar[str] = "sparsity"
+    pattern: ClassVar[str] = r"_B1X1@(\d{1,3}(?:\.\d{1,2})?)"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent < 100:
+            raise UsageError(f"format: {self.percent:g}% of the weights are zero; give more than 0, below 100")
+
+    @property
+    def suffix(self) -> str:
+        """End of a format's name."""
+        return f"_B1x1@{self.percent:g}"
+
+    @property
+    def text(self) -> str:
+        """Describe what is left out."""
+        return f"{self.percent:g}% of the weights are zero and not stored; a bit for each"
+
+    @classmethod
+    def read(cls, text: str) -> SingleZeros | None:
+        """Return the extra that the group of ``pattern`` names."""
+        return cls(float(text))
+
+    def conflict(self, fmt: Any) -> str:
+        """Stand with codes one of which is zero."""
+        if fmt.codebook or fmt.bit_planes is not None:
+            return "leaves weights out, and needs codes one of which is zero: integers or floats"
+        return "stands with no other extra" if len(fmt.extras) > 1 else ""
+
+    def kept(self, out_features: int, in_features: int) -> int:
+        """Count the weights of a matrix that are stored, one at least."""
+        weights = out_features * in_features
+        return max(1, weights - round(self.percent / 100 * weights))
+
+
+@dataclass(frozen=True)
 class SkippedInputs:
     """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
 
-    Codes lie column by column, in panels of up to 2048 bytes a column.
+    Codes lie column by column, in panels (:func:`compressor.formats.parts.panel_rows`).
     """
 
     label: ClassVar[str] = "inputs"
     pattern: ClassVar[str] = r"(_SKIP)"
     suffix: ClassVar[str] = "_SKIP"
     text: ClassVar[str] = "below a stored threshold they count as zero, and codes are not read"
-    most_bytes: ClassVar[int] = 2048
 
     @classmethod
     def read(cls, text: str) -> SkippedInputs | None:
@@ -272,14 +313,6 @@ class SkippedInputs:
             return "has scales of groups, channels or the tensor"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
 
-    @classmethod
-    def panel_rows(cls, out_features: int, bits: int) -> int:
-        """Return the rows of a panel: whole units of 16 bytes, as many as waste the least, two panels at least."""
-        unit = 128 // bits
-        units, most = -(-out_features // unit), cls.most_bytes // 16
-        largest = min(most, max(1, units // 2))
-        return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
-
 
 def _other_than_plain_integers(fmt: Any, activations: str) -> str:
     """Say what a format has beside symmetric integers of whole or half bytes and activations as they come.
@@ -293,6 +326,6 @@ def _other_than_plain_integers(fmt: Any, activations: str) -> str:
     return f"{activations} activations as they come (A16)" if fmt.activations is not None else ""
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)
+Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
+EXTRAS: tuple[type[Extra], ...] = get_args(Extra)
 """All kinds, in the order of their suffixes in a name."""

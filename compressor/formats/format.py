@@ -13,8 +13,8 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
 zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution; ``_B32x64@80``: 80% of those of 32 by
-64, which AMX skips.  ``_2:4``: two of every four weights are kept.  ``_SKIP``: small activations count as zero, and
-their codes are not read.
+64, which AMX skips; ``_B1x1@70``: 70% of the single weights.  ``_2:4``: two of every four weights are kept.  ``_SKIP``:
+small activations count as zero, and their codes are not read.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -47,23 +47,7 @@ and their number is the percentage of rows and columns filled up to tiles and ch
     float_columns    int32    [columns]
     float_values     float16  [ceil(out / 16), columns, 16]
 
-Where blocks are left out, every tile of 16 rows keeps as many columns, and all above is of these alone, in their order;
-groups are of kept columns. A bit says which: block ``c`` (a column, or four) is bit ``c % 8`` of byte ``c // 8``::
-
-    kept             uint8    [ceil(out / 16), 8 * ceil(blocks / 64)]    ceil(out / 32) of blocks of 32 rows
-
-Of N:M, each row keeps N of every M columns, and all above is of these.  The combinations of M columns are numbered in
-lexicographic order; group ``g`` has bits ``g * b`` to ``g * b + b - 1`` of its row, b the bits of the largest number::
-
-    patterns         int32    [ceil(out / 16), ceil(groups * b / 32), 16]
-
-Where inputs are skipped (``_SKIP``), codes lie column by column in panels of rows
-(:meth:`compressor.formats.extras.SkippedInputs.panel_rows`).  Of 8 bits, a byte is a row's code less its zero point,
-signed; of 4 bits, 16 bytes hold 32 rows, the first 16 in the lower halves::
-
-    codes            uint8    [panels, in, bytes of a panel's rows]    in place of the tiles
-    thresholds       float32  [in]    inputs of a smaller size count as zero
-
+Zeros that are not stored, and inputs that are skipped, have layouts of their own (:mod:`compressor.formats.layouts`).
 Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
 FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
 """
@@ -79,7 +63,7 @@ from typing import ClassVar, TypeVar
 from compressor.errors import UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
-from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers
+from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros
 from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
 from compressor.formats.weights import (
@@ -191,8 +175,9 @@ class Format:
 
     @property
     def of_kept(self) -> Format:
-        """The format of the columns that a tile or a row keeps; the same where all are kept."""
-        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, ColumnBlocks | KeptOfGroup)))
+        """The format without what is left out: of the columns that a tile or a row keeps, or of all."""
+        left_out = ColumnBlocks | KeptOfGroup | SingleZeros
+        return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, left_out)))
 
     def with_extra(self, extra: Extra) -> Format:
         """Return the same with this extra, in place of another of its kind."""
@@ -283,6 +268,11 @@ class Format:
         if isinstance(self.weights, Integers | BitPlanes):
             return self.weights.zero_point
         return float(1 << (self.bits - 1))
+
+    @property
+    def zero_code(self) -> int:
+        """Code of zero, where all codes share a zero point or have none."""
+        return int(self.zero_point) if self.element is None else self.element.values.index(0.0)
 
     @property
     def integer_products(self) -> bool:

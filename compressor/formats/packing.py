@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from compressor.formats.elements import Element
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import from_bits, from_panel, put_columns, to_bits, to_panels
+from compressor.formats.layouts.masks import from_mask, keep_codes, spread_codes, to_mask
 from compressor.formats.layouts.patterns import from_numbers, pack_numbers, to_numbers, unpack_numbers
-from compressor.formats.parts import TILE_ROWS, TILED
+from compressor.formats.layouts.words import from_words, quads_of, to_words
+from compressor.formats.parts import TILE_ROWS, TILED, panel_rows
 
 PIECE_ELEMENTS = 1 << 22
 STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
@@ -88,18 +89,7 @@ def pack(
         or (zeros is None) != fmt.symmetric
     ):
         raise ValueError(f"scales {tuple(scales.shape)} and zeros do not fit {fmt.name} of {rows} x {columns}")
-    tiles, chunks, span = -(-rows // TILE_ROWS), fmt.chunks(columns), fmt.chunk_columns
-    grid = pad(codes, (0, chunks * span - columns, 0, tiles * TILE_ROWS - rows))
-    quads = grid.contiguous().view(torch.int32).view(tiles, TILE_ROWS, chunks, span // 4)  # four columns each
-    words, offset = [], 0
-    for width in fmt.planes:
-        plane = (quads >> offset) & _every_byte((1 << width) - 1)
-        # A word's columns are numbered 4 * j + i: byte i, bits width * j.
-        plane = plane.view(tiles, TILE_ROWS, chunks, span * width // 32, 8 // width)
-        shifted = (plane[..., j] << (width * j) for j in range(8 // width))
-        words.append(functools.reduce(torch.bitwise_or, shifted))  # [tiles, 16, chunks, words of this plane]
-        offset += width
-    packed = torch.cat(words, dim=-1).permute(0, 2, 3, 1).contiguous()
+    packed = to_words(codes, fmt.planes)
     stored = scales.to(STORED[fmt.scale_type])
     tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8), fmt)
     found: dict[str, Tensor | None] = {"codes": packed, "codebook" if fmt.codebook else "scales": tiled}
@@ -110,32 +100,11 @@ def pack(
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [out, in], scales float32 [out, groups] (or codebooks [..., levels]), zeros uint8 [out, groups]."""
     fmt, (rows, columns) = packed.format, packed.shape
-    tiles, chunks = packed.parts["codes"].shape[:2]
-    words = packed.parts["codes"].permute(0, 3, 1, 2).contiguous()  # [tiles, 16, chunks, words]
-    codes = _quads(words, fmt).view(torch.uint8).view(tiles * TILE_ROWS, chunks * fmt.chunk_columns)
+    codes = from_words(packed.parts["codes"], fmt.planes)
     zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
     scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])
     return codes[:rows, :columns], scales.float(), zeros
-
-
-def _quads(words: Tensor, fmt: Format) -> Tensor:
-    """Take words apart: int32 [..., chunks, words] -> the codes of four columns each, int32 [..., chunks, quads]."""
-    quads: Tensor | None = None
-    offset = first = 0
-    for width in fmt.planes:
-        count, mask = fmt.chunk_columns * width // 32, _every_byte((1 << width) - 1)
-        plane = words[..., first : first + count]
-        found = torch.stack([(plane >> (width * j)) & mask for j in range(8 // width)], dim=-1).flatten(-2)
-        quads = found if quads is None else quads | found << offset
-        offset, first = offset + width, first + count
-    assert quads is not None
-    return quads
-
-
-def _every_byte(value: int) -> int:
-    """Return an int32 whose four bytes are the same."""
-    return int.from_bytes(bytes([value] * 4), "little", signed=True)
 
 
 def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
@@ -151,8 +120,11 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         for which, values in coded_rows(kept_part(packed)):
             yield which, torch.zeros(len(values), columns).scatter(1, places[which], values)
         return
+    if fmt.extra(SingleZeros) is not None:
+        yield from coded_rows(filled_up(packed))
+        return
     if fmt.extra(SkippedInputs) is not None:
-        yield from _panel_rows(packed)
+        yield from _by_panel(packed)
         return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
@@ -220,14 +192,47 @@ def leave_out_of_groups(kept: PackedWeight, where: Tensor, pattern: KeptOfGroup)
     return PackedWeight({**kept.parts, "patterns": patterns}, fmt, (kept.shape[0], where.shape[1]))
 
 
+def leave_out_singles(dense: PackedWeight, kept: Tensor, single: SingleZeros) -> PackedWeight:
+    """Return the weight of which only some codes are stored, the others being zero; undone by :func:`filled_up`.
+
+    Args:
+        dense: [out, in], all of it.
+        kept: bool [out, in], true where codes are stored, as many as the format keeps.
+    Raises:
+        ValueError: these are more or fewer.
+    """
+    fmt, shape = dense.format.with_extra(single), dense.shape
+    if int(kept.sum()) != single.kept(*shape):
+        raise ValueError(f"{fmt.name} of {shape[0]} x {shape[1]} does not keep {int(kept.sum())} weights")
+    codes, starts = keep_codes(unpack(dense)[0], kept, fmt.planes)
+    return PackedWeight({**dense.parts, "codes": codes}, fmt, shape).with_parts(fmt, kept=to_mask(kept), starts=starts)
+
+
+def filled_up(packed: PackedWeight) -> PackedWeight:
+    """Return the weight in the dense format, with codes of zero where :func:`leave_out_singles` has left some out."""
+    parts, fmt, (rows, columns) = dict(packed.parts), packed.format.of_kept, packed.shape
+    stream, bits, starts = (parts.pop(name) for name in ("codes", "kept", "starts"))
+    blank = torch.full((rows, columns), fmt.zero_code, dtype=torch.uint8)
+    if not fmt.symmetric:
+        blank = _spread(_untile(parts["zeros"], fmt, rows), fmt.columns(columns), columns)
+    codes = to_words(spread_codes(stream, starts, bits, blank, fmt.planes), fmt.planes)
+    return PackedWeight({"codes": codes, **parts}, fmt, packed.shape)
+
+
+def kept_singles(packed: PackedWeight) -> Tensor:
+    """Return where codes are stored, bool [out, in]."""
+    rows, columns = packed.shape
+    return from_mask(packed.parts["kept"]).transpose(1, 2).flatten(2).flatten(0, 1)[:rows, :columns] > 0
+
+
 def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:
     """Store a weight column by column, with thresholds of its inputs, float32 [in]; what it stands for stays."""
     fmt, (codes, _, _) = packed.format.with_extra(SkippedInputs()), unpack(packed)
-    stored = to_panels(codes, SkippedInputs.panel_rows(len(codes), fmt.bits), fmt.bits)
+    stored = to_panels(codes, panel_rows(len(codes), fmt.bits), fmt.bits)
     return PackedWeight({**packed.parts, "codes": stored, "thresholds": thresholds.float()}, fmt, packed.shape)
 
 
-def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+def _by_panel(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Undo :func:`skip_inputs`, panel after panel: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
     scale = _spread(_untile(packed.parts["scales"], fmt, rows).float(), fmt.columns(columns), columns)
@@ -245,8 +250,7 @@ def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
 
 def _spread_out(scales: Tensor, zeros: Tensor | None, packed: PackedWeight) -> tuple[Tensor, Tensor | None]:
     """Return the scale and the zero point of each column, float32 [..., in], from those of its group."""
-    columns = packed.shape[1]
-    size = packed.format.columns(columns)
+    size = packed.format.columns(columns := packed.shape[1])
     if "tensor_scale" in packed.parts:
         scales = scales * packed.parts["tensor_scale"]
     return _spread(scales, size, columns), None if zeros is None else _spread(zeros.float(), size, columns)
@@ -299,7 +303,7 @@ def take_rows(packed: PackedWeight, rows: Tensor) -> Tensor:
         raise ValueError(f"{fmt.name}: rows cannot be taken one by one")
     tile, place = rows // TILE_ROWS, rows % TILE_ROWS
     taken = {name: packed.parts[name][tile, ..., place] for name in TILED if name in packed.parts}
-    quads = _quads(taken["codes"], fmt)
+    quads = quads_of(taken["codes"], fmt.planes)
     codes = torch.stack([(quads >> 8 * byte) & 0xFF for byte in range(4)], dim=-1).flatten(-3)[..., :columns]
     scales = taken["codebook" if fmt.codebook else "scales"]
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from compressor.formats.extras import ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, SingleZeros, SkippedInputs
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
 """Rows whose words are interleaved."""
+STEP = 64
+"""Single codes that are packed, and columns that are masked, at once."""
 
 Stored: TypeAlias = "tuple[str, tuple[int, ...]]"
 """Type, as numpy calls it, and shape."""
@@ -79,14 +81,26 @@ class Part:
     timing_fill: Literal[0, 1, 255, "even"] = 0
 
 
+def panel_rows(out_features: int, bits: int) -> int:
+    """Return the rows of a panel of skipped inputs: whole units of 16 bytes, at most 2048, as many as waste the least,
+    two panels at least.
+    """
+    unit = 128 // bits
+    units = -(-out_features // unit)
+    largest = min(2048 // 16, max(1, units // 2))
+    return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
+
+
 def _tiles(out_features: int) -> int:
     return -(-out_features // TILE_ROWS)
 
 
 def _codes(fmt: Layout, rows: int, columns: int) -> Stored:
     if fmt.extra(SkippedInputs) is not None:
-        panel = SkippedInputs.panel_rows(rows, fmt.bits)
+        panel = panel_rows(rows, fmt.bits)
         return "uint8", (-(-rows // panel), columns, panel * fmt.bits // 8)
+    if (single := fmt.extra(SingleZeros)) is not None:  # and as many more as are loaded at once
+        return "uint8", ((-(-single.kept(rows, columns) // STEP) + 1) * STEP * fmt.bits // 8,)
     return "int32", (_tiles(rows), fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
 
 
@@ -143,6 +157,8 @@ def _float_values(fmt: Layout, rows: int, _columns: int) -> Stored | None:
 
 def _kept(fmt: Layout, rows: int, columns: int) -> Stored | None:
     blocks = fmt.extra(ColumnBlocks)
+    if fmt.extra(SingleZeros) is not None:
+        return "uint8", (_tiles(rows), -(-columns // STEP), TILE_ROWS, STEP // 8)
     if blocks is None:
         return None
     return "uint8", (-(-_tiles(rows) // blocks.tiles), -(-blocks.blocks(columns) // 64) * 8)
@@ -157,6 +173,10 @@ def _patterns(fmt: Layout, rows: int, columns: int) -> Stored | None:
     if pattern is None:
         return None
     return "int32", (_tiles(rows), -(-columns // pattern.size * pattern.index_bits // 32), TILE_ROWS)
+
+
+def _starts(fmt: Layout, rows: int, _columns: int) -> Stored | None:
+    return ("int32", (_tiles(rows),)) if fmt.extra(SingleZeros) is not None else None
 
 
 PART_TABLE = (
@@ -174,6 +194,7 @@ PART_TABLE = (
     Part("kept", _kept, is_tiled=True, timing_fill=255),
     Part("thresholds", _thresholds),
     Part("patterns", _patterns, is_tiled=True),
+    Part("starts", _starts),
 )
 """All parts, in the order in which kernels take them."""
 PARTS = tuple(part.name for part in PART_TABLE)

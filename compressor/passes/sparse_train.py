@@ -88,7 +88,7 @@ class SparseTrain(TaughtPass, Pass):
 
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(ColumnBlocks) is None:
-            raise UsageError(f"sparse_train: scheme {self.scheme} leaves nothing out; end it with _B16x1@90 or so")
+            raise UsageError(f"sparse_train: scheme {self.scheme} leaves no blocks out; end it with _B16x1@90 or so")
         if self.method not in ("cubic", "admm"):
             raise UsageError(f"sparse_train: method {self.method} is none of cubic, admm")
         if not 0 < self.penalty <= 1000:

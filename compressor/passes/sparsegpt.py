@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks
 from compressor.numerics.sparsity.block_sparsity import surgeon_blocks, without_dead
-from compressor.numerics.sparsity.n_of_m import surgeon_entries
+from compressor.numerics.sparsity.n_of_m import Pattern, surgeon_entries
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sparse_sites import Allocation, BlockPruning, Inputs
 
@@ -23,8 +23,9 @@ class Sparsegpt(BlockPruning, Pass):
     error in a dense format of no more bytes has a note that says so.
 
     Attributes:
-        scheme: format name that ends with what is left out: ``W8A16_B16x1@70``, or with N:M: ``W8A16_2:4`` keeps two of
-            every four weights of a row; ``W8A8_B32x64@80`` leaves out blocks of 32 rows by 64 columns, which AMX skips.
+        scheme: format name that ends with what is left out: blocks (``W8A16_B16x1@70``, ``W8A8_B32x64@80`` for AMX),
+            single weights (``W8A16_B1x1@70``), or all but N of M (``W8A16_2:4`` keeps two of every four weights
+            of a row).
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
@@ -57,6 +58,6 @@ class Sparsegpt(BlockPruning, Pass):
         """Return the columns that each tile keeps."""
         return surgeon_blocks(without_dead(weight, inputs.hessian), inputs.factor, count, blocks=blocks)
 
-    def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
-        """Return which N of every M weights of a row are kept."""
+    def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: Pattern) -> Tensor:
+        """Return which single weights are kept."""
         return surgeon_entries(without_dead(weight, inputs.hessian), inputs.factor, pattern)

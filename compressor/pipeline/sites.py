@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
@@ -46,7 +46,7 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
             f"scheme {scheme}: which columns stay float16 is found by the pass llm_int8; "
             f"use it, with {fmt.without_outliers.name}"
         )
-    if fmt.extra(ColumnBlocks) is not None or fmt.extra(KeptOfGroup) is not None:
+    if any(fmt.extra(kind) is not None for kind in (ColumnBlocks, KeptOfGroup, SingleZeros)):
         raise UsageError(
             f"scheme {scheme}: which weights are left out is chosen by the passes magnitude, wanda, sparsegpt and "
             f"alps, of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"

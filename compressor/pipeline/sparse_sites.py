@@ -17,7 +17,7 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.calibration.statistics import Inputs as Channels
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import Site, linear_sites
@@ -34,7 +34,7 @@ from compressor.numerics.sparsity.block_sparsity import (
     round_columns,
     round_kept,
 )
-from compressor.numerics.sparsity.n_of_m import left_entries, only_kept_entries, round_entries
+from compressor.numerics.sparsity.n_of_m import Pattern, left_entries, only_kept_entries, round_entries
 from compressor.numerics.sparsity.pruning_costs import pruning_bytes, pruning_work, smaller_dense
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
@@ -108,8 +108,8 @@ class BlockPruning(Pass):
             blocks: of which shape.
         """
 
-    def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
-        """Return which N of every M weights of a row are kept: bool [out, in].
+    def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: Pattern) -> Tensor:
+        """Return which single weights are kept: bool [out, in].
 
         Args:
             weight, inputs: as of :meth:`choose_blocks`.
@@ -122,15 +122,15 @@ class BlockPruning(Pass):
 
     def __post_init__(self) -> None:
         fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.widths[0])
-        is_pattern = fmt.extra(KeptOfGroup) is not None
+        is_pattern = _pattern(fmt) is not None
         if fmt.extra(ColumnBlocks) is None and not (is_pattern and 1 in self.widths):
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how "
                 f"much at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
-                + (f", or {fmt.name}_2:4" if 1 in self.widths else "")
+                + (f", {fmt.name}_2:4 or {fmt.name}_B1x1@50" if 1 in self.widths else "")
             )
-        if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
-            raise UsageError(f"{self._name}: owl moves shares of blocks (_B16x1@50), and {self.scheme} has a fixed one")
+        if self.allocate == "owl" and fmt.extra(KeptOfGroup) is not None:
+            raise UsageError(f"{self._name}: owl moves shares (_B16x1@50, _B1x1@50), and {self.scheme} has a fixed one")
         if not 0 <= self.dampening_frac <= 1:
             raise UsageError(f"{self._name}: dampening_frac {self.dampening_frac} is not between 0 and 1")
         if not 0 < self.owl_lambda <= 0.5 or not self.owl_factor > 0:
@@ -294,7 +294,7 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        pattern, blocks = fmt.extra(KeptOfGroup), fmt.extra(ColumnBlocks) or COLUMNS
+        pattern, blocks = _pattern(fmt), fmt.extra(ColumnBlocks) or COLUMNS
         left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns), blocks)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
@@ -321,23 +321,27 @@ class BlockPruning(Pass):
         """
         H, damp = inputs.hessian, inputs.dampening_frac
         stored: PackedWeight | Tensor
-        if (pattern := fmt.extra(KeptOfGroup)) is not None:
+        if (pattern := _pattern(fmt)) is not None:
             kept = self.choose_entries(weight, inputs, pattern) if kept is None else kept
             if self.pack:
                 stored = round_entries(weight, H, inputs.factor, kept, fmt, refit=self.refit)
             else:
-                whole = weight.double()
-                stored = only_kept_entries(whole, inputs.factor, H.double(), kept, refit=self.refit).float()
+                factor = inputs.factor
+                stored = only_kept_entries(weight.double(), factor, H.double(), kept, refit=self.refit).float()
         else:
-            if kept is None:
-                blocks = fmt.extra(ColumnBlocks) or COLUMNS
-                kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]), blocks)
+            blocks, count = fmt.extra(ColumnBlocks) or COLUMNS, fmt.stored_columns(weight.shape[1])
+            kept = self.choose_blocks(weight, inputs, count, blocks) if kept is None else kept
             if self.pack:
                 stored, damp = round_kept(weight, H, kept, fmt, damp, refit=self.refit)
             else:
                 stored, damp = only_kept(weight, H, kept, damp, refit=self.refit)
         values = dequantize(stored) if isinstance(stored, PackedWeight) else stored
         return stored, _relative_loss(weight, values, H), damp
+
+
+def _pattern(fmt: Format) -> Pattern | None:
+    """Return the pattern of single weights that a format leaves out; None of blocks."""
+    return fmt.extra(KeptOfGroup) or fmt.extra(SingleZeros)
 
 
 def _relative_loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:

@@ -28,7 +28,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
@@ -195,8 +195,9 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=routed)
     }
     for name, format_name in experts.items():
-        if Format.parse(format_name).extra(KeptOfGroup) is not None:
-            raise UsageError(f"{name}: {format_name}: no kernel of experts reads N:M; `ignore` leaves them")
+        if (pattern := Format.parse(format_name).extra(KeptOfGroup)) or Format.parse(format_name).extra(SingleZeros):
+            what = "N:M" if pattern else "weights of which single ones are left out"
+            raise UsageError(f"{name}: {format_name}: no kernel of experts reads {what}; `ignore` leaves them")
     formats |= experts
     for name, format_name in formats.items():
         fmt = Format.parse(format_name)

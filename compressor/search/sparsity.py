@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.search.knapsack import choose_within
@@ -17,7 +17,7 @@ _DENSITIES = (0.5, 0.7, 1.4, 2.0)
 
 def with_percent(fmt: Format, percent: float) -> Format:
     """Return the format with this share of the blocks left out, in hundredths of a percent above 0 and below 100."""
-    blocks = fmt.extra(ColumnBlocks)
+    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
     assert blocks is not None
     return fmt.with_extra(replace(blocks, percent=min(99.99, max(0.01, round(percent, 2)))))
 
@@ -27,7 +27,7 @@ def levels(fmt: Format) -> list[Format]:
     if (pattern := fmt.extra(KeptOfGroup)) is not None:
         near = [n for n in (pattern.kept - 1, pattern.kept + 1) if 0 < n < pattern.size and fmt.group_size % n == 0]
         return [fmt, *(fmt.with_extra(KeptOfGroup(n, pattern.size)) for n in near)]
-    blocks = fmt.extra(ColumnBlocks)
+    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
     assert blocks is not None
     percents = (100 - (100 - blocks.percent) * factor for factor in _DENSITIES)
     return [fmt, *(with_percent(fmt, percent) for percent in percents if percent > 0)]
@@ -67,7 +67,7 @@ def by_outliers(
         outliers: how many of each site's weights are.
         most: the paper's lambda; shares are at most twice that apart.
     """
-    blocks = fmt.extra(ColumnBlocks)
+    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
     assert blocks is not None
     weights = [float(sum(site.out_features * site.in_features for site in sites)) for sites in segments]
     ratios = [sum(outliers[s.name] for s in sites) / size for sites, size in zip(segments, weights, strict=True)]
@@ -96,7 +96,7 @@ def check_schemes(pass_name: str, scheme: str, schemes: Sequence[str]) -> list[F
     """
     first, named = Format.parse(scheme), [Format.parse(name) for name in schemes]
     for fmt in named:
-        if fmt.extra(ColumnBlocks) is None and fmt.extra(KeptOfGroup) is None:
+        if all(fmt.extra(kind) is None for kind in (ColumnBlocks, KeptOfGroup, SingleZeros)):
             raise UsageError(
                 f"{pass_name}: schemes: {fmt.name} leaves nothing out; give formats such as {fmt.name}_B16x1@50, or "
                 "take mixed_precision for dense ones"

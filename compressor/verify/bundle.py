@@ -6,6 +6,7 @@ Nothing of a bundle is executed before its files and, where a key is given, its 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +21,9 @@ from compressor.export.manifest import foreign_files
 from compressor.export.schema import Manifest, SiteEntry, check_schema
 from compressor.export.signing import MANIFEST, SIGNATURE, check_signature
 from compressor.formats.cache import cache_bytes_per_token
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
-from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, TILE_ROWS
+from compressor.formats.parts import PARTS, SAFETENSORS_TYPES, STEP, TILE_ROWS
 from compressor.graph.model import state_bytes
 from compressor.verify.smoke import SmokeResult, smoke_test
 from compressor.verify.web import NOT_EXECUTED, web_bytes, web_files, web_schema
@@ -245,7 +246,8 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
 
     The weight's own shape is not stored, only its whole tiles and chunks.  All widths that fill these chunks take the
     same bytes, except that the type of ``outlier_columns`` may change between the narrowest and the widest of them.
-    Of N:M, the widths are of whole groups.  Where blocks are left out, the bits say the width but for 64 blocks.
+    Of N:M, the widths are of whole groups.  Where blocks are left out, the bits say the width but for 64 blocks.  Where
+    single weights are, the codes are as many as a share of the very shape.
     """
     fmt = Format.parse(name)
     found = {part: (kind, shape) for part, (kind, shape, _) in parts.items()}
@@ -261,16 +263,16 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
     if len(limits := found.get("thresholds", ("", []))[1]) == 1:  # one for each column; codes lie in panels of rows
         tiles, *_ = (*found.get("scales", ("", []))[1], 0)
         rows, widest, widths = tiles * TILE_ROWS, limits[0], limits
-    layouts = {
-        columns: {part: (SAFETENSORS_TYPES[kind], list(shape)) for part, (kind, shape) in stored.items()}
-        for columns in widths
-        if rows * widest and (stored := fmt.parts(rows, columns))
-    }
-    matching = [columns for columns, layout in layouts.items() if layout == found]
-    if not matching:
-        wanted = layouts.get(widest, "codes and scales")
+    heights: Iterable[int] = (rows,)
+    if fmt.extra(SingleZeros) is not None and len(bits := found.get("kept", ("", []))[1]) == 4:
+        rows, widest = bits[0] * TILE_ROWS, bits[1] * STEP
+        heights, widths = (range(n, max(0, n - step), -1) for n, step in ((rows, TILE_ROWS), (widest, STEP)))
+    shapes = itertools.product(heights, widths) if rows * widest else ()
+    matching = next((shape for shape in shapes if _layout(fmt, *shape) == found), None)
+    if matching is None:
+        wanted = _layout(fmt, rows, widest) if rows * widest and widest in widths else "codes and scales"
         raise VerificationError(f"{site}: stored as {found}, {fmt.name} is {wanted}")
-    expected = fmt.packed_bytes(rows, matching[0])
+    expected = fmt.packed_bytes(*matching)
     _equal(
         f"{site}: packed_bytes of {fmt.name}",
         expected,
@@ -278,6 +280,11 @@ def _packed_bytes(site: str, name: str, parts: Mapping[str, _Stored]) -> int:
         "stored are",
     )
     return expected
+
+
+def _layout(fmt: Format, rows: int, columns: int) -> dict[str, tuple[str, list[int]]]:
+    """Return the type and shape of each part, as a file of tensors names them."""
+    return {part: (SAFETENSORS_TYPES[kind], list(shape)) for part, (kind, shape) in fmt.parts(rows, columns).items()}
 
 
 def _signature(bundle: Path, public_key: Path | None) -> Check:

@@ -104,6 +104,7 @@ LOSES = {
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "distill_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
+    "sparsegpt_w4a16_g128_single_x86": (0.6, 0.6),
 }
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 

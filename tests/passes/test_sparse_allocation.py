@@ -25,7 +25,7 @@ from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
 
 SAMPLES = random_samples(97, 32)
-SCHEME = "W8A16_B16x1@50"
+SCHEME, SINGLE = "W8A16_B16x1@50", "W8A16_B1x1@50"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def llama() -> GraphModule:
 @pytest.mark.parametrize(
     "step",
     [
-        Wanda(SCHEME, allocate="owl"),
+        Wanda(SINGLE, allocate="owl"),
         Magnitude(SCHEME, allocate="budget"),
         Sparsegpt(SCHEME, allocate="budget", schemes=("W4A16_G32_B16x1@10", "W8A16_B16x1@70"), targets="re:.*layers.0"),
     ],
@@ -57,7 +57,7 @@ def test_no_more_bytes_than_the_same_share_of_all(step: Pass, llama: GraphModule
     stored = sum(record.bytes_after for record in first.records)
     assert stored <= sum(plan.bytes_after for plan in plans)
     assert len({record.format for record in first.records}) > 1
-    assert any(f"{stored:,} bytes, where {SCHEME} takes" in note for note in first.notes)
+    assert any(f"{stored:,} bytes, where {step.scheme} takes" in note for note in first.notes)
 
 
 def test_measured_errors_are_those_of_the_pass(llama: GraphModule) -> None:

@@ -15,8 +15,9 @@ from compressor.calibration.statistics import Hessian
 from compressor.capture.capture import capture
 from compressor.data.text import load_samples
 from compressor.errors import UsageError
+from compressor.formats.extras import SingleZeros
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize, kept_places
+from compressor.formats.packing import PackedWeight, dequantize, kept_places, kept_singles
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites, packed_weight_sites
 from compressor.numerics.sparsity.pruning_costs import smaller_dense
@@ -70,8 +71,9 @@ def test_plan_records_and_weights_agree(step: Pass, llama: GraphModule) -> None:
 
 @pytest.mark.parametrize(("step", "scheme"), [
     (Magnitude, "W8A16_2:4"), (Wanda, "W8A16_1:4"), (Sparsegpt, "W4A16_G32_2:4"), (Alps, "W8A16_4:8"),
+    (Magnitude, "W8A16_B1x1@50"), (Wanda, "W4A16_G32_B1x1@70"), (Sparsegpt, "W8A8_B1x1@50"), (Alps, "NVFP4_B1x1@70"),
 ])  # fmt: skip
-def test_rows_keep_as_many_of_each_group(step: Callable[..., Pass], scheme: str, llama: GraphModule) -> None:
+def test_single_weights_are_left_out(step: Callable[..., Pass], scheme: str, llama: GraphModule) -> None:
     meta, ctx, given = clone_graph(llama), Context(samples=SAMPLES), step(scheme, targets="re:.*layers.0")
     drop_weights(meta)
     plans = {plan.site: plan for plan in given.plan(meta, Context()) or () if plan.format}
@@ -79,20 +81,25 @@ def test_rows_keep_as_many_of_each_group(step: Callable[..., Pass], scheme: str,
     assert {record.site: record.bytes_after for record in ctx.records} == {
         name: plan.bytes_after for name, plan in plans.items()
     }
-    kept, size = map(int, scheme.rpartition("_")[2].split(":"))
     for packed in packed_weights(pruned).values():
         assert packed.format.name == scheme
-        places = torch.zeros(packed.shape).scatter(1, kept_places(packed), 1.0)
-        assert bool((places.unflatten(1, (-1, size)).sum(-1) == kept).all())
+        if (single := packed.format.extra(SingleZeros)) is not None:
+            places = kept_singles(packed).float()
+            assert int(places.sum()) == single.kept(*packed.shape)
+        else:
+            kept, size = map(int, scheme.rpartition("_")[2].split(":"))
+            places = torch.zeros(packed.shape).scatter(1, kept_places(packed), 1.0)
+            assert bool((places.unflatten(1, (-1, size)).sum(-1) == kept).all())
         assert not bool(dequantize(packed)[places == 0].any())
     assert all(0 < record.error < 1 for record in ctx.records)
 
 
-def test_a_weight_that_has_the_pattern_keeps_it(llama: GraphModule) -> None:
+@pytest.mark.parametrize("scheme", ["W8A16_2:4", "W8A16_B1x1@50"])
+def test_a_weight_that_has_the_pattern_keeps_it(scheme: str, llama: GraphModule) -> None:
     ctx, only = Context(samples=SAMPLES), {"targets": "re:.*layers.0.self_attn.q_proj"}
-    masked = Pipeline([Sparsegpt("W8A16_2:4", pack=False, **only)]).run(clone_graph(llama), ctx)
+    masked = Pipeline([Sparsegpt(scheme, pack=False, **only)]).run(clone_graph(llama), ctx)
     weight = masked.get_parameter("model.layers.0.self_attn.q_proj.weight").detach().clone()
-    packed = Pipeline([Magnitude("W8A16_2:4", **only)]).run(masked, ctx)
+    packed = Pipeline([Magnitude(scheme, **only)]).run(masked, ctx)
     (found,) = packed_weights(packed).values()
     assert not bool(dequantize(found)[weight == 0].any()) and int((weight == 0).sum()) == weight.numel() // 2
 
@@ -178,7 +185,10 @@ def test_a_second_run_takes_what_the_first_made(llama: GraphModule, tmp_path: Pa
     (lambda: Alps("W8A16_B16x1@100"), "100% of the blocks of 16x1 are zero; give more than 0, below 100"),
     (lambda: Wanda("W8A16_B16x1@180"), "below 100"),
     (lambda: Sparsegpt(SCHEME, dampening_frac=2.0), "not between 0 and 1"),
-    (lambda: Wanda("W8A16_2:4", allocate="owl"), "owl moves shares of blocks"),
+    (lambda: Wanda("W8A16_2:4", allocate="owl"), "owl moves shares"),
+    (lambda: Gptq("W8A16_B1x1@50"), "chosen by the passes magnitude"),
+    (lambda: Alps("W8A16_B1x1@100"), "100% of the weights are zero; give more than 0, below 100"),
+    (lambda: Sparsegpt("W8A16_B1x1@0"), "0% of the weights are zero; give more than 0"),
     (lambda: Gptq("W8A16_2:4"), "chosen by the passes magnitude"),
     (lambda: Gptq(SCHEME), "chosen by the passes magnitude, wanda, sparsegpt and alps"),
 ])  # fmt: skip

@@ -105,7 +105,7 @@ def test_a_plan_counts_the_copies_of_admm(llama: GraphModule) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(UsageError, match="sparse_train: scheme W8A16 leaves nothing out"):
+    with pytest.raises(UsageError, match="sparse_train: scheme W8A16 leaves no blocks out"):
         SparseTrain("W8A16")
     with pytest.raises(UsageError, match="sparse_train: steps 0"):
         SparseTrain(SCHEME, steps=0)

@@ -24,7 +24,7 @@ from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
@@ -35,8 +35,9 @@ from compressor.formats.packing import (
     kept_part,
     leave_out,
     leave_out_of_groups,
+    leave_out_singles,
     pack,
-)
+)  # fmt: skip
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states
@@ -100,6 +101,10 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
         places = torch.rand(rows, columns // pattern.size, pattern.size, generator=rng).argsort(dim=-1)
         packed = random_packed(fmt.of_kept, rows, fmt.stored_columns(columns), rng)
         return leave_out_of_groups(packed, (places < pattern.kept).flatten(1), pattern)
+    if (single := fmt.extra(SingleZeros)) is not None:
+        where = torch.zeros(rows * columns, dtype=torch.bool)
+        where[torch.randperm(rows * columns, generator=rng)[: single.kept(rows, columns)]] = True
+        return leave_out_singles(random_packed(fmt.of_kept, rows, columns, rng), where.view(rows, columns), single)
     groups = fmt.groups(columns)
     codes = torch.randint(fmt.levels, (rows, columns), generator=rng, dtype=torch.uint8)
     zeros = torch.randint(fmt.levels, (rows, groups), generator=rng, dtype=torch.uint8)
@@ -157,7 +162,7 @@ def check_packed_linear(
     rows, columns, has_bias = pick.randint(1, 70), pick.randint(9, 200), pick.random() < 0.5
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
-    tiles = packed.parts["codes"].shape[0]
+    tiles = -(-rows // TILE_ROWS)
     space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt, isa)
     schedule = pick.choice(space)
     if is_small and tiles_support(fmt, isa):

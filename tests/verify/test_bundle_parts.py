@@ -30,7 +30,9 @@ def test_outliers_are_verified_whatever_type_their_columns_have(columns: int) ->
     assert _packed_bytes("linear", fmt.name, stored) == fmt.packed_bytes(40, columns)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "W8A8_F8", "W4A8_G64_S1", "NVFP4_S0.5", "W8A16_2:4", "W4A16_G32_1:4"])
+@pytest.mark.parametrize(
+    "name", [*FORMATS, "W8A8_F8", "W4A8_G64_S1", "NVFP4_S0.5", "W8A16_2:4", "W4A16_G32_1:4", "W8A16_B1x1@50"]
+)
 def test_every_format_is_verified(name: str) -> None:
     fmt = Format.parse(name)
     for rows, columns in ((16, 256), (41, 700)):

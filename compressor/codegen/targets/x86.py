@@ -206,6 +206,25 @@ def _compress(lanes: int, kind: str) -> Callable[[Any, Any], Any]:
     return squeeze
 
 
+def _vpexpandb(values: Any, mask: Any, others: Any) -> Any:
+    from tvm.script import tirx as T
+
+    name = T.llvm_lookup_intrinsic_id("llvm.x86.avx512.mask.expand")
+    return T.call_llvm_pure_intrin(name, values, others, T.reinterpret(mask, dtype="uint1x64"), dtype="int8x64")
+
+
+def _pdep(values: Any, flags: Any, others: Any) -> Any:
+    """Spread eight bytes by ``pdep``, which all CPUs with AVX2 have (BMI2)."""
+    from tvm.script import tirx as T
+
+    def pdep(value: Any, mask: Any) -> Any:
+        name = T.llvm_lookup_intrinsic_id("llvm.x86.bmi.pdep.64")
+        return T.bind(T.call_llvm_pure_intrin(name, value, mask, dtype="uint64"))
+
+    octets = T.bind(pdep(flags, T.uint64(0x0101010101010101)) * T.uint64(255))
+    return T.bitwise_or(pdep(values, octets), T.bitwise_and(others, T.bitwise_not(octets)))
+
+
 AVX2 = Isa(
     "avx2",
     8,
@@ -214,6 +233,7 @@ AVX2 = Isa(
     dot4=_vpmaddubsw,
     lookup16=_permute8_twice,
     ones_of_bytes=_pshufb(8, "llvm.x86.avx2.pshuf.b"),
+    spread_eight=_pdep,
 )
 AVX512_VNNI = Isa(
     "avx512_vnni",
@@ -225,6 +245,7 @@ AVX512_VNNI = Isa(
     quick_lookup=True,
     ones_of_bytes=_pshufb(16, "llvm.x86.avx512.pshuf.b.512"),
     squeeze=_compress(16, "int32"),
+    spread_eight=_pdep,
 )
 AVX512_VPOPCNTDQ = replace(
     AVX512_VNNI,
@@ -233,6 +254,7 @@ AVX512_VPOPCNTDQ = replace(
     cpu_flags=(*AVX512_VNNI.cpu_flags, "avx512_vpopcntdq", "avx512_bitalg", "avx512_vbmi2"),
     count_ones=_vpopcntd,
     squeeze_bytes=_compress(64, "int8"),
+    spread=_vpexpandb,
 )
 """Counts ones (bit planes) and squeezes bytes (blocks of columns) by an instruction: Ice Lake, Zen 4, and later."""
 AMX = replace(
@@ -241,6 +263,7 @@ AMX = replace(
     cpu_flags=(*AVX512_VNNI.cpu_flags, "amx_tile", "amx_int8", "amx_bf16", "avx512_vbmi2"),
     mattr=("+amx-tile", "+amx-int8", "+amx-bf16", "+avx512vbmi2"),
     squeeze_bytes=_compress(64, "int8"),
+    spread=_vpexpandb,
     matrix_unit="amx",
 )
 

@@ -1,4 +1,5 @@
-"""Choose N of every M weights of a row to keep, and round them while later columns make up for all errors.
+"""Choose single weights to keep, N of every M of a row or a share of all, and round them while later columns make up
+for all errors.
 
 Symbols: W the weight [out, in], H = 2 / n X^T X of its inputs, R upper with (H + D)^-1 = R^T R.  SparseGPT (Frantar and
 Alistarh 2023, arXiv 2301.00774, algorithm 1) goes through the columns: what a column loses, because it is left out or
@@ -7,14 +8,23 @@ rounded, the later ones make up for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize, leave_out_of_groups, pack, unpack
+from compressor.formats.packing import (
+    PackedWeight,
+    dequantize,
+    leave_out_of_groups,
+    leave_out_singles,
+    pack,
+    unpack,
+)  # fmt: skip
 from compressor.numerics.grids import grid_values, round_to_grid
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.products.deterministic import quadratic
@@ -22,6 +32,31 @@ from compressor.numerics.range_search import search_grid
 from compressor.numerics.sparsity.alps import admm_masks
 
 _BLOCK = 128  # columns whose errors go to one another one by one
+
+Pattern: TypeAlias = KeptOfGroup | SingleZeros
+"""Which weights may stay: N of every M, or as many as there are, wherever they lie."""
+
+
+def largest_allowed(size: Tensor, pattern: Pattern) -> Tensor:
+    """Return where the largest are that a pattern allows: [out, in] -> bool; of equal ones the first."""
+    if isinstance(pattern, KeptOfGroup):
+        return largest_of_groups(size, pattern)
+    return largest_of_all(size, pattern.kept(*size.shape))
+
+
+def largest_of_all(size: Tensor, count: int) -> Tensor:
+    """Return where the ``count`` largest are, bool of the same shape; of equal ones the first."""
+    order = size.flatten().argsort(descending=True, stable=True)[:count]
+    return torch.zeros(size.numel(), dtype=torch.bool).index_fill(0, order, True).view(size.shape)
+
+
+def shares(count: int, sizes: list[int]) -> list[int]:
+    """Share a count out by sizes, as whole numbers; what is left goes to the first ones."""
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    whole = [-(-count * end // ends[-1]) for end in ends]
+    return [after - before for before, after in itertools.pairwise(whole)]
 
 
 def largest_of_groups(size: Tensor, pattern: KeptOfGroup) -> Tensor:
@@ -31,44 +66,70 @@ def largest_of_groups(size: Tensor, pattern: KeptOfGroup) -> Tensor:
     return torch.zeros_like(grouped, dtype=torch.bool).scatter(-1, order, True).flatten(1)
 
 
-def largest_entries(weight: Tensor, hessian: Tensor | None, pattern: KeptOfGroup) -> Tensor:
-    """Return where the N largest of every M are, bool [out, in]: of W^2, or of W^2 diag(H) where H is given."""
+def largest_entries(weight: Tensor, hessian: Tensor | None, pattern: Pattern) -> Tensor:
+    """Return where the largest are that a pattern allows, bool [out, in]: of W^2, or of W^2 diag(H) where H is given.
+
+    By W^2 diag(H) all rows keep the same share, as Wanda compares the weights of an output only.
+    """
     size = weight.double().square()
-    return largest_of_groups(size if hessian is None else size * torch.diagonal(hessian).double(), pattern)
+    if hessian is None:
+        return largest_allowed(size, pattern)
+    size *= torch.diagonal(hessian).double()
+    if isinstance(pattern, KeptOfGroup):
+        return largest_of_groups(size, pattern)
+    counts = shares(pattern.kept(*size.shape), [1] * len(size))
+    return torch.stack([largest_of_all(row, count) for row, count in zip(size, counts, strict=True)])
 
 
-def left_entries(weight: Tensor, pattern: KeptOfGroup) -> Tensor | None:
-    """Return N of every M with all that are not zero, bool [out, in]; None if a group has more."""
+def left_entries(weight: Tensor, pattern: Pattern) -> Tensor | None:
+    """Return what a pattern allows with all that are not zero, bool [out, in]; None if these are too many."""
     is_left = weight != 0
+    if isinstance(pattern, SingleZeros):
+        count = pattern.kept(*weight.shape)
+        return largest_of_all(is_left.float(), count) if int(is_left.sum()) <= count else None
     most = int(is_left.view(len(weight), -1, pattern.size).sum(-1).max())
     return largest_of_groups(is_left.float(), pattern) if most <= pattern.kept else None
 
 
-def surgeon_entries(weight: Tensor, R: Tensor, pattern: KeptOfGroup) -> Tensor:
-    """Return what SparseGPT keeps, bool [out, in]: of each group the N with the largest W^2 / diag(R)^2, once the
-    columns in front of the group have been left out.
+def surgeon_entries(weight: Tensor, R: Tensor, pattern: Pattern) -> Tensor:
+    """Return what SparseGPT keeps, bool [out, in]: of some columns the largest W^2 / diag(R)^2, once the columns in
+    front of them have been left out.
+
+    These are the columns of a group, of which each row keeps N; or 128 columns, of which all rows together keep as
+    many as of others.
     """
     kept = torch.zeros(weight.shape, dtype=torch.bool)
+    width = pattern.size if isinstance(pattern, KeptOfGroup) else _BLOCK
+    sizes = [min(width, weight.shape[1] - first) for first in range(0, weight.shape[1], width)]
+    counts = shares(pattern.kept(*weight.shape), sizes) if isinstance(pattern, SingleZeros) else []
 
     def choose(W: Tensor, i: int) -> Tensor:
-        if i % pattern.size == 0:
-            columns = slice(i, i + pattern.size)
+        if i % width == 0:
+            columns = slice(i, i + width)
             loss = (W[columns] / torch.diagonal(R)[columns, None]).t().square()
-            kept[:, columns] = largest_of_groups(loss, pattern)
+            if isinstance(pattern, KeptOfGroup):
+                kept[:, columns] = largest_of_groups(loss, pattern)
+            else:
+                kept[:, columns] = largest_of_all(loss, counts[i // width])
         return W[i] * kept[:, i]
 
-    _sweep(weight.double(), R, pattern.size, choose)
+    _sweep(weight.double(), R, width, choose)
     return kept
 
 
 def alps_entries(
-    weight: Tensor, hessian: Tensor, R: Tensor, pattern: KeptOfGroup, damp: float, *, refit: bool = True
+    weight: Tensor, hessian: Tensor, R: Tensor, pattern: Pattern, damp: float, *, refit: bool = True
 ) -> Tensor:
-    """Return what ADMM keeps, bool [out, in], or for rows where it loses more, what it began with: SparseGPT's."""
+    """Return what ADMM keeps, bool [out, in], or where it loses more, what it began with: SparseGPT's.
+
+    Of N:M that is decided row by row; otherwise for all rows, as they share what may stay.
+    """
     W, H = weight.double(), hessian.double()
     start = surgeon_entries(weight, R, pattern)
-    found = admm_masks(W, hessian, start, damp, lambda size: largest_of_groups(size, pattern))
+    found = admm_masks(W, hessian, start, damp, lambda size: largest_allowed(size, pattern))
     losses = [_row_losses(W - only_kept_entries(W, R, H, kept, refit=refit), H) for kept in (start, found)]
+    if isinstance(pattern, SingleZeros):
+        return found if float(losses[1].sum()) < float(losses[0].sum()) else start
     return torch.where((losses[1] < losses[0])[:, None], found, start)
 
 
@@ -97,31 +158,55 @@ def round_entries(
     Args:
         weight, hessian: float [out, in] and [in, in].
         R: float64 [in, in].
-        kept: bool [out, in], N of every M.
-        fmt: that stores N of every M.
+        kept: bool [out, in], as many as the format keeps.
+        fmt: that leaves out single weights.
         refit: whether others make up for what is left out; they always do for what rounding loses.
     """
-    pattern = fmt.extra(KeptOfGroup)
-    assert pattern is not None
-    W, H, plain = weight.double(), hessian.double(), fmt.of_kept
+    W, H, plain, stored = weight.double(), hessian.double(), fmt.of_kept, _Stored(kept, fmt)
     target = only_kept_entries(W, R, H, kept, refit=refit)
-    order = (~kept).long().argsort(dim=1, stable=True)[:, : fmt.stored_columns(W.shape[1])]  # columns kept, rising
-    start = rtn_quantize(target.gather(1, order).float(), plain, lambda group, _: _search(group, plain))
-    _, scales, _ = unpack(start)  # [out, groups]
-    codes = torch.zeros(W.shape, dtype=torch.uint8)
-    size = plain.columns(order.shape[1])
+    start = rtn_quantize(stored.take(target).float(), plain, lambda group, _: _search(group, plain))
+    _, scales, zeros = unpack(start)  # [out, groups]
+    unit, codes = start.parts.get("tensor_scale"), torch.zeros(W.shape, dtype=torch.uint8)
+    steps = scales if unit is None else scales * unit
 
     def choose(W: Tensor, i: int) -> Tensor:
-        scale = scales[:, i // pattern.size * pattern.kept // size]
-        code = round_to_grid(W[i, :, None], scale, None, plain)
+        group = stored.group(i)
+        step, zero = steps[:, group], None if zeros is None else zeros[:, group]
+        code = round_to_grid(W[i, :, None], step, zero, plain)
         codes[:, i] = code[:, 0]
-        return grid_values(code, scale, None, plain)[:, 0] * kept[:, i]
+        return grid_values(code, step, zero, plain)[:, 0] * kept[:, i]
 
     _sweep(W if refit else target, R, 1, choose)
-    swept = pack(codes.gather(1, order), scales, None, plain)
-    found = [leave_out_of_groups(one, kept, pattern) for one in (start, swept)]
+    swept = pack(stored.take(codes), scales, zeros, plain, unit)
+    found = [stored.pack(one) for one in (start, swept)]
     losses = [float(quadratic(W - dequantize(one), H)) for one in found]
     return found[1] if losses[1] < losses[0] else found[0]
+
+
+class _Stored:
+    """How weights that are kept lie in the dense format behind a pattern: by themselves, or at their own places."""
+
+    def __init__(self, kept: Tensor, fmt: Format) -> None:
+        self.kept, self.groups, self.singles = kept, fmt.extra(KeptOfGroup), fmt.extra(SingleZeros)
+        assert self.groups is not None or self.singles is not None
+        count = fmt.stored_columns(kept.shape[1])
+        self.order = (~kept).long().argsort(dim=1, stable=True)[:, :count]  # of N:M: columns kept, rising
+        self.size = fmt.of_kept.columns(count)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the values [out, in] that are stored, [out, stored]."""
+        return values if self.groups is None else values.gather(1, self.order)
+
+    def group(self, i: int) -> int:
+        """Return the group of a column that is kept."""
+        return (i if self.groups is None else i // self.groups.size * self.groups.kept) // self.size
+
+    def pack(self, dense: PackedWeight) -> PackedWeight:
+        """Return the weight of which only these are stored."""
+        if self.singles is not None:
+            return leave_out_singles(dense, self.kept, self.singles)
+        assert self.groups is not None
+        return leave_out_of_groups(dense, self.kept, self.groups)
 
 
 def _search(group: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:

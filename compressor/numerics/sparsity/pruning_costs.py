@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.weights import GroupScales, Integers
 from compressor.numerics.products.deterministic import half_product
@@ -26,7 +26,8 @@ def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:
 def pruning_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of pruning a weight and of rounding it, whole and tile by tile."""
     kept, tiles = fmt.stored_columns(columns), -(-rows // 16)
-    if fmt.extra(KeptOfGroup) is not None:  # rows keep different columns: three sweeps over all in place of tiles
+    if fmt.extra(KeptOfGroup) is not None or fmt.extra(SingleZeros) is not None:
+        # Rows keep different columns: three sweeps over all in place of tiles.
         kept = 3 * columns
         tiles = 0
     work = Counter(observer_work(rows, columns, fmt.of_kept, "mse"))

@@ -4,7 +4,8 @@ Integer path: activations become int8 codes, dot products run in int32 within a 
 tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
 are, or become the floats that they round to, and codes become floats in registers.  A single token takes a loop over
 ``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code
-once a block, or, where columns are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.
+once a block, or, where columns are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.  Where single
+weights are, a task expands its tiles first (:mod:`compressor.codegen.kernels.linear.expand`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes, prompts
+from compressor.codegen.kernels.linear import bit_planes, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
@@ -31,7 +32,7 @@ from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProduct
 from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -46,14 +47,14 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)  # the last two by their own kernels
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs)  # two by other kernels
 
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.is_of_images]
-    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or extra in of_images]
-    return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores" if unread else ""
+    unread = [e.suffix for e in fmt.extras if not isinstance(e, _EXTRAS) or getattr(e, "is_of_images", False)]
+    text = f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores"
+    return text if unread else expand.supports(fmt, isa)
 
 
 def gemv_space(tiles: int) -> list[Schedule]:
@@ -132,15 +133,15 @@ class Shape:
     @classmethod
     def of(cls, columns: int, fmt: Format, weights: Weights, isa: Isa, schedule: Schedule) -> Shape:
         """Decide how a format is multiplied on an instruction set."""
-        given = body = (Products if bit_planes.supports(fmt, isa) else PlaneProducts)(
-            weights.rows[0], columns, fmt.of_kept, isa
-        )
+        kind = expand.ExpandedProducts if fmt.extra(SingleZeros) is not None else Products
+        kind = kind if bit_planes.supports(fmt, isa) else PlaneProducts
+        given = body = kind(weights.rows[0], columns, fmt.of_kept, isa)
         kept = fmt.stored_columns(columns)
         blocks = fmt.extra(ColumnBlocks)
         if blocks is not None:
             body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa, blocks), False
         is_tiled = not amx_tiles.supports(fmt, isa)
-        is_final = body.groups == 1 and not (weights.is_ragged or any(extra is not blocks for extra in fmt.extras))
+        is_final = body.groups == 1 and not (weights.is_ragged or body.fmt.extras)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
         width = tiles.stride if is_tiled else given.chunks * fmt.chunk_columns
@@ -174,7 +175,7 @@ def fused_linear(
     (:mod:`compressor.formats.format`) and bias (where there is one); the residual, float32 [d0, d1, rows], which is
     added to the outputs (of one weight only); for each of ``rows`` y float32 [d0, d1, rows].
     """
-    weights = Weights(rows, columns, fmt, has_bias, has_residual)
+    weights = expand.weights_of(rows, columns, fmt, has_bias, has_residual, isa)
     shape = Shape.of(columns, fmt, weights, isa, schedule)
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
     integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to

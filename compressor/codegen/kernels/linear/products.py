@@ -51,6 +51,10 @@ class Products:
         """Return a token's integer activations of four columns, as an int32."""
         return T.reinterpret(a[self.at(token, tile, T.ramp(column, 1, 4))], dtype="int32")
 
+    def quad(self, codes: Any, tile: Any, chunk: Any, quad: int, at: Any) -> Any:
+        """Return the codes of four columns of a chunk, one a byte, for a register's rows."""
+        return code_quad(lambda word: codes[tile, chunk, word, at], self.fmt, quad, self.isa.lanes)
+
     def _const(self, value: float) -> Any:
         return T.int32(int(value)) if self.integer else T.float32(value)
 
@@ -101,7 +105,7 @@ class Products:
             last = None
             for t, n, at in self.lanes(n_tokens, n_tiles):
                 if t == 0:  # a new register of codes, shared by all tokens
-                    last = code_quad(lambda w, n=n, at=at: codes[first + n, c, w, at], fmt, quad, lanes)
+                    last = self.quad(codes, first + n, c, quad, at)
                     for i in range(0 if self.integer else 4):
                         value = code_values(last, i, fmt, self.isa, partial(_entry, table, n, at))
                         T.buffer_store(values, value, [i, at])

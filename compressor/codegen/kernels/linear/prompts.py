@@ -25,7 +25,7 @@ from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.squeeze import list_kept, list_room
 from compressor.codegen.kernels.linear.weights import Weight, Weights
 from compressor.codegen.kernels.vector import registers, splat
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -93,6 +93,11 @@ def slower(fmt: Format, isa: Isa) -> str:
         return (
             f"{fmt.name}: {pattern.suffix[1:]} is stored sparse and executed dense: it saves bytes, and takes two to "
             f"three times as long as {fmt.of_kept.name}, prompts of 4 bits five times"
+        )
+    if fmt.extra(SingleZeros) is not None:
+        return (
+            f"{fmt.name}: single weights are stored sparse and executed dense: it saves bytes, and takes no less time "
+            f"than {fmt.of_kept.name}, but where one token waits for memory"
         )
     blocks = fmt.extra(ColumnBlocks)
     if blocks is None:

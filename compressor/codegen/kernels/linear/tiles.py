@@ -20,7 +20,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import REGISTERS, ROW_BYTES, SIDE, load, prefetch, tile
-from compressor.codegen.kernels.codes import centred, code_quad, code_values, scale_values
+from compressor.codegen.kernels.codes import centred, code_values, scale_values
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
@@ -128,7 +128,7 @@ class TileProducts:
 
     def _unpack(self, at: Buffers, first: Any, g: Any) -> None:
         """Codes of a group as the registers take them, and zeros where it ends within one."""
-        fmt, body, quads = self.fmt, self.body, self.fmt.chunk_columns // 4
+        body, quads = self.body, self.fmt.chunk_columns // 4
         ends = body.group_chunks % self.step_chunks != 0 or body.chunks % body.group_chunks != 0
 
         def chunk(k: Any, n: int, c: int, is_there: bool) -> None:
@@ -137,7 +137,7 @@ class TileProducts:
                 row = c * quads + quad
                 value = splat(0, _LANES)
                 if is_there:
-                    value = code_quad(lambda w: at.codes[first + n, place, w, every], fmt, quad, _LANES)
+                    value = body.quad(at.codes, first + n, place, quad, every)
                 if self.body.integer:
                     T.buffer_store(at.b, self._centred(value) if is_there else value, [k, n, row, every])
                     continue

@@ -43,6 +43,7 @@ class Weights:
     def __init__(self, rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool) -> None:
         assert len(rows) == 1 or not has_residual
         self.rows, self.has_bias, self.has_residual = tuple(rows), has_bias, has_residual
+        self.columns, self.fmt = columns, fmt
         self.stored = [fmt.parts(n, columns) for n in rows]
         self.tiles = [-(-n // TILE_ROWS) for n in rows]
         self.is_ragged = any(n % TILE_ROWS for n in rows)
@@ -86,7 +87,7 @@ class Weights:
         first = self._all[0]
         if len(self._all) == 1:
             return first, i * n_tiles
-        ends = [end // n_tiles for end in accumulate(self.tiles)]
+        ends = self._ends(n_tiles)
         which = T.bind(sum((T.Cast("int32", i >= end) for end in ends[:-1]), T.int32(0)))
         place = iter(range(len(self._buffers(first))))
 
@@ -95,21 +96,28 @@ class Weights:
             data = T.bind(tvm.tirx.op.tvm_struct_get(self._table, at, _DATA, buffer.data.ty))
             return T.decl_buffer(shape, buffer.dtype, data=data)
 
-        def of_this(values: Sequence[int]) -> Any:
-            chosen = T.int64(values[-1])
-            for end, value in zip(ends[-2::-1], values[-2::-1], strict=True):
-                chosen = T.if_then_else(i < end, T.int64(value), chosen)
-            # Memory, where a variable would do: TVM writes an integer's expression into every index that it is part of
-            # and simplifies them all, which takes longer than all else.
-            held = T.alloc_buffer((1,), "int64")
-            T.buffer_store(held, chosen, [0])
-            return T.bind(held[0])
-
-        rows = of_this(self.rows)
+        rows = self.of_each(i, n_tiles, self.rows)
         parts = {name: pick(buffer, buffer.shape) for name, buffer in first.parts.items()}
         bias = pick(first.bias, first.bias.shape) if self.has_bias else None
         y = pick(first.y, (first.y.shape[0], rows))
-        return Weight(rows, parts, bias, None, y), (i - of_this([0, *ends[:-1]])) * n_tiles
+        return Weight(rows, parts, bias, None, y), (i - self.of_each(i, n_tiles, [0, *ends[:-1]])) * n_tiles
+
+    def _ends(self, n_tiles: int) -> list[int]:
+        """Return the task behind the last one of each weight."""
+        return [end // n_tiles for end in accumulate(self.tiles)]
+
+    def of_each(self, i: Any, n_tiles: int, values: Sequence[int]) -> Any:
+        """Return the value of the weight that task ``i`` belongs to, of one for each."""
+        if len(values) == 1:
+            return T.int64(values[0])
+        chosen = T.int64(values[-1])
+        for end, value in zip(self._ends(n_tiles)[-2::-1], values[-2::-1], strict=True):
+            chosen = T.if_then_else(i < end, T.int64(value), chosen)
+        # Memory, where a variable would do: TVM writes an integer's expression into every index that it is part of and
+        # simplifies them all, which takes longer than all else.
+        held = T.alloc_buffer((1,), "int64")
+        T.buffer_store(held, chosen, [0])
+        return T.bind(held[0])
 
 
 def parameter(shape: Sequence[Any], dtype: str) -> Any:

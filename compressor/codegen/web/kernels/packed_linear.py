@@ -22,7 +22,7 @@ from compressor.codegen.web.kernels.experts import EXPERT, PLAIN, Rows, routed_r
 from compressor.codegen.web.kernels.products import FloatLoop, IntegerLoop
 from compressor.codegen.web.values import HALF
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SkippedInputs
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -42,6 +42,7 @@ _NAMES: Mapping[type, str] = MappingProxyType(
         OutlierFeatures: "columns in float16 (_F)",
         ColumnBlocks: "blocks that are left out (_B16x1, _B32x4, _B32x64)",
         KeptOfGroup: "N:M weights that are kept",
+        SingleZeros: "single weights that are left out (_B1x1)",
         SkippedInputs: "inputs that are skipped (_SKIP)",
     }
 )
