@@ -44,6 +44,7 @@ SHAPES = ("4096x4096", "2048x2048", "512x2048", "5632x2048", "2048x5632")  # the
 TOKENS, WORKING_SET_BYTES, LARGE_BYTES = 128, 128 << 20, 512 << 20
 MOST_SESSIONS = 16  # of a peer that takes long to make one: small weights are then in its caches, which favours it
 DENSE = ("W8A8", "W4A8_G128")
+TILES = "W8A8_B32x64"  # blocks that AMX skips
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def ours(name: str, rows: int, columns: int, tokens: int, isa: Any) -> Iterator[
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=rng)
     if (blocks := fmt.extra(ColumnBlocks)) is not None:
-        kept = largest_blocks(weight, None, fmt.stored_columns(columns))
+        kept = largest_blocks(weight, None, fmt.stored_columns(columns), blocks)
         part = torch.randn(rows, kept.shape[1], generator=rng)
         packed = leave_out(rtn_quantize(part, fmt.of_kept), kept, columns, blocks)
     else:
@@ -216,6 +217,7 @@ def table(shape: str, tokens: int, rounds: int, isa: Any, read: float) -> list[d
     """Time all contenders for one shape, and print them."""
     rows, columns = map(int, shape.split("x"))
     names = [*DENSE, *(f"{name}_B16x1@{sparsity}" for name in DENSE for sparsity in SPARSITIES)]
+    names += [f"{TILES}@{sparsity}" for sparsity in SPARSITIES]
     contenders = [one for name in names for one in ours(name, rows, columns, tokens, isa)]
     contenders += [one for sparsity in (0, *SPARSITIES) for one in others(rows, columns, tokens, sparsity)]
     best, known = race(contenders, rounds), {one.name: one for one in contenders}

@@ -88,18 +88,19 @@ class OutlierFeatures:
 
 @dataclass(frozen=True)
 class ColumnBlocks:
-    """Blocks of 16 rows by one column, or 32 by four, of which many are zero and not stored: the rows of a tile keep
-    the same columns.
+    """Blocks of 16 rows by one column, 32 by four or 32 by 64, of which many are zero and not stored: the rows of a
+    tile keep the same columns.
 
     Attributes:
         percent: of the blocks of each tile of 16 rows that are zero, above 0 and below 100.
-        width: columns of a block: 1, or 4 neighbours, the operand of one dot product, which is what convolutions skip.
+        width: columns of a block: 1; 4 neighbours, the operand of one dot product, which is what convolutions skip; or
+            64, a row of a register of AMX, which linears skip there.
     """
 
     percent: float
-    width: Literal[1, 4] = 1
+    width: Literal[1, 4, 64] = 1
     label: ClassVar[str] = "sparsity"
-    pattern: ClassVar[str] = r"_B((?:16X1|32X4)@\d{1,3}(?:\.\d{1,2})?)"
+    pattern: ClassVar[str] = r"_B((?:16X1|32X4|32X64)@\d{1,3}(?:\.\d{1,2})?)"
 
     def __post_init__(self) -> None:
         if not 0 < self.percent < 100:
@@ -109,8 +110,13 @@ class ColumnBlocks:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 16 rows that a block has: a pair of them shares the activations that it meets in a convolution."""
+        """Tiles of 16 rows that a block has: a pair of them shares the activations that a register of them meets."""
         return 1 if self.width == 1 else 2
+
+    @property
+    def is_of_images(self) -> bool:
+        """True for blocks of convolutions."""
+        return self.width == 4
 
     @property
     def shape(self) -> str:
@@ -133,20 +139,21 @@ class ColumnBlocks:
     def read(cls, text: str) -> ColumnBlocks | None:
         """Return the extra that the group of ``pattern`` names."""
         shape, _, percent = text.partition("@")
-        return cls(float(percent), 1 if shape == "16X1" else 4)
+        widths: dict[str, Literal[1, 4, 64]] = {"16X1": 1, "32X4": 4, "32X64": 64}
+        return cls(float(percent), widths[shape])
 
     def conflict(self, fmt: Any) -> str:
         """Leave out columns of a format whose parts are of rows and columns."""
         act = fmt.activations
         is_static = act is not None and act.granularity == "tensor" and fmt.integer_products and not act.is_sign
-        if self.width > 1 and not (is_static and fmt.symmetric):
+        if self.is_of_images and not (is_static and fmt.symmetric):
             return "is of convolutions: symmetric integers, and integer activations with a calibrated scale (_STATIC)"
         grouped = fmt.activations is not None and fmt.activations.group_size
         wrong = {
             "floats beside the codes": len(fmt.extras) > 1,
             "bit planes": fmt.bit_planes is not None,
             "scales of blocks or of the tensor": fmt.strategy in ("block", "tensor"),
-            "scales of groups": self.width > 1 and fmt.strategy == "group",
+            "scales of groups": self.is_of_images and fmt.strategy == "group",
             "E4M3 scales": fmt.scale_type == "E4M3",
             "activations in groups": bool(grouped),
         }

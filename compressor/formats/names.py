@@ -163,7 +163,7 @@ def _presets() -> Iterator[str]:
     yield from ("FP8_E4M3_AFP8_E4M3", "FP8_E4M3_AFP8_E4M3_STATIC", "FP8_E5M2_AFP8_E5M2")
     yield from ("FP4_E2M1_G128_AFP4_E2M1_STATIC", "MXFP4_AMXFP4", "MXFP6_E2M3_AMXFP6_E2M3", "MXFP8_E4M3_AMXFP8_E4M3")
     yield from ("NVFP4_ANVFP4", "W8A8_B16x1@80", "W8A16_B16x1@80", "W4A8_G64_B16x1@80", "W4A16_G64_B16x1@80")
-    yield "W8A8_STATIC_B32x4@30"
+    yield from ("W8A8_STATIC_B32x4@30", "W8A8_B32x64@80")
 
 
 PRESETS = tuple(_presets())

@@ -5,7 +5,9 @@ Both ends: :class:`Child` starts the process, and :func:`serve` is what runs in 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -115,6 +117,7 @@ def serve(path: Path, work: Callable[[BinaryIO, Callable[..., None]], None]) -> 
         work: loads it and answers: (requests, send) -> None, where ``send(answer, payload=b"")`` gives a line of JSON
             and bytes after it.
     """
+    atexit.register(gc.freeze)  # as in the command: the process ends
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
 

@@ -26,6 +26,8 @@ from compressor.pipeline.site_plan import SitePlan
 from compressor.pipeline.sites import choose_sites
 from compressor.pipeline.sparse_sites import Allocation, BlockPruning, Inputs
 
+_WORD = 4  # channels of a group
+
 
 @dataclass(frozen=True)
 class GroupSparse(BlockPruning, Pass):
@@ -68,13 +70,13 @@ class GroupSparse(BlockPruning, Pass):
     owl_factor: float = 5.0
     schemes: tuple[str, ...] = ()
 
-    width: ClassVar[Literal[1, 4]] = 4
-    other: ClassVar[str] = "magnitude, wanda, sparsegpt and alps leave out blocks of 16x1"
+    widths: ClassVar[tuple[Literal[1, 4, 64], ...]] = (4,)
+    other: ClassVar[str] = "magnitude, wanda, sparsegpt and alps leave out blocks of 16x1 and 32x64"
 
-    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int, blocks: ColumnBlocks) -> Tensor:
         """Return the columns that each tile keeps."""
         energy = inputs.hessian if self.importance == "activation" else None
-        return largest_blocks(weight, energy, count, ColumnBlocks(50, self.width))
+        return largest_blocks(weight, energy, count, blocks)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Replace every convolution that has groups, and say which of those that match have none."""
@@ -114,4 +116,4 @@ def _why_dense(site: Site) -> str:
     args: Any = site.input.args
     is_of_patches = site.input.target is torch.ops.compressor.patches.default
     channels = site.in_features // (prod(args[1]) if is_of_patches else 1)
-    return f"{channels} channels are not a multiple of {GroupSparse.width}" if channels % GroupSparse.width else ""
+    return f"{channels} channels are not a multiple of {_WORD}" if channels % _WORD else ""

@@ -27,7 +27,7 @@ _MEASURED = 32  # samples on which inputs are measured
 
 @dataclass(frozen=True)
 class SparseTrain(TaughtPass, Pass):
-    """Leave out blocks of 16 rows by one column little by little, while the rest learns to predict what the model did.
+    """Leave out blocks of columns little by little, while the rest learns to predict what the model did.
 
     The share that is left out rises by a cubic schedule during two thirds of the steps, or weights are drawn towards
     zeros by ADMM; the last third keeps these zeros.  The teacher is the model before the first pass.  The
@@ -36,7 +36,7 @@ class SparseTrain(TaughtPass, Pass):
     zeros are in place, are kept.
 
     Attributes:
-        scheme: format name that ends with what is left out: ``W8A16_B16x1@90``.
+        scheme: format name that ends with what is left out: ``W8A16_B16x1@90``, or ``W8A8_B32x64@90``.
         method: ``cubic`` leaves out more and more; ``admm`` draws weights towards the nearest that have as many zeros,
             ever more strongly, and sets them to zero after two thirds of the steps.
         penalty: of ``admm`` in the end: at 1, a weight as large as its matrix's mean is drawn as fast as the optimiser
@@ -105,11 +105,13 @@ class SparseTrain(TaughtPass, Pass):
     def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
         """Return blocks that grow or towards which weights are drawn, chosen by the size of the inputs now."""
         fmt, ids = Format.parse(self.scheme), ctx.calibration("sparse_train").ids
+        blocks = fmt.extra(ColumnBlocks)
+        assert blocks is not None
         moments: dict[str, Tensor] = {}
         for group, found in CalibrationRun(graph, ids[:_MEASURED], sites, MeanSquares).groups():
             moments |= {site.weight_name: found.value for site in group}
         kept = {site.weight_name: fmt.stored_columns(site.in_features) for site in sites}
         if self.method == "cubic":
-            return GrowingBlocks(weights, kept, moments, self.steps)
+            return GrowingBlocks(weights, kept, moments, self.steps, blocks)
         rate = self._settings().rate
-        return ProjectedBlocks(weights, kept, moments, self.steps, rate, self.penalty, self.project_every)
+        return ProjectedBlocks(weights, kept, moments, self.steps, rate, self.penalty, self.project_every, blocks)

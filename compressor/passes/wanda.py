@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.numerics.sparsity.block_sparsity import largest_blocks
 from compressor.numerics.sparsity.n_of_m import largest_entries
 from compressor.pipeline.pipeline import Pass
@@ -24,7 +24,7 @@ class Wanda(BlockPruning, Pass):
 
     Attributes:
         scheme: format name that ends with what is left out: ``W8A16_B16x1@70``, or with N:M: ``W8A16_2:4`` keeps two of
-            every four weights of a row.
+            every four weights of a row; ``W8A8_B32x64@80`` leaves out blocks of 32 rows by 64 columns, which AMX skips.
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
@@ -53,9 +53,9 @@ class Wanda(BlockPruning, Pass):
     owl_factor: float = 5.0
     schemes: tuple[str, ...] = ()
 
-    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int, blocks: ColumnBlocks) -> Tensor:
         """Return the columns that each tile keeps."""
-        return largest_blocks(weight, inputs.hessian, count)
+        return largest_blocks(weight, inputs.hessian, count, blocks)
 
     def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
         """Return which N of every M weights of a row are kept."""

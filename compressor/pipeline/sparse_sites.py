@@ -26,6 +26,7 @@ from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import Work
 from compressor.numerics.sparsity.block_sparsity import (
+    COLUMNS,
     dampened_factor,
     left_blocks,
     only_kept,
@@ -79,11 +80,11 @@ class BlockPruning(Pass):
         allocate: how much is left out of each linear.
         owl_lambda, owl_factor: of ``owl``: most that shares differ by, halved; size of an outlier, in means.
         schemes: of ``budget``: names of formats to choose from.
-        width: columns of the blocks that the pass leaves out.
+        widths: columns of the blocks that the pass leaves out.
         other: what leaves out blocks of another width, for messages.
     """
 
-    width: ClassVar[Literal[1, 4]] = 1
+    widths: ClassVar[tuple[Literal[1, 4, 64], ...]] = (1, 64)
     other: ClassVar[str] = "group_sparse leaves out blocks of 32x4"
     scheme: str
     targets: str | tuple[str, ...]
@@ -97,13 +98,14 @@ class BlockPruning(Pass):
     schemes: tuple[str, ...]
 
     @abstractmethod
-    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int) -> Tensor:
+    def choose_blocks(self, weight: Tensor, inputs: Inputs, count: int, blocks: ColumnBlocks) -> Tensor:
         """Return the columns that each tile keeps, rising: int64 [tiles, count].
 
         Args:
             weight: float32 [out, in].
             inputs: of the linear, as the samples have them.
             count: columns to keep.
+            blocks: of which shape.
         """
 
     def choose_entries(self, weight: Tensor, inputs: Inputs, pattern: KeptOfGroup) -> Tensor:
@@ -119,13 +121,13 @@ class BlockPruning(Pass):
         return {}
 
     def __post_init__(self) -> None:
-        fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.width)
+        fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.widths[0])
         is_pattern = fmt.extra(KeptOfGroup) is not None
-        if fmt.extra(ColumnBlocks) is None and not (is_pattern and self.width == 1):
+        if fmt.extra(ColumnBlocks) is None and not (is_pattern and 1 in self.widths):
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how "
                 f"much at its end, such as {fmt.of_kept.name}{wanted.suffix}: half of the blocks of {wanted.shape}"
-                + (f", or {fmt.name}_2:4" if self.width == 1 else "")
+                + (f", or {fmt.name}_2:4" if 1 in self.widths else "")
             )
         if self.allocate == "owl" and fmt.extra(ColumnBlocks) is None:
             raise UsageError(f"{self._name}: owl moves shares of blocks (_B16x1@50), and {self.scheme} has a fixed one")
@@ -145,8 +147,9 @@ class BlockPruning(Pass):
             )
         for each in check_schemes(self._name, self.scheme, self.schemes):
             blocks = each.extra(ColumnBlocks)
-            if (blocks.width if blocks is not None else 1) != self.width:
-                raise UsageError(f"{self._name}: scheme {each.name}: takes _B{wanted.shape}@...; {self.other}")
+            if (blocks.width if blocks is not None else 1) not in self.widths:
+                takes = " and ".join(f"_B{ColumnBlocks(50, width).shape}@..." for width in self.widths)
+                raise UsageError(f"{self._name}: scheme {each.name}: takes {takes}; {self.other}")
 
     @property
     def runs_samples(self) -> bool:
@@ -209,6 +212,12 @@ class BlockPruning(Pass):
             with error_context(site):
                 for each in check_schemes(self._name, self.scheme, self.schemes):
                     each.stored_columns(site.in_features)  # raises where groups do not fill a row
+                    blocks = each.extra(ColumnBlocks)
+                    if blocks is not None and site.in_features % blocks.width:
+                        raise UsageError(
+                            f"{self._name}: {each.name}: rows of {site.in_features} weights are not whole blocks of "
+                            f"{blocks.width} columns; `ignore` leaves this linear"
+                        )
         return {site.name: fmt for site in found}
 
     def _allocated(self, graph: GraphModule, ctx: Context, formats: Mapping[str, Format]) -> dict[str, Format]:
@@ -285,7 +294,7 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        pattern, blocks = fmt.extra(KeptOfGroup), ColumnBlocks(50, self.width)
+        pattern, blocks = fmt.extra(KeptOfGroup), fmt.extra(ColumnBlocks) or COLUMNS
         left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns), blocks)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
@@ -320,7 +329,9 @@ class BlockPruning(Pass):
                 whole = weight.double()
                 stored = only_kept_entries(whole, inputs.factor, H.double(), kept, refit=self.refit).float()
         else:
-            kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1])) if kept is None else kept
+            if kept is None:
+                blocks = fmt.extra(ColumnBlocks) or COLUMNS
+                kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]), blocks)
             if self.pack:
                 stored, damp = round_kept(weight, H, kept, fmt, damp, refit=self.refit)
             else:

@@ -179,7 +179,7 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
     for site in packed_weight_sites(graph):
         fmt = Format.parse(str(site.node.args[3]))
         if not site.is_depthwise:
-            if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.width > 1:
+            if (blocks := fmt.extra(ColumnBlocks)) is not None and blocks.is_of_images:
                 if not reads_groups(site.node):
                     raise UsageError(
                         f"{site.name}: {fmt.name}: only convolutions of images of fixed size skip groups; "

@@ -73,8 +73,12 @@ ELSEWHERE = (
     "gptq_mxfp4_x86",
     "gptq_fp6_e2m3_g128_x86",
     "gptq_w3a16_g128_x86",
+    "gptq_nvfp4_x86",
+    "rtn_fp8_e4m3_x86",
+    "gptq_lut3_x86",  # and squeezellm_lut3_x86 runs the kernels
     "adaptive_rounding_w4a16_g128_x86",  # passes/: each has a test of its own, and gptq_w4a16_g128_x86 runs the kernels
     "awq_w4a16_g128_x86",
+    "bias_correction_w4a16_g128_x86",
     "rtn_w4a16_g128_x86",
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",

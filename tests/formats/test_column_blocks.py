@@ -15,7 +15,7 @@ from compressor.formats.layouts.columns import from_bits, of_blocks, to_bits
 from compressor.formats.packing import dequantize, kept_part, leave_out
 
 NAMES = ["W8A8_B16x1@80", "W4A16_G32_B16x1@50", "W3A8_ASYM_G64_B16x1@12.5", "NF4_G64_B16x1@99", "LUT3_B16x1@70"]
-NAMES += ["W8A8_STATIC_B32x4@30", "W4A8_C_STATIC_B32x4@75"]
+NAMES += ["W8A8_STATIC_B32x4@30", "W4A8_C_STATIC_B32x4@75", "W8A8_B32x64@50", "W3A16_ASYM_G64_B32x64@60"]
 
 
 @settings(deadline=None, max_examples=60)
@@ -42,7 +42,7 @@ def test_what_is_left_out_is_zero_and_the_rest_exact(name: str, rows: int, colum
     kept = kept.repeat_interleave(blocks.tiles, dim=0)
     assert kept.shape[1] == fmt.stored_columns(columns)
     dense, values = dequantize(packed), dequantize(kept_part(packed))
-    expected = torch.zeros(rows, columns + 3)  # what fills up the last block is dropped
+    expected = torch.zeros(rows, columns + 63)  # what fills up the last block is dropped
     for row in range(rows):
         expected[row, kept[row // 16]] = values[row]
     assert torch.equal(dense, expected[:, :columns])

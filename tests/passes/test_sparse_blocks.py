@@ -33,7 +33,7 @@ from compressor.recipe.recipe import load_recipe
 
 SAMPLES = random_samples(97, 32)
 SCHEME = "W8A16_B16x1@50"
-PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME), Alps(SCHEME)]
+PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME), Alps(SCHEME), Alps(WIDE := "W8A8_B32x64@50")]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def packed_weights(graph: GraphModule) -> dict[str, PackedWeight]:
     return found
 
 
-@pytest.mark.parametrize("step", PASSES, ids=lambda step: type(step).__name__)
+@pytest.mark.parametrize("step", PASSES, ids=lambda step: f"{type(step).__name__} {step.scheme}")
 def test_plan_records_and_weights_agree(step: Pass, llama: GraphModule) -> None:
     graph, ctx = clone_graph(llama), Context(samples=SAMPLES)
     names = [site.name for site in linear_sites(graph)]
@@ -61,7 +61,7 @@ def test_plan_records_and_weights_agree(step: Pass, llama: GraphModule) -> None:
     assert [record.site for record in ctx.records] == names and set(plans) == set(names)
     for record in ctx.records:
         plan = plans[record.site]
-        assert (record.format, record.bytes_after) == (plan.format, plan.bytes_after) == (SCHEME, plan.bytes_after)
+        assert (record.format, record.bytes_after) == (plan.format, plan.bytes_after) == (step.scheme, plan.bytes_after)
         assert record.error_of == "output" and 0 < record.error < 1
     for packed in packed_weights(pruned).values():
         blocks = torch.nn.functional.pad(dequantize(packed), (0, 0, 0, -packed.shape[0] % 16)).unflatten(0, (-1, 16))
@@ -100,6 +100,12 @@ def test_a_weight_that_has_the_pattern_keeps_it(llama: GraphModule) -> None:
 def test_rows_that_are_no_groups_are_named(llama: GraphModule) -> None:
     with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights are no groups of 7"):
         Wanda("W8A16_1:7").plan(clone_graph(llama), Context())
+
+
+def test_rows_that_are_not_whole_blocks_are_named() -> None:
+    narrow = capture(make(DECODERS["Llama"][0], {**DECODERS["Llama"][1], "intermediate_size": 96}, True))
+    with pytest.raises(UsageError, match=r"down_proj: .*rows of 96 weights are not whole blocks of 64 columns"):
+        Magnitude(WIDE).plan(narrow, Context())
 
 
 def test_refitting_pays(llama: GraphModule) -> None:

@@ -13,6 +13,7 @@ import torch
 import tvm
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn.functional import pad
 from tvm import relax
 
 import compressor.ops  # noqa: F401  (registers the operators)
@@ -25,9 +26,17 @@ from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
-from compressor.formats.layouts.columns import from_bits, of_blocks
+from compressor.formats.layouts.columns import of_blocks
 from compressor.formats.outliers import add_columns, add_outliers
-from compressor.formats.packing import PackedWeight, dequantize, kept_part, leave_out, leave_out_of_groups, pack
+from compressor.formats.packing import (
+    PackedWeight,
+    dequantize,
+    kept_columns,
+    kept_part,
+    leave_out,
+    leave_out_of_groups,
+    pack,
+)
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states
@@ -121,12 +130,14 @@ def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) ->
 
 def product_of_kept(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute a linear tile by tile on the columns that it keeps: what is left out is not read, NaN or not."""
-    fmt, columns = packed.format, packed.shape[1]
-    kept = from_bits(packed.parts["kept"], fmt.stored_columns(columns))
+    fmt, blocks = packed.format, packed.format.extra(ColumnBlocks)
+    assert blocks is not None
+    kept = kept_columns(packed, blocks)
     weight = dequantize(kept_part(packed))
     rounded = x if fmt.activations is None else round_activations(x, fmt.activations, packed.parts.get("input_scale"))
     if fmt.activations is not None:  # a token with NaN has no codes
         rounded = rounded.masked_fill(x.isnan().any(-1, keepdim=True), float("nan"))
+    rounded = pad(rounded, (0, blocks.width - 1))  # the last block may reach beyond the last column
     tiles = [rounded[..., kept[t]] @ weight[16 * t : 16 * t + 16].T for t in range(len(kept))]
     y = torch.cat(tiles, dim=-1)
     return y if bias is None else y + bias

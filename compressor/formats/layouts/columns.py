@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from compressor.formats.parts import TILE_ROWS
 
-WIDEST = 4
+WIDEST = 64
 """Columns of the widest blocks."""
 
 

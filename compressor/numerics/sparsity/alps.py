@@ -21,16 +21,26 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CompressorError
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.parts import TILE_ROWS
 from compressor.numerics.products.deterministic import inverse_cholesky, quadratic
 from compressor.numerics.range_search import Work
-from compressor.numerics.sparsity.block_sparsity import block_mask, dampened_factor, largest, of_tiles, refitted
+from compressor.numerics.sparsity.block_sparsity import (
+    COLUMNS,
+    best_blocks,
+    block_mask,
+    dampened_factor,
+    of_tiles,
+    refitted,
+)
 
 RHO, GROWTH, ROUNDS, MOST = 0.03, 1.3, 3, 60
 """The first rho, what it is multiplied by, rounds with each, and the most values of it."""
 
 
-def alps_blocks(weight: Tensor, hessian: Tensor, start: Tensor, damp: float, *, refit: bool = True) -> Tensor:
+def alps_blocks(
+    weight: Tensor, hessian: Tensor, start: Tensor, damp: float, *, refit: bool = True, blocks: ColumnBlocks = COLUMNS
+) -> Tensor:
     """Return the columns that each tile keeps, rising: those that ADMM ends with, or the start's where they do better.
 
     Args:
@@ -39,18 +49,20 @@ def alps_blocks(weight: Tensor, hessian: Tensor, start: Tensor, damp: float, *, 
         start: int64 [tiles, kept], columns to begin with.
         damp: fraction of the Hessian's mean diagonal added to the diagonal.
         refit: whether what a tile keeps is refitted, before ends and starts are compared.
+        blocks: of which shape.
     """
-    W = weight.double()
-    found = admm_blocks(W, hessian, start, damp)
+    W, tiles = weight.double(), blocks.tiles  # of a row of blocks
+    found = admm_blocks(W, hessian, start, damp, blocks)
     kept = start.clone()
-    for tile, rows in enumerate(torch.split(W, TILE_ROWS)):
-        if not torch.equal(found[tile], start[tile]):
-            losses = [_loss(rows, hessian.double(), columns[tile], damp, refit) for columns in (start, found)]
-            kept[tile] = found[tile] if losses[1] < losses[0] else start[tile]
+    for number, rows in enumerate(torch.split(W, TILE_ROWS * tiles)):
+        here = slice(number * tiles, (number + 1) * tiles)
+        if not torch.equal(found[here], start[here]):
+            losses = [_loss(rows, hessian.double(), columns[here][0], damp, refit) for columns in (start, found)]
+            kept[here] = found[here] if losses[1] < losses[0] else start[here]
     return kept
 
 
-def admm_blocks(W: Tensor, hessian: Tensor, start: Tensor, damp: float) -> Tensor:
+def admm_blocks(W: Tensor, hessian: Tensor, start: Tensor, damp: float, blocks: ColumnBlocks = COLUMNS) -> Tensor:
     """Return the columns of each tile that ADMM ends with: int64 [tiles, kept].
 
     Args:
@@ -59,10 +71,10 @@ def admm_blocks(W: Tensor, hessian: Tensor, start: Tensor, damp: float) -> Tenso
     count, columns = start.shape[1], W.shape[1]
 
     def project(size: Tensor) -> Tensor:
-        return block_mask(largest(of_tiles(size), count), len(W), columns)
+        return block_mask(best_blocks(of_tiles(size), count, blocks), len(W), columns)
 
     kept = admm_masks(W, hessian, block_mask(start, len(W), columns), damp, project)
-    return largest((of_tiles(kept.double()) > 0).double(), count)
+    return best_blocks((of_tiles(kept.double()) > 0).double(), count, blocks)
 
 
 def admm_masks(W: Tensor, hessian: Tensor, start: Tensor, damp: float, project: Callable[[Tensor], Tensor]) -> Tensor:

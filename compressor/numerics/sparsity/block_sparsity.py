@@ -29,6 +29,8 @@ Importance: TypeAlias = Literal["magnitude", "activation"]
 """A block's size: its weights alone, or its contribution to the outputs (Sun et al. 2023, Wanda, arXiv 2306.11695)."""
 
 _MOST_DAMPENING = 100.0
+COLUMNS = ColumnBlocks(50)
+"""Blocks of 16 rows by one column, the smallest; how many are left out does not matter here."""
 
 
 def of_tiles(values: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ def of_tiles(values: Tensor) -> Tensor:
     return filled.view(-1, TILE_ROWS, values.shape[1]).sum(1)
 
 
-def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: ColumnBlocks | None = None) -> Tensor:
+def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: ColumnBlocks = COLUMNS) -> Tensor:
     """Return the columns of each tile with the largest blocks, rising: int64 [tiles, count].
 
     Args:
@@ -45,12 +47,12 @@ def largest_blocks(weight: Tensor, hessian: Tensor | None, count: int, blocks: C
         hessian: float [in, in], or its diagonal [in]; where it is given, a block's size is W^2 diag(H), the size of its
             contribution.
         count: columns to keep.
-        blocks: of which shape, 16x1 unless it is given; their width divides both.
+        blocks: of which shape; their width divides both.
     """
     size = weight.double().square()
     if hessian is not None:
         size = size * (hessian if hessian.dim() == 1 else torch.diagonal(hessian)).double()
-    return _largest(of_tiles(size), count, blocks)
+    return best_blocks(of_tiles(size), count, blocks)
 
 
 def outliers(weight: Tensor, squares: Tensor, factor: float) -> int:
@@ -81,41 +83,53 @@ def block_mask(kept: Tensor, rows: int, columns: int) -> Tensor:
     return tiles.repeat_interleave(TILE_ROWS, dim=0)[:rows]
 
 
-def surgeon_blocks(weight: Tensor, R: Tensor, count: int, blocksize: int = 128) -> Tensor:
+def surgeon_blocks(
+    weight: Tensor, R: Tensor, count: int, blocksize: int = 128, blocks: ColumnBlocks = COLUMNS
+) -> Tensor:
     """Return the columns of each tile that SparseGPT keeps, rising: int64 [tiles, count].
 
     Columns are gone through in blocks (Frantar and Alistarh 2023, arXiv 2301.00774, algorithm 1).  Where one begins,
     the columns whose loss W^2 / diag(R)^2 is smallest are given up, and later columns make up for them.  A loss is
-    added up over the 16 rows of a tile.  How many of a block a tile gives up is not the same for all blocks, as it is
-    there: it follows from the losses W^2 / [H^-1]_jj of the whole tile before any column is given up.
+    added up over the rows of a tile, and over the columns that go together.  How many of a block a tile gives up is not
+    the same for all blocks, as it is there: it follows from the losses W^2 / [H^-1]_jj of the whole tile before any
+    column is given up.
 
     Args:
         weight: float [out, in].
         R: float64 [in, in], upper, of the columns in their order.
+        blocks: of which shape; their width divides ``count``, ``blocksize`` and the columns.
     """
-    W, rows = weight.double().t().contiguous(), torch.arange(len(weight)) // TILE_ROWS
-    alone = of_tiles((W / R.square().sum(0)[:, None].sqrt()).t().square())
-    kept = torch.zeros_like(alone).scatter_(1, largest(alone, count), 1.0)
+    W, rows = weight.double().t().contiguous(), torch.arange(len(weight)) // (TILE_ROWS * blocks.tiles)
+    width = blocks.width
+
+    def losses(errors: Tensor) -> Tensor:
+        return _by_block(of_tiles(errors.t().square()), blocks)
+
+    alone = losses(W / R.square().sum(0)[:, None].sqrt())
+    kept = torch.zeros_like(alone).scatter_(1, largest(alone, count // width), 1.0)
     for first in range(0, len(W), blocksize):
         last = min(first + blocksize, len(W))
-        quota = kept[:, first:last].sum(1, keepdim=True)
-        loss = of_tiles((W[first:last] / torch.diagonal(R)[first:last, None]).t().square())
+        here = slice(first // width, last // width)
+        quota = kept[:, here].sum(1, keepdim=True)
+        loss = losses(W[first:last] / torch.diagonal(R)[first:last, None])
         rank = loss.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        kept[:, first:last] = (rank < quota).double()
+        kept[:, here] = (rank < quota).double()
         errors = torch.empty(last - first, len(weight), dtype=torch.float64)
         for i in range(first, last):
-            errors[i - first] = W[i] * (1 - kept[rows, i]) / R[i, i]
+            errors[i - first] = W[i] * (1 - kept[rows, i // width]) / R[i, i]
             W[i:last] -= R[i, i:last, None] * errors[i - first]
         W[last:] -= R[first:last, last:].t() @ errors
-    return kept.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    return _columns_of(largest(kept, count // width), blocks, -(-len(weight) // TILE_ROWS))
 
 
-def _largest(sizes: Tensor, count: int, blocks: ColumnBlocks | None) -> Tensor:
+def best_blocks(sizes: Tensor, count: int, blocks: ColumnBlocks) -> Tensor:
     """Return the columns of the largest blocks for each tile, from float [tiles, in]: int64 [tiles, count]."""
-    if blocks is None or blocks.width == 1:
-        return largest(sizes, count)
-    chosen = of_blocks(largest(_by_block(sizes, blocks), count // blocks.width), blocks.width)
-    return chosen.repeat_interleave(blocks.tiles, dim=0)[: len(sizes)]
+    return _columns_of(largest(_by_block(sizes, blocks), count // blocks.width), blocks, len(sizes))
+
+
+def _columns_of(chosen: Tensor, blocks: ColumnBlocks, tiles: int) -> Tensor:
+    """Return the columns of each tile from the blocks of each row of blocks: int64 [tiles, columns]."""
+    return of_blocks(chosen, blocks.width).repeat_interleave(blocks.tiles, dim=0)[:tiles]
 
 
 def _by_block(sizes: Tensor, blocks: ColumnBlocks) -> Tensor:
@@ -135,7 +149,7 @@ def left_blocks(weight: Tensor, count: int, blocks: ColumnBlocks) -> Tensor | No
     """
     entries = of_tiles((weight != 0).double())
     most = int((_by_block(entries, blocks) > 0).sum(1).max())
-    return None if most > count // blocks.width else _largest((entries > 0).double(), count, blocks)
+    return None if most > count // blocks.width else best_blocks((entries > 0).double(), count, blocks)
 
 
 def only_kept(

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from compressor.formats.extras import ColumnBlocks
 from compressor.numerics.products.deterministic import total
-from compressor.numerics.sparsity.block_sparsity import block_mask, largest_blocks
+from compressor.numerics.sparsity.block_sparsity import COLUMNS, block_mask, largest_blocks
 from compressor.training.zeros.masks import GrowingBlocks, KeptZeros
 
 
 class ProjectedBlocks(GrowingBlocks):
-    """Leave out blocks of 16 rows by one column, all at once after two thirds of the steps, as ADMM has prepared it.
+    """Leave out blocks of columns, all at once after two thirds of the steps, as ADMM has prepared it.
 
     minimise f(w) with w = z, and z of the pattern.  Until then, after each step of the optimiser on f:
 
@@ -32,6 +33,7 @@ class ProjectedBlocks(GrowingBlocks):
         rate: the learning rate of a step, the first of which is 0.
         penalty: rho in the end, over the root of a weight's mean square as training begins.
         every: steps between two projections.
+        blocks: of which shape.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class ProjectedBlocks(GrowingBlocks):
         rate: Callable[[int], float],
         penalty: float,
         every: int,
+        blocks: ColumnBlocks = COLUMNS,
     ) -> None:
-        super().__init__(weights, kept, moments, steps)
+        super().__init__(weights, kept, moments, steps, blocks)
         self._rate, self._every = rate, every
         begun = {name: weights[name].detach() for name in kept}
         squares = {name: float(total(w.square())) / w.numel() for name, w in begun.items()}
@@ -74,8 +77,8 @@ class ProjectedBlocks(GrowingBlocks):
     def project(self, name: str, values: Tensor, step: int) -> Tensor:
         """Return the values with all but the largest blocks at zero, as many as are left after so many steps."""
         count = self.count(step, values.shape[1], self._kept[name])
-        blocks = largest_blocks(values, self._moments[name], count)
-        return values * block_mask(blocks, *values.shape)
+        left = largest_blocks(values, self._moments[name], count, self._blocks)
+        return values * block_mask(left, *values.shape)
 
     def state(self) -> dict[str, Tensor]:
         """Return masks, projections and dual variables."""

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from compressor.numerics.sparsity.block_sparsity import block_mask, largest_blocks
+from compressor.formats.extras import ColumnBlocks
+from compressor.numerics.sparsity.block_sparsity import COLUMNS, block_mask, largest_blocks
 
 _EVERY = 4  # steps between two choices of blocks
 
@@ -89,7 +90,7 @@ class LastThird(KeptZeros):
 
 
 class GrowingBlocks(KeptZeros):
-    """Leave out more and more blocks of 16 rows by one column, until a tile keeps as many columns as it shall.
+    """Leave out more and more blocks of columns of a tile of 16 rows, until it keeps as many columns as it shall.
 
     How many are kept falls by a cubic schedule (Zhu and Gupta 2017, arXiv 1710.01878) in the first two thirds of the
     steps; then the zeros stay.  Which ones go is chosen by W^2 diag(H), their contribution to the outputs (Wanda).  All
@@ -100,13 +101,19 @@ class GrowingBlocks(KeptZeros):
         kept: columns that each tile keeps in the end, by weight.
         moments: mean squares of the inputs' channels, float [in], by weight.
         steps: of the training.
+        blocks: of which shape.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], kept: Mapping[str, int], moments: Mapping[str, Tensor], steps: int
+        self,
+        weights: Mapping[str, Tensor],
+        kept: Mapping[str, int],
+        moments: Mapping[str, Tensor],
+        steps: int,
+        blocks: ColumnBlocks = COLUMNS,
     ) -> None:
         self._masks = {name: weights[name].detach() != 0 for name in kept}
-        self._kept, self._last = kept, math.ceil(2 * steps / 3)
+        self._kept, self._last, self._blocks = kept, math.ceil(2 * steps / 3), blocks
         self._moments = {name: moments[name].to(weights[name].device) for name in kept}
 
     def is_final(self, step: int) -> bool:
@@ -123,8 +130,9 @@ class GrowingBlocks(KeptZeros):
         if step == self._last or (step < self._last and step % _EVERY == 0):
             for name, kept in self._kept.items():
                 rows, columns = weights[name].shape
-                blocks = largest_blocks(weights[name], self._moments[name], self.count(step, columns, kept))
-                self._masks[name] &= block_mask(blocks, rows, columns)
+                count = self.count(step, columns, kept)
+                left = largest_blocks(weights[name], self._moments[name], count, self._blocks)
+                self._masks[name] &= block_mask(left, rows, columns)
         super().after_step(step, weights)
 
     def state(self) -> dict[str, Tensor]:

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from pruning_problems import problem
 from torch import Tensor
 
+from compressor.formats.extras import ColumnBlocks
 from compressor.numerics.sparsity.alps import GROWTH, MOST, RHO, ROUNDS, admm_blocks, alps_blocks
 from compressor.numerics.sparsity.block_sparsity import dampened_factor, largest_blocks, refitted, surgeon_blocks
+
+WIDE = ColumnBlocks(50, 4)
 
 
 def loss(weight: Tensor, hessian: Tensor, kept: Tensor, damp: float, refit: bool = True) -> float:
@@ -24,6 +27,22 @@ def loss(weight: Tensor, hessian: Tensor, kept: Tensor, damp: float, refit: bool
         change[:, columns] -= refitted(rows, H, columns, factor) if refit else rows[:, columns]
         total += float(((change @ H) * change).sum())
     return total
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 70), st.integers(2, 8), st.booleans(), st.integers(0, 99))
+def test_pairs_of_tiles_keep_the_same_and_never_end_above_their_start(
+    rows: int, blocks: int, refit: bool, seed: int
+) -> None:
+    weight, hessian = problem(rows, 4 * blocks, seed)
+    start = largest_blocks(weight, None, 4 * (blocks // 2), WIDE)
+    found = alps_blocks(weight, hessian, start, 0.01, refit=refit, blocks=WIDE)
+    assert torch.equal(found[: len(found) // 2 * 2 : 2], found[1::2])
+    assert torch.equal(found[:, ::4] % 4, torch.zeros_like(found[:, ::4])) and bool((found.diff(dim=1) > 0).all())
+    for pair in range(-(-len(found) // 2)):
+        rows_of = weight[32 * pair : 32 * pair + 32]
+        ends = [loss(rows_of, hessian, kept[2 * pair : 2 * pair + 2], 0.01, refit) for kept in (start, found)]
+        assert ends[1] <= ends[0] * (1 + 1e-12)
 
 
 @settings(deadline=None, max_examples=15)

@@ -10,6 +10,7 @@ from pruning_problems import problem
 from torch import Tensor
 
 from compressor.errors import CompressorError
+from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.numerics.sparsity.block_sparsity import (
@@ -19,6 +20,8 @@ from compressor.numerics.sparsity.block_sparsity import (
     round_kept,
     surgeon_blocks,
 )
+
+WIDE = ColumnBlocks(50, 4)
 
 
 def loss(weight: Tensor, other: Tensor, hessian: Tensor) -> float:
@@ -41,18 +44,37 @@ def test_the_largest_blocks_of_each_tile(rows: int, columns: int, by_inputs: boo
         )
 
 
-def surgeon(weight: Tensor, hessian: Tensor, count: int, blocksize: int) -> Tensor:
-    """Remove columns of one tile as SparseGPT's definition says: by inverses of what is left, one after another."""
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(0, 99))
+def test_the_largest_blocks_of_pairs_of_tiles(rows: int, count: int, seed: int) -> None:
+    weight, hessian = problem(rows, 40, seed)
+    kept = largest_blocks(weight, hessian, 4 * count, WIDE)
+    assert kept.shape == (-(-rows // 16), 4 * count)
+    for tile in range(len(kept)):
+        pair = weight[32 * (tile // 2) : 32 * (tile // 2 + 1)].double().square() * hessian.diagonal().double()
+        size = {b: float(pair[:, 4 * b : 4 * b + 4].sum()) for b in range(10)}
+        best = sorted(sorted(size, key=lambda b: -size[b])[:count])
+        assert kept[tile].tolist() == [4 * b + i for b in best for i in range(4)]
+
+
+def surgeon(weight: Tensor, hessian: Tensor, count: int, blocksize: int, width: int = 1) -> Tensor:
+    """Remove columns of one tile as SparseGPT's definition says: by inverses of what is left, one after another.
+
+    ``width`` neighbours go together.
+    """
     H = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(hessian))
     W, columns, kept = weight.double().clone(), len(hessian), []
-    alone = W.square().sum(0) / torch.linalg.inv(H).diagonal()
-    first_choice = set(alone.topk(count).indices.tolist())
+    alone = (W.square().sum(0) / torch.linalg.inv(H).diagonal()).view(-1, width).sum(1)
+    first_choice = set(alone.topk(count // width).indices.tolist())
     for first in range(0, columns, blocksize):
         block = range(first, min(first + blocksize, columns))
-        quota = len(first_choice & set(block))
+        quota = len(first_choice & {c // width for c in block})
         diagonal = {c: torch.linalg.inv(H[c:, c:])[0, 0] for c in block}
-        cost = {c: float(W[:, c].square().sum() / diagonal[c]) for c in block}
-        stay = sorted(block, key=lambda c: -cost[c])[:quota]
+        cost = dict.fromkeys((c // width for c in block), 0.0)
+        for c in block:
+            cost[c // width] += float(W[:, c].square().sum() / diagonal[c])
+        chosen = sorted(cost, key=lambda b: -cost[b])[:quota]
+        stay = [b * width + i for b in chosen for i in range(width)]
         kept += stay
         for c in block:
             if c not in stay:  # the columns after it make up for it
@@ -69,6 +91,16 @@ def test_sparsegpt_against_its_definition(rows: int, columns: int, blocksize: in
     kept = surgeon_blocks(weight, dampened_factor(hessian, 0.01)[0], count, blocksize)
     for tile, part in enumerate(weight.split(16)):
         assert torch.equal(kept[tile], surgeon(part, hessian, count, blocksize))
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 70), st.integers(2, 7), st.sampled_from([4, 8, 128]), st.integers(0, 99))
+def test_sparsegpt_of_wide_blocks_against_its_definition(rows: int, blocks: int, blocksize: int, seed: int) -> None:
+    weight, hessian = problem(rows, 4 * blocks, seed)
+    kept = surgeon_blocks(weight, dampened_factor(hessian, 0.01)[0], 4 * (blocks // 2), blocksize, WIDE)
+    for tile in range(len(kept)):
+        part = weight[32 * (tile // 2) : 32 * (tile // 2 + 1)]
+        assert torch.equal(kept[tile], surgeon(part, hessian, 4 * (blocks // 2), blocksize, 4))
 
 
 @settings(deadline=None, max_examples=25)

@@ -26,7 +26,7 @@ from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
-from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, one_token, squeezing
+from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, list_kept, list_room, one_token, squeezing
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
 from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.vector import registers
@@ -51,7 +51,7 @@ _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs) 
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.width > 1]
+    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.is_of_images]
     unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS) or extra in of_images]
     return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores" if unread else ""
 
@@ -93,11 +93,7 @@ def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: I
 def packed_linear(
     out_features: int, in_features: int, fmt: Format, has_bias: bool, isa: Isa, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
-    """Write TIR for :func:`compressor.ops.linear.packed_linear`.
-
-    Parameters of the result: x float32 [d0, d1, in], the parts that the format has (:mod:`compressor.formats.format`),
-    bias (where there is one), y float32 [d0, d1, out].
-    """
+    """Write TIR for :func:`compressor.ops.linear.packed_linear`, with the parameters of :func:`fused_linear`."""
     return fused_linear([out_features], in_features, fmt, has_bias, isa, schedule)
 
 
@@ -140,11 +136,12 @@ class Shape:
             weights.rows[0], columns, fmt.of_kept, isa
         )
         kept = fmt.stored_columns(columns)
-        if fmt.extra(ColumnBlocks) is not None:
-            body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa), False
+        blocks = fmt.extra(ColumnBlocks)
+        if blocks is not None:
+            body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa, blocks), False
         is_tiled = not amx_tiles.supports(fmt, isa)
-        is_final = body.groups == 1 and not (weights.is_ragged or fmt.extras)
-        tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final)
+        is_final = body.groups == 1 and not (weights.is_ragged or any(extra is not blocks for extra in fmt.extras))
+        tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
         width = tiles.stride if is_tiled else given.chunks * fmt.chunk_columns
         if body is not given:
@@ -186,7 +183,7 @@ def fused_linear(
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
-    turns, single = not prompts.supports(fmt, isa), one_token(shape, store, block)
+    turns, single = not (shape.is_tiled or prompts.supports(fmt, isa)), one_token(shape, store, block)
 
     @T.inline
     def by_vectors(at, tokens, _turned):
@@ -282,7 +279,7 @@ def vector_block(shape: Shape, store: Any) -> Any:
     body = shape.body
     groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
     gathers, kept = body is not shape.given, body.chunks * body.fmt.chunk_columns
-    squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if gathers else None
+    squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if isinstance(body, KeptProducts) else None
     kind = "int8" if body.integer else "float32"
 
     @T.inline
@@ -322,7 +319,7 @@ def vector_block(shape: Shape, store: Any) -> Any:
 def tile_block(shape: Shape, store: Any) -> Any:
     """Make a macro that computes some tiles of a weight for a block of tokens, by AMX."""
     by_tiles, is_final, step, round_to = shape.tiles, shape.is_final, shape.step, shape.round_to
-    every = T.ramp(0, 1, 16)
+    leaves_out, kept_blocks, every = by_tiles.blocks > 0, by_tiles.kept_blocks, T.ramp(0, 1, 16)
 
     @T.inline
     def tile_block(at, tokens, weight, first, m0):
@@ -332,7 +329,10 @@ def tile_block(shape: Shape, store: Any) -> Any:
         found = T.alloc_buffer((2, by_tiles.sides, n_tiles, SIDE, SIDE), shape.kind)
         scale = T.alloc_buffer((n_tiles, TILE_ROWS), "float32")
         count = T.meta_var(T.min(tokens - m0, T.int64(step)))
-        buffers = T.meta_var(Buffers(at.halves, weight, at.sums, at.factor, b, scale, found, out))
+        which = T.meta_var(T.alloc_buffer((list_room(kept_blocks),), "int32") if leaves_out else None)
+        buffers = T.meta_var(Buffers(at.halves, weight, at.sums, at.factor, b, scale, found, out, which))
+        if leaves_out:
+            list_kept(which, weight.parts["kept"], first // 2, by_tiles.blocks, kept_blocks, shape.body.isa)
         amx.configure()
         for t in range(0 if is_final else (count + (round_to - 1)) // round_to * round_to):
             for n in T.unroll(n_tiles):

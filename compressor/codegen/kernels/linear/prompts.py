@@ -20,6 +20,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.codes import dot4, scale_values
+from compressor.codegen.kernels.linear import tiles
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.squeeze import list_kept, list_room
 from compressor.codegen.kernels.linear.weights import Weight, Weights
@@ -31,11 +32,13 @@ from compressor.formats.parts import TILE_ROWS
 BLOCK = 64
 """Tokens of a register of a turned column."""
 _SIDE = 16
-LEAST_PERCENT, LEAST_PERCENT_AMX = 40, 88
-"""Blocks left out from which on prompts take less time than those of a dense weight, by vectors and by AMX.
+LEAST_PERCENT, LEAST_PERCENT_AMX, LEAST_PERCENT_TILES = 40, 88, 30
+"""Blocks left out from which on prompts take less time than those of a dense weight: by vectors; by vectors, where AMX
+would multiply the dense weight; and by AMX, of blocks of its size.
 
 By vectors with W8A8, 128 tokens, 2048x2048, one core of a Xeon: 1.27 times the dense time with 20% left out, 1.03 with
-35%, 0.80 with 50%, 0.38 with 80%, 0.22 with 90%.  AMX's dense products take about 0.26 of the vectors' time.
+35%, 0.80 with 50%, 0.38 with 80%, 0.22 with 90%.  AMX's dense products take about 0.26 of the vectors' time.  By AMX,
+4096x4096: 1.19 times with 10% left out, 0.91 with 30%, 0.43 with 80%, 0.30 with 90%.
 """
 _PARTS = BLOCK // _SIDE
 _QUADS = 64  # times four columns are gathered at once, at most: 16 KB
@@ -94,11 +97,12 @@ def slower(fmt: Format, isa: Isa) -> str:
     blocks = fmt.extra(ColumnBlocks)
     if blocks is None:
         return ""
-    if blocks.width > 1:
+    if blocks.is_of_images:
         dense = f"convolutions would be quicker stored dense, in {fmt.of_kept.name}, whose products AMX has"
         return f"{fmt.name}: {dense}" if isa.matrix_unit and blocks.percent < LEAST_PERCENT_AMX else ""
-    least = LEAST_PERCENT_AMX if isa.matrix_unit else LEAST_PERCENT
-    why = supports(fmt, isa) or (f"that pays from {least}% on" if blocks.percent < least else "")
+    is_tiled = not tiles.supports(fmt, isa)
+    least = LEAST_PERCENT_TILES if is_tiled else LEAST_PERCENT_AMX if isa.matrix_unit else LEAST_PERCENT
+    why = ("" if is_tiled else supports(fmt, isa)) or (f"that pays from {least}% on" if blocks.percent < least else "")
     dense = f"prompts would be quicker stored dense, in {fmt.of_kept.name}"
     return f"{fmt.name}: one token reads what is kept, but {dense} on {isa.name}: {why}" if why else ""
 
@@ -126,8 +130,9 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
         few: takes fewer tokens than :func:`fewest`, with the same arguments.
     """
     fmt, isa, kept, width = shape.body.fmt, shape.body.isa, shape.kept, shape.width
-    steps = weights.steps(1)
-    products = _tile_products(TurnedProducts(weights.rows[0], kept, fmt, isa), kept, store)
+    steps, left = weights.steps(1), shape.body.blocks
+    count = kept // left.width  # blocks that are kept
+    products = _tile_products(TurnedProducts(weights.rows[0], kept, fmt, isa), kept, store, left.width)
 
     @T.inline
     def by_turning(at, tokens, turned):
@@ -136,8 +141,8 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
             turn(turned, at.a, task // (width // BLOCK), task % (width // BLOCK))
         for task in T.parallel((blocks + (_SHARE - 1)) // _SHARE * steps):
             weight, tile = T.meta_var(weights.of_task(task % steps, 1))
-            which = T.alloc_buffer((list_room(kept),), "int32")
-            list_kept(which, weight.parts["kept"], tile, shape.columns, kept, isa)
+            which = T.alloc_buffer((list_room(count),), "int32")
+            list_kept(which, weight.parts["kept"], tile // left.tiles, left.blocks(shape.columns), count, isa)
             for k in range(_SHARE):
                 j = T.meta_var(task // steps * _SHARE + k)
                 if j < blocks:
@@ -153,12 +158,12 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
     return by_turning if fewest(isa) <= 2 else by_number
 
 
-def _tile_products(body: TurnedProducts, kept: int, store: Any) -> Any:
+def _tile_products(body: TurnedProducts, kept: int, store: Any, width: int) -> Any:
     """Make a macro that computes a tile's outputs of a block of tokens, some columns after another.
 
     What is gathered of them stays in the first-level cache; sums of a group wait in memory meanwhile.
     """
-    gather, each = _gathering(body, kept), body.fmt.chunk_columns // 4
+    gather, each = _gathering(body, kept, width), body.fmt.chunk_columns // 4
     spans = -(-body.group_chunks * each // _QUADS)
     span, carries = -(-body.group_chunks // spans), spans > 1
     lanes = T.ramp(0, 1, TILE_ROWS)
@@ -260,8 +265,10 @@ def mixed(one: Any, other: Any, size_bytes: int, half: int) -> Any:
     return T.Shuffle([one, other], places)
 
 
-def _gathering(body: Products, kept: int) -> Any:
+def _gathering(body: Products, kept: int, width: int) -> Any:
     """Make a macro that gathers some of a tile's columns of a block of tokens, and their sums.
+
+    ``which`` lists blocks of ``width`` columns.
 
     ``gather(picked, sums, turned, which, block, first, count)`` takes ``count`` times four columns, the first of them
     ``4 * first``.
@@ -270,11 +277,14 @@ def _gathering(body: Products, kept: int) -> Any:
     ones, every = splat(0x01010101, _SIDE), T.ramp(0, 1, _SIDE)
     factor = splat(-int(fmt.zero_point) if fmt.symmetric else 1, _SIDE)
 
+    def column_of(which: Any, place: Any) -> Any:
+        return which[place] if width == 1 else which[place // width] * width + T.Cast("int32", place % width)
+
     def pick(picked: Any, totals: Any, turned: Any, which: Any, block: Any, first: Any, q: Any, there: int) -> None:
         """Emit four columns, ``there`` of which are kept and the others zeros."""
         zeros = T.broadcast(T.int8(0), BLOCK)
         a, b, c, d = (
-            T.bind(turned[block, which[4 * (first + q) + i], T.ramp(0, 1, BLOCK)] if i < there else zeros)
+            T.bind(turned[block, column_of(which, 4 * (first + q) + i), T.ramp(0, 1, BLOCK)] if i < there else zeros)
             for i in range(4)
         )
         for half in range(2):

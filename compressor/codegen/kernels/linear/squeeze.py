@@ -20,6 +20,8 @@ from compressor.codegen.kernels.codes import dot4
 from compressor.codegen.kernels.linear.preparation import adding_up
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.vector import emit_tree_sum, registers, splat
+from compressor.formats.extras import ColumnBlocks
+from compressor.formats.format import Format
 
 LINE_BYTES = 64
 AHEAD_BYTES = 4096
@@ -33,12 +35,28 @@ _CHAINS = 4  # sums that products are added to by turns: one product waits five 
 class KeptProducts(Products):
     """Products of columns that are kept: every tile of a block of tiles has activations and sums of its own."""
 
+    def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa, blocks: ColumnBlocks) -> None:
+        super().__init__(rows, columns, fmt, isa)
+        self.blocks = blocks
+
+    def steps(self, columns: int, width: int) -> int:
+        """Count the steps of ``width`` columns through a row, those that fill up its last block included."""
+        return -(-self.blocks.blocks(columns) * self.blocks.width // width)
+
+    def flags(self, bits: Any, tile: Any, step: Any, width: int) -> Any:
+        """Return a bit for each of ``width`` columns of a tile, uint8 [width / 8]; ``bits``: the part ``kept``."""
+        if self.blocks.width == 1:
+            return bits[tile, T.ramp(step * (width // 8), 1, width // 8)]
+        block = step * width // self.blocks.width
+        byte = T.shift_right(bits[tile // self.blocks.tiles, block // 8], T.Cast("uint8", block % 8))
+        return T.broadcast(T.bitwise_and(byte, T.uint8(1)) * T.uint8(255), width // 8)
+
     def at(self, token: Any, tile: Any, place: Any) -> tuple[Any, ...]:
         """Return the index of what a token's tile has at a place, of [tokens, tiles, n]."""
         return token, tile, place
 
 
-def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
+def squeezing(body: KeptProducts, columns: int, kept: int, isa: Isa) -> Any:
     """Make a macro that gathers activations, and their sums by groups.
 
     ``squeeze(picked, totals, a, parts, first, m0, n_tokens, n_tiles)`` writes picked[t, n, :kept], int8 or float32, of
@@ -48,7 +66,7 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
     one = _step(body.integer, width, isa)
     add_up = _adding_up_bytes(body) if body.integer else adding_up(body)
     tail = body.chunks * body.fmt.chunk_columns - kept
-    steps, lines = -(-columns // width), body.chunks * body.fmt.chunk_words
+    steps, lines = body.steps(columns, width), body.chunks * body.fmt.chunk_words
     share = -(-lines // steps)
 
     @T.inline
@@ -62,7 +80,7 @@ def squeezing(body: Products, columns: int, kept: int, isa: Isa) -> Any:
                         for line in range(share):
                             there = T.meta_var((step * share + line) * LINE_BYTES + AHEAD_BYTES)
                             prefetch(parts["codes"][first + n, 0, 0, 0], there)
-                    word = T.meta_var(parts["kept"][first + n, T.ramp(step * (width // 8), 1, width // 8)])
+                    word = T.meta_var(body.flags(parts["kept"], first + n, step, width))
                     one(picked, a, word, t, n, m0 + t, step, fill)
                     fill[0] = T.min(fill[0], T.int64(kept))
                 for k in range(tail):
@@ -125,20 +143,20 @@ def one_token(shape: Any, store: Any, block: Any) -> Any:
     return by_stream
 
 
-def streaming(body: Products, columns: int, kept: int, store: Any) -> Any:
+def streaming(body: KeptProducts, columns: int, kept: int, store: Any) -> Any:
     """Make a macro ``stream(at, weight, first, n_tiles)`` that computes tiles one after another, for one token.
 
     Each is squeezed beside the products of the tile before it.
     """
     width = 64 if body.isa.squeeze_bytes is not None else 16
     one, add_up, chunks = _step(True, width, body.isa), _adding_up_bytes(body), body.chunks
-    tail, steps = chunks * body.fmt.chunk_columns - kept, -(-columns // width)
+    tail, steps = chunks * body.fmt.chunk_columns - kept, body.steps(columns, width)
     share, extra = divmod(chunks, steps)  # chunks beside a step; the first steps have one more
     begin_tile, add_chunks, add_chains = _chains(body)
 
     @T.inline
     def step_of(picked, at, weight, tile, slot, step, fill):
-        word = T.meta_var(weight.parts["kept"][tile, T.ramp(step * (width // 8), 1, width // 8)])
+        word = T.meta_var(body.flags(weight.parts["kept"], tile, step, width))
         one(picked, at.a, word, slot, 0, 0, step, fill)
         fill[0] = T.min(fill[0], T.int64(kept))
 

@@ -42,8 +42,11 @@ def supports(fmt: Format, isa: Isa) -> str:
     """Say why several tokens are not multiplied by AMX's tiles; an empty text where they are."""
     if isa.matrix_unit != "amx":
         return f"{isa.name} has no AMX"
-    if fmt.extra(ColumnBlocks) is not None:
+    blocks = fmt.extra(ColumnBlocks)
+    if blocks is not None and blocks.width != ROW_BYTES:
         return "tiles of rows keep columns of their own"
+    if blocks is not None and not (fmt.integer_products and fmt.symmetric and fmt.zero_point % 1 == 0):
+        return "sums of the activations that a tile keeps would be needed for zero points"
     if fmt.codebook or (fmt.element is not None and not fmt.element.is_float):
         return "the values of a table need more bits than bfloat16 has"
     return "codes lie in planes of one bit" if fmt.bit_planes else ""
@@ -61,6 +64,7 @@ class Buffers:
     scale: Any  # a group's, float32 [n_tiles, 16]
     sums: Any  # of a group, for the tokens of this visit and of the one before: [2, sides, n_tiles, 16, 16]
     out: Any  # float32 [tokens, n_tiles, 16], of several groups
+    which: Any  # blocks of columns that these tiles keep, int32; None where all are kept
 
     @property
     def codes(self) -> Any:
@@ -78,9 +82,14 @@ class TileProducts:
 
     A group's weights stay in registers for all tokens where half of the registers suffice: then 16 tokens are enough,
     two registers hold activations, and one a tile the sums.  Otherwise each visit loads them again, for 32 tokens.
+
+    Where blocks of 32 rows by 64 columns are left out, a register of weights is half of one, and the activations that
+    it meets are loaded from where its columns are: time falls with what is left out.
     """
 
-    def __init__(self, body: Products, columns: int, n_tiles: int, *, is_final: bool) -> None:
+    def __init__(
+        self, body: Products, columns: int, n_tiles: int, *, is_final: bool, blocks: ColumnBlocks | None = None
+    ) -> None:
         """``is_final``: what products and scales make of the only group are the outputs, but for the bias."""
         self.body, self.fmt, self.n_tiles, self.is_final = body, body.fmt, n_tiles, is_final
         self.depth = ROW_BYTES if body.integer else ROW_BYTES // 2  # columns of a register
@@ -93,11 +102,17 @@ class TileProducts:
         self.stride = -(-reach // self.depth) * self.depth + self.depth
         self.is_resident = body.integer and self.steps * n_tiles <= REGISTERS // 2
         self.sides = 1 if self.is_resident else 2
-        whole = columns % self.depth == 0 and body.group_columns % self.depth == 0
+        self.blocks = 0 if blocks is None else blocks.blocks(columns)
+        whole = not self.blocks and columns % self.depth == 0 and body.group_columns % self.depth == 0
         self.is_direct = whole and body.integer and self.fmt.bits == 8  # what is stored is what the register takes
         # Otherwise the zero point is subtracted while unpacking; of bytes, where it is a number that all codes share.
         is_centred = body.integer and not self.is_direct and self.fmt.symmetric and not body.half
         self.centre = int(self.fmt.zero_point) if is_centred else 0
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks of columns that are read where others are left out, those that fill up groups included."""
+        return self.body.groups * self.steps
 
     def split(self, halves: Any, a: Any, m: Any) -> None:
         """Split a token's float32 activations into two bfloat16 numbers each, uint16 [2, slots, stride]."""
@@ -265,6 +280,8 @@ class TileProducts:
 
         def products(k: Any, after: Callable[[], None]) -> None:
             column = g * self.body.group_columns + k * self.depth
+            if at.which is not None:
+                column = T.Cast("int64", at.which[g * self.steps + k]) * self.depth
             for n in range(0 if self.is_resident else self.n_tiles):
                 self._load_weight(at, first, g, k, n)
             for part in range(parts):

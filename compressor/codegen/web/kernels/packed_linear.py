@@ -40,7 +40,7 @@ _NAMES: Mapping[type, str] = MappingProxyType(
     {
         Outliers: "single weights in float16 (_S)",
         OutlierFeatures: "columns in float16 (_F)",
-        ColumnBlocks: "blocks that are left out (_B16x1, _B32x4)",
+        ColumnBlocks: "blocks that are left out (_B16x1, _B32x4, _B32x64)",
         KeptOfGroup: "N:M weights that are kept",
         SkippedInputs: "inputs that are skipped (_SKIP)",
     }

@@ -72,6 +72,7 @@ def test_packed_linear_of_floats_tables_and_codebooks(name: str, isa: Isa) -> No
 @pytest.mark.parametrize("name", [
     "W8A8_B16x1@80", "W4A8_ASYM_G32_B16x1@50", "W4A16_G32_B16x1@70", "W3A16_ASYM_C_B16x1@30", "FP6_E3M2_B16x1@95",
     "LUT4_G32_B16x1@60", "MXFP4_B16x1@33.5", "W8A8_STATIC_B16x1@50", "W2A16_G16_B16x1@99",
+    "W8A8_B32x64@60", "W4A16_G64_B32x64@50",
 ])  # fmt: skip
 def test_blocks_of_columns_that_are_left_out(name: str, isa: Isa) -> None:
     pick = random.Random(f"{name} {isa.name}")
