@@ -59,10 +59,11 @@ WRITERS = {
 }
 """Model -> modules that write some of its channels; a removal by Torch-Pruning begins at the first."""
 NOTE = """\
-Torch-Pruning 1.6.1 is called as in its examples (`benchmarks/peers/torchpruning_graphs.py`) and may take 20 s. Modules of
-transformers run on 24 tokens, captured graphs count those of their example, so compare shares of products; batch norms are
-folded into our convolutions and not into its. It also narrows the hidden width of transformers, which we keep: a norm takes
-the mean over it. The ViT's own code states 4 heads of 6. Seconds include capture and calibration, or tracing.
+Torch-Pruning 1.6.1 is called as in its examples (`benchmarks/peers/torchpruning_graphs.py`) and may take 20 s.
+Modules of transformers run on 24 tokens, captured graphs count those of their example: compare shares of products.
+Batch norms are folded into our convolutions and not into its. It also narrows the hidden width of transformers, which
+we keep: a norm takes the mean over it. The ViT's own code states 4 heads of 6. Seconds include capture and
+calibration, or tracing.
 """
 LINES: list[str] = []
 
