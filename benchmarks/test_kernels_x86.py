@@ -33,9 +33,9 @@ import tvm
 from compressor_runtime import available_cores, configure_threads
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels import norm, probe
 from compressor.codegen.kernels.attention import cached as attention
-from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets.x86 import AMX, AVX2, AVX512_VNNI, X86
 from compressor.errors import UsageError

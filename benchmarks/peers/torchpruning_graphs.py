@@ -1,103 +1,84 @@
-"""Remove half of some channels that are zero, by Torch-Pruning and by us: does the smaller model run, and say the same?
+"""Torch-Pruning on modules of many kinds, for benchmarks/pruned_graphs.py: as in its examples, without rules of ours.
 
-    PYTHONPATH=.:tests/support:tests/passes python benchmarks/peers/torchpruning_graphs.py
-
-Runs where both are installed.  The models are those of tests/passes/test_channel_prune.py.  All that writes the
-channels is set to zero first, bias and batch norm included, so nothing may change.  MACs are those of one image; our
-parameters have batch norms folded into the convolutions.
+Runs where both tools can be imported.  Modules of transformers take its recipe for language models: heads go whole, as
+many query heads for each head of keys, and the modules' counts of heads are set afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 import torch_pruning as tp
-from test_channel_prune import IMAGES, PICTURES, costs
-from torch import nn
+from torch import Tensor, nn
 
-from compressor.capture.capture import capture
-from compressor.graph.dependencies.channels import Dependencies, Family
-
-CASES = {
-    "U-Net": ("first.0",),
-    "beside itself": ("first.0",),
-    "in groups": ("first.0", "grouped.0"),
-    "ViT": ("qkv",),
-}
-"""Model of the tests -> convolutions or linears that write the channels; removal begins at the first."""
+_OF_HEADS = {"q_proj": 0, "query": 0, "k_proj": 1, "key": 1, "v_proj": 1, "value": 1}
+"""Name of a linear -> whether its heads are those of keys and values."""
 
 
-def with_zeros(name: str, writers: Sequence[str]) -> tuple[nn.Module, list[int]]:
-    """Return a model, and the rows of the first writer that are zero: of each part of a fused linear the first half."""
-    torch.manual_seed(0)
-    model = IMAGES[name]()
-    for _ in range(3):
-        model(PICTURES)
-    model.eval().requires_grad_(False)
-    zeros = []
-    for writer in writers:
-        rows, parts = model.get_submodule(writer).weight.shape[0], 3 if writer == "qkv" else 1
-        zeros.append([part * rows // parts + i for part in range(parts) for i in range(rows // parts // 2)])
-        norm = [writer.removesuffix("0") + "1"] if "." in writer else []
-        for module in map(model.get_submodule, [writer, *norm]):
-            for value in (module.weight, module.bias, getattr(module, "running_mean", None)):
-                if value is not None:
-                    value[zeros[-1]] = 0.0
-    return model, zeros[0]
-
-
-def by_torch_pruning(name: str, writers: Sequence[str]) -> tuple[int, float, nn.Module]:
-    """Return parameters, MACs and the model."""
-    model, zero = with_zeros(name, writers)
+def prune(model: nn.Module, inputs: Sequence[Tensor], ratio: float) -> nn.Module:
+    """Remove a share of all channels, and of heads, but for what the last linear or convolution writes."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
     model.requires_grad_(True)
-    graph = tp.DependencyGraph().build_dependency(model, example_inputs=PICTURES[:1])
-    module = model.get_submodule(writers[0])
-    prune = tp.prune_linear_out_channels if isinstance(module, nn.Linear) else tp.prune_conv_out_channels
-    graph.get_pruning_group(module, prune, idxs=zero).prune()
-    macs, parameters = tp.utils.count_ops_and_params(model, PICTURES[:1])
-    return int(parameters), float(macs), model
+    last = [one for one in model.modules() if isinstance(one, nn.Linear | nn.Conv2d)][-1]
+    heads: dict[nn.Module, int] = {}
+    for name, one in model.named_modules():
+        kind = _OF_HEADS.get(name.rpartition(".")[2])
+        if kind is not None and config is not None:
+            count = config.num_attention_heads
+            heads[one] = getattr(config, "num_key_value_heads", count) if kind else count
+        elif name == "qkv":
+            heads[one] = 4
+    pruner = tp.pruner.BasePruner(
+        model, tuple(inputs), importance=tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=ratio,
+        ignored_layers=[last] if config is None or hasattr(model, "lm_head") else [], num_heads=heads,
+        prune_num_heads=bool(heads), prune_head_dims=False, head_pruning_ratio=ratio,
+    )  # fmt: skip
+    pruner.step()
+    _state_heads(model)
+    return model.requires_grad_(False)
 
 
-def by_us(name: str, writers: Sequence[str]) -> tuple[int, float, nn.Module]:
-    """Return parameters, MACs and the graph."""
-    model, zero = with_zeros(name, writers)
-    graph = capture(model, PICTURES[:1])
-    dependencies, wanted = Dependencies(graph), set(zero)
-    removed: list[tuple[Family, np.ndarray]] = []
-    for family in dependencies.families():
-        written = family.places.get((f"{writers[0]}.weight", 0))
-        if written is not None and not family.reason:
-            removed.append((family, np.array([i for i, rows in enumerate(written) if {*rows.tolist()} <= wanted])))
-    dependencies.remove(removed)
-    found = costs(graph)
-    return int(found["parameters"]), found["macs"], graph
+def _state_heads(model: nn.Module) -> None:
+    """Set what attention modules of transformers say about their heads."""
+    for one in model.modules():
+        held: Any = one
+        if hasattr(one, "q_proj") and hasattr(one, "head_dim"):
+            held.num_heads = held.q_proj.out_features // held.head_dim
+            held.num_key_value_groups = held.num_heads // max(1, held.k_proj.out_features // held.head_dim)
+        elif hasattr(one, "query") and hasattr(one, "attention_head_size"):
+            held.num_attention_heads = held.query.out_features // held.attention_head_size
+            held.all_head_size = held.query.out_features
 
 
-def row(name: str, writers: Sequence[str], is_ours: bool) -> str:
-    """Return a row of the table."""
-    dense, _ = with_zeros(name, writers)
-    expected, who = dense(PICTURES[:1]), "ours" if is_ours else "Torch-Pruning"
+@torch.no_grad()
+def zeros(model: nn.Module, example: Tensor, writers: Sequence[str]) -> str:
+    """Set half of some channels to zero and remove them: return the largest relative change, or how it fails.
+
+    Args:
+        writers: modules that write the channels; the removal begins at the first.
+    """
+    gone: list[int] = []
+    for writer in writers:
+        one: Any = model.get_submodule(writer)
+        rows, parts = one.weight.shape[0], 3 if writer == "qkv" else 1
+        zero = [part * rows // parts + i for part in range(parts) for i in range(rows // parts // 2)]
+        gone = gone or zero
+        for value in (one.weight, one.bias, getattr(one, "running_mean", None)):
+            if value is not None:
+                value[zero] = 0.0
+    expected = model(example)
     try:
-        parameters, macs, model = by_us(name, writers) if is_ours else by_torch_pruning(name, writers)
-    except RuntimeError as error:
-        if is_ours:
-            raise
-        return f"| {name} | {who} | | | no: {str(error).splitlines()[0]} | |"
-    change = float((model(PICTURES[:1]).detach() - expected).abs().max() / expected.abs().max())
-    whole = capture(dense, PICTURES[:1]) if is_ours else dense
-    count = sum(parameter.numel() for parameter in whole.parameters())
-    return f"| {name} | {who} | {parameters:,} of {count:,} | {macs:,.0f} | yes | {change:.1e} |"
-
-
-def main() -> None:
-    """Print the table."""
-    print("| graph | by | parameters | MACs | runs | relative change |\n|---|---|---|---|---|---|")
-    for name, writers in CASES.items():
-        print(row(name, writers, is_ours=True))
-        print(row(name, writers, is_ours=False), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        with torch.enable_grad():
+            model.requires_grad_(True)
+            graph = tp.DependencyGraph().build_dependency(model, example_inputs=example)
+            first = model.get_submodule(writers[0])
+            kind = tp.prune_linear_out_channels if isinstance(first, nn.Linear) else tp.prune_conv_out_channels
+            graph.get_pruning_group(first, kind, idxs=gone).prune()
+        found = model(example)
+    except Exception as error:
+        return f"no: {(str(error).strip().splitlines() or [''])[0][:100]}"
+    return f"{float((found - expected).abs().max() / expected.abs().max()):.0e}"

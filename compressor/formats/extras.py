@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from compressor.errors import UsageError
 
@@ -131,9 +131,8 @@ class ColumnBlocks:
     @property
     def text(self) -> str:
         """Describe what is left out."""
-        columns = "1 column" if self.width == 1 else f"{self.width} columns"
-        rows = 16 * self.tiles
-        return f"{self.percent:g}% of the blocks of {rows} rows by {columns} are zero and not stored; a bit for each"
+        shape = f"{16 * self.tiles} rows by {self.width} column{'s' if self.width > 1 else ''}"
+        return f"{self.percent:g}% of the blocks of {shape} are zero and not stored; a bit for each"
 
     @classmethod
     def read(cls, text: str) -> ColumnBlocks | None:
@@ -248,10 +247,7 @@ class KeptOfGroup:
 
 @dataclass(frozen=True)
 class SingleZeros:
-    """Single weights, anywhere in the matrix, are zero and not stored (unstructured sparsity); a bit says of each
-    weight whether it is.
-
-    Scales are those of the dense format, so that kernels expand what is stored and then compute as they do dense.
+    """Single weights, anywhere in the matrix, are zero and not stored; scales are those of the dense format.
 
     Attributes:
         percent: of the weights of a matrix that are zero, above 0 and below 100.
@@ -296,14 +292,13 @@ class SingleZeros:
 class SkippedInputs:
     """Thresholds of the inputs: what is smaller counts as zero, and the codes of its column are not read.
 
-    Codes lie column by column, in panels of up to 2048 bytes a column.
+    Codes lie column by column, in panels (:func:`compressor.formats.parts.panel_rows`).
     """
 
     label: ClassVar[str] = "inputs"
     pattern: ClassVar[str] = r"(_SKIP)"
     suffix: ClassVar[str] = "_SKIP"
     text: ClassVar[str] = "below a stored threshold they count as zero, and codes are not read"
-    most_bytes: ClassVar[int] = 2048
 
     @classmethod
     def read(cls, text: str) -> SkippedInputs | None:
@@ -317,14 +312,6 @@ class SkippedInputs:
         if fmt.strategy == "block":
             return "has scales of groups, channels or the tensor"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
-
-    @classmethod
-    def panel_rows(cls, out_features: int, bits: int) -> int:
-        """Return the rows of a panel: whole units of 16 bytes, as many as waste the least, two panels at least."""
-        unit = 128 // bits
-        units, most = -(-out_features // unit), cls.most_bytes // 16
-        largest = min(most, max(1, units // 2))
-        return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
 
 
 def _other_than_plain_integers(fmt: Any, activations: str) -> str:
@@ -340,5 +327,5 @@ def _other_than_plain_integers(fmt: Any, activations: str) -> str:
 
 
 Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SingleZeros, SkippedInputs)
+EXTRAS: tuple[type[Extra], ...] = get_args(Extra)
 """All kinds, in the order of their suffixes in a name."""

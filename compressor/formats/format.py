@@ -13,8 +13,8 @@ grid: bit balance of ABQ-LLM, Zeng et al. 2024, arXiv 2408.08554). ``A16`` or no
 codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``: eight input columns are (Dettmers et
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
 zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution; ``_B32x64@80``: 80% of those of 32 by
-64, which AMX skips.  ``_2:4``: two of every four weights are kept.  ``_B1x1@70``: 70% of the single weights are zero.
-``_SKIP``: small activations count as zero, and their codes are not read.
+64, which AMX skips; ``_B1x1@70``: 70% of the single weights.  ``_2:4``: two of every four weights are kept.  ``_SKIP``:
+small activations count as zero, and their codes are not read.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------

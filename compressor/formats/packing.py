@@ -18,7 +18,7 @@ from compressor.formats.layouts.columns import from_bits, from_panel, put_column
 from compressor.formats.layouts.masks import from_mask, keep_codes, spread_codes, to_mask
 from compressor.formats.layouts.patterns import from_numbers, pack_numbers, to_numbers, unpack_numbers
 from compressor.formats.layouts.words import from_words, quads_of, to_words
-from compressor.formats.parts import TILE_ROWS, TILED
+from compressor.formats.parts import TILE_ROWS, TILED, panel_rows
 
 PIECE_ELEMENTS = 1 << 22
 STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
@@ -124,7 +124,7 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
         yield from coded_rows(filled_up(packed))
         return
     if fmt.extra(SkippedInputs) is not None:
-        yield from _panel_rows(packed)
+        yield from _by_panel(packed)
         return
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
@@ -228,11 +228,11 @@ def kept_singles(packed: PackedWeight) -> Tensor:
 def skip_inputs(packed: PackedWeight, thresholds: Tensor) -> PackedWeight:
     """Store a weight column by column, with thresholds of its inputs, float32 [in]; what it stands for stays."""
     fmt, (codes, _, _) = packed.format.with_extra(SkippedInputs()), unpack(packed)
-    stored = to_panels(codes, SkippedInputs.panel_rows(len(codes), fmt.bits), fmt.bits)
+    stored = to_panels(codes, panel_rows(len(codes), fmt.bits), fmt.bits)
     return PackedWeight({**packed.parts, "codes": stored, "thresholds": thresholds.float()}, fmt, packed.shape)
 
 
-def _panel_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
+def _by_panel(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     """Undo :func:`skip_inputs`, panel after panel: (which rows, float32 [rows, in])."""
     fmt, (rows, columns) = packed.format, packed.shape
     scale = _spread(_untile(packed.parts["scales"], fmt, rows).float(), fmt.columns(columns), columns)
@@ -250,8 +250,7 @@ def _listed(codes: Tensor, codebooks: Tensor, fmt: Format) -> Tensor:
 
 def _spread_out(scales: Tensor, zeros: Tensor | None, packed: PackedWeight) -> tuple[Tensor, Tensor | None]:
     """Return the scale and the zero point of each column, float32 [..., in], from those of its group."""
-    columns = packed.shape[1]
-    size = packed.format.columns(columns)
+    size = packed.format.columns(columns := packed.shape[1])
     if "tensor_scale" in packed.parts:
         scales = scales * packed.parts["tensor_scale"]
     return _spread(scales, size, columns), None if zeros is None else _spread(zeros.float(), size, columns)

@@ -81,13 +81,23 @@ class Part:
     timing_fill: Literal[0, 1, 255, "even"] = 0
 
 
+def panel_rows(out_features: int, bits: int) -> int:
+    """Return the rows of a panel of skipped inputs: whole units of 16 bytes, at most 2048, as many as waste the least,
+    two panels at least.
+    """
+    unit = 128 // bits
+    units = -(-out_features // unit)
+    largest = min(2048 // 16, max(1, units // 2))
+    return unit * min(range(largest, (largest - 1) // 2, -1), key=lambda size: -units % size)
+
+
 def _tiles(out_features: int) -> int:
     return -(-out_features // TILE_ROWS)
 
 
 def _codes(fmt: Layout, rows: int, columns: int) -> Stored:
     if fmt.extra(SkippedInputs) is not None:
-        panel = SkippedInputs.panel_rows(rows, fmt.bits)
+        panel = panel_rows(rows, fmt.bits)
         return "uint8", (-(-rows // panel), columns, panel * fmt.bits // 8)
     if (single := fmt.extra(SingleZeros)) is not None:  # and as many more as are loaded at once
         return "uint8", ((-(-single.kept(rows, columns) // STEP) + 1) * STEP * fmt.bits // 8,)

@@ -326,12 +326,11 @@ class BlockPruning(Pass):
             if self.pack:
                 stored = round_entries(weight, H, inputs.factor, kept, fmt, refit=self.refit)
             else:
-                whole = weight.double()
-                stored = only_kept_entries(whole, inputs.factor, H.double(), kept, refit=self.refit).float()
+                factor = inputs.factor
+                stored = only_kept_entries(weight.double(), factor, H.double(), kept, refit=self.refit).float()
         else:
-            if kept is None:
-                blocks = fmt.extra(ColumnBlocks) or COLUMNS
-                kept = self.choose_blocks(weight, inputs, fmt.stored_columns(weight.shape[1]), blocks)
+            blocks, count = fmt.extra(ColumnBlocks) or COLUMNS, fmt.stored_columns(weight.shape[1])
+            kept = self.choose_blocks(weight, inputs, count, blocks) if kept is None else kept
             if self.pack:
                 stored, damp = round_kept(weight, H, kept, fmt, damp, refit=self.refit)
             else:

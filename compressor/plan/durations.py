@@ -127,7 +127,7 @@ def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:
 
 def _candidates(kernel: LinearKernel, isa: Isa) -> tuple[int, int]:
     """Schedules that there are for one token, and for many."""
-    from compressor.codegen.kernels.linear import dense as dense_linear
+    from compressor.codegen.kernels import dense as dense_linear
     from compressor.codegen.kernels.linear import packed as packed_linear
 
     if kernel.format is None:

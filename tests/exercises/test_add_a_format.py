@@ -23,8 +23,7 @@ class RowScales:
         return ""
 
 
-Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs
-EXTRAS: tuple[type[Extra], ...] = (RowScales, Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)
+Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
 '''
 
 PART = """def _row_scales(fmt: Layout, rows: int, _columns: int) -> Stored | None:
@@ -98,9 +97,10 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     extras, parts = "compressor/formats/extras.py", "compressor/formats/parts.py"
     packing, nearest = "compressor/formats/packing.py", "compressor/numerics/nearest.py"
     kernel, test = "compressor/codegen/kernels/linear/packed.py", "tests/formats/test_row_scales.py"
-    before = "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SkippedInputs\n"
-    listed = "EXTRAS: tuple[type[Extra], ...] = (Outliers, OutlierFeatures, ColumnBlocks, KeptOfGroup, SkippedInputs)\n"
-    scratch.edit(extras, before + listed, EXTRA)
+    before = (
+        "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs\n"
+    )
+    scratch.edit(extras, before, EXTRA)
     scratch.edit(parts, "PART_TABLE = (\n", PART)
     scratch.edit(parts, "from compressor.formats.extras import", "from compressor.formats.extras import RowScales,")
     spread = "unscaled(codes, zero, fmt).mul_(scale)\n"
@@ -118,7 +118,7 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
         "_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks",
         "_EXTRAS = (Outliers, OutlierFeatures, RowScales, ColumnBlocks",
     )
-    scratch.edit(kernel, "OutlierFeatures, Outliers, Skipped", "OutlierFeatures, Outliers, RowScales, Skipped")
+    scratch.edit(kernel, "Outliers, SingleZeros, Skipped", "Outliers, RowScales, SingleZeros, Skipped")
     factor = "out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)\n"
     scratch.edit(kernel, factor, factor + MULTIPLICATION)
     scratch.write(test, TEST)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kernel_cases import random_packed
 
 from compressor.errors import UsageError
-from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.packing import dequantize, skip_inputs, unpack
+from compressor.formats.parts import panel_rows
 
 
 @settings(deadline=None, max_examples=60)
@@ -35,7 +35,7 @@ def test_bytes_lie_as_documented() -> None:
     for name, unit in (("W8A16", 16), ("W4A16_G32", 32)):
         packed = random_packed(Format.parse(name), 600, 40, rng)
         stored, (codes, _, _) = skip_inputs(packed, torch.zeros(40)).parts["codes"], unpack(packed)
-        rows = SkippedInputs.panel_rows(600, packed.format.bits)
+        rows = panel_rows(600, packed.format.bits)
         for row, column in ((0, 0), (17, 3), (599, 39), (300, 20)):
             place = stored[row // rows, column, row % rows // unit * 16 + row % 16]
             value = int(place) ^ 0x80 if unit == 16 else int(place) >> (4 if row % rows % 32 >= 16 else 0) & 15
@@ -45,7 +45,7 @@ def test_bytes_lie_as_documented() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [16, 256, 288, 896, 1000, 4096, 4864, 11008])
 def test_panels_waste_little_and_share_work(rows: int, bits: int) -> None:
-    panel, unit = SkippedInputs.panel_rows(rows, bits), 128 // bits
+    panel, unit = panel_rows(rows, bits), 128 // bits
     panels = -(-rows // panel)
     assert (panel % unit == 0 and panel * bits // 8 <= 2048 and panels > 1) or rows <= 16
     assert panels * panel < rows + 2 * unit

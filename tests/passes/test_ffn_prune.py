@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pruned_models
 import pytest
 import torch
 from families import DECODERS, ENCODERS, make
@@ -16,7 +17,9 @@ from compressor.capture.capture import capture
 from compressor.cli.contents import inspect_path
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph, weight_bytes
+from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
+from compressor.numerics.sparsity.column_removal import Importance
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
@@ -63,6 +66,21 @@ def test_plan_records_and_weights_agree(name: str, reader: str, step: FfnPrune) 
     for record in ctx.records:
         assert (plans[record.site].bytes_after, plans[record.site].note) == (record.bytes_after, record.note)
         assert (record.error > 0) == (record.error_of == "output") and f"{left} of 64 channels are left" in record.note
+
+
+@pytest.mark.parametrize("importance", ["activation", "obs"])
+def test_columns_of_other_channels_stay(importance: Importance) -> None:
+    """The head reads padded channels, which the last convolution alone writes, beside those of the shortcut."""
+    graph = pruned_models.captured("ResNet")
+    for part in ("weight", "bias"):
+        value = graph.get_parameter(f"fourth.0.{part}").detach().clone()
+        value[[0, 1, 13, 15]] = 0
+        set_parameter(graph, f"fourth.0.{part}", value)
+    expected = pruned_models.output(graph, "ResNet")
+    step = FfnPrune(0.5, multiple=1, importance=importance, targets="head")
+    smaller = step.run(graph, Context(samples=pruned_models.samples_of("ResNet")))
+    assert next(s.in_features for s in linear_sites(smaller) if s.name == "head") == 12
+    torch.testing.assert_close(pruned_models.output(smaller, "ResNet"), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_smaller_graph_computes_what_was_measured_and_is_quantised() -> None:

@@ -37,7 +37,7 @@ from compressor.formats.packing import (
     leave_out_of_groups,
     leave_out_singles,
     pack,
-)
+)  # fmt: skip
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.rounded_activations import round_activations
 from compressor.graph.caches import empty_caches, empty_states

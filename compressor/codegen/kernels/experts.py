@@ -18,8 +18,8 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import to_float
+from compressor.codegen.kernels.dense import add_vector
 from compressor.codegen.kernels.linear import bit_planes
-from compressor.codegen.kernels.linear.dense import add_vector
 from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block, vector_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.weights import Weight, Weights, parameter

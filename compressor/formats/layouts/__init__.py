@@ -23,7 +23,7 @@ p))`` and on.  64 more codes are there so that whole registers can be loaded::
     starts           int32    [ceil(out / 16)]    number of each tile's first code
 
 Where inputs are skipped (``_SKIP``), codes lie column by column in panels of rows
-(:meth:`compressor.formats.extras.SkippedInputs.panel_rows`).  Of 8 bits, a byte is a row's code less its zero point,
+(:func:`compressor.formats.parts.panel_rows`).  Of 8 bits, a byte is a row's code less its zero point,
 signed; of 4 bits, 16 bytes hold 32 rows, the first 16 in the lower halves::
 
     codes            uint8    [panels, in, bytes of a panel's rows]    in place of the tiles

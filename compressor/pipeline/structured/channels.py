@@ -175,7 +175,10 @@ def remove_inner(
         step: the pass, whose options are part of the cache's key.
     """
     samples, before, begin = ctx.calibration(pass_name), weight_bytes_of(graph), len(ctx.records)
-    of_reader = {name: entry for entry in removed for name in entry[0].readers}
+    of_reader: dict[str, list[tuple[Channels, int]]] = {}
+    for entry in removed:
+        for name in entry[0].readers:
+            of_reader.setdefault(name, []).append(entry)
     sites = [site for site in linear_sites(graph) if site.name in of_reader]
     with ctx.reporter.task(pass_name, len(sites)) as task:
         store = Blocks(ctx, pass_name, step, task, decides=samples.sha256, chained=True)
@@ -194,16 +197,23 @@ def _leave_out(
     pass_name: str,
     step: Removing,
     group: Sequence[Site],
-    entry: tuple[Channels, int],
+    entries: Sequence[tuple[Channels, int]],
     hessian: Tensor,
 ) -> None:
-    """Set the columns of so many channels to zero, in what reads them, and refit the others."""
-    channels, count = entry
+    """Set the columns of so many channels to zero, in what reads them, and refit the others.
+
+    Args:
+        entries: families whose channels lie side by side in the columns; other columns stay.
+    """
     weights = [graph.get_parameter(site.weight_name).detach().float() for site in group]
-    columns, left = channels.columns(group[0]), channels.family.count - count
+    stays = torch.ones(group[0].in_features, dtype=torch.bool)
     with error_context(group[0]):
-        kept = choose_channels(torch.cat(weights), hessian, columns, left, step.importance, channels.groups)
-        kept_columns = columns[kept].flatten().sort().values
+        for channels, count in entries:
+            columns, left = channels.columns(group[0]), channels.family.count - count
+            kept = choose_channels(torch.cat(weights), hessian, columns, left, step.importance, channels.groups)
+            stays[columns] = False
+            stays[columns[kept]] = True
+        kept_columns = stays.nonzero()[:, 0]
         for site, weight in zip(group, weights, strict=True):
             refitted = only_columns(weight, kept_columns)
             if step.refit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from compressor.search.widths import choose_widths, removed_of
 
 Measure: TypeAlias = Literal["channels", "parameters", "macs", "weight_bytes"]
 """What a budget counts: channels, numbers in parameters, products of linears and convolutions, bytes of parameters."""
+_EXPERT_ROWS = torch.ops.compressor.expert_rows.default
 _NAMED = 3  # reasons that a message gives
 
 
@@ -107,7 +108,7 @@ def cost_of(graph: GraphModule, widths: Widths, measure: Measure) -> Callable[[S
             lost.setdefault(place, []).append((number, entries.shape[1]))
     times: list[tuple[str, float]] = []
     if measure == "macs":
-        times = [(s.weight_name, math.prod(shape_of(s.node)[:-1])) for s in weight_sites(graph)]
+        times = list(_rows_read(weight_sites(graph)).items())
     else:
         times = [(n, p.element_size() if measure == "weight_bytes" else 1) for n, p in graph.named_parameters()]
     shapes = {name: list(graph.get_parameter(name).shape) for name, _ in times}
@@ -122,6 +123,20 @@ def cost_of(graph: GraphModule, widths: Widths, measure: Measure) -> Callable[[S
         return total
 
     return cost
+
+
+def _rows_read(sites: Sequence[Site]) -> dict[str, float]:
+    """Return the rows that each weight multiplies, for the capture's inputs; of experts, as if all had equally many."""
+    experts: dict[Any, set[Any]] = {}  # by the node that says which experts each token has
+    for site in sites:
+        if site.input.target is _EXPERT_ROWS:
+            experts.setdefault(site.input.args[1], set()).add(site.input.args[2])
+    found = {}
+    for site in sites:
+        index: Any = site.input.args[1] if site.input.target is _EXPERT_ROWS else None
+        rows = shape_of(site.node)[:-1] if index is None else shape_of(index)
+        found[site.weight_name] = math.prod(rows) / (1 if index is None else len(experts[index]))
+    return found
 
 
 def same_share(pass_name: str, widths: Widths, ratio: float, multiple: int) -> list[int]:

@@ -17,13 +17,13 @@ from torch import Tensor
 from tvm import te
 from web_formats import SERVED, TOLERANCE, error
 
+from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels import embedding, experts, norm
 from compressor.codegen.kernels.attention import cached as attention
 from compressor.codegen.kernels.convolution.depthwise import depthwise
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution
 from compressor.codegen.kernels.experts import Routing
-from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.convolutions import fused_convolution

@@ -47,17 +47,14 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros)
-_OTHERS = (KeptOfGroup, SkippedInputs)  # by their own kernels
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs)  # two by other kernels
 
 
 def supports(fmt: Format, isa: Isa) -> str:
     """Say what this kernel does not read of a format; an empty text if it reads all."""
-    of_images = [extra for extra in fmt.extras if isinstance(extra, ColumnBlocks) and extra.is_of_images]
-    unread = [extra.suffix for extra in fmt.extras if not isinstance(extra, _EXTRAS + _OTHERS) or extra in of_images]
-    if unread:
-        return f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores"
-    return expand.supports(fmt, isa)
+    unread = [e.suffix for e in fmt.extras if not isinstance(e, _EXTRAS) or getattr(e, "is_of_images", False)]
+    text = f"the packed linear for {isa.name} does not read what {', '.join(unread)} stores"
+    return text if unread else expand.supports(fmt, isa)
 
 
 def gemv_space(tiles: int) -> list[Schedule]:

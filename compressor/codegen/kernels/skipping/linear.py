@@ -14,8 +14,8 @@ from compressor.codegen.kernels.linear.weights import Weights, by_token
 from compressor.codegen.kernels.skipping.one_token import AHEAD, TOGETHER, one_token
 from compressor.codegen.kernels.skipping.panel import Panel
 from compressor.codegen.kernels.skipping.several_tokens import several_tokens
-from compressor.formats.extras import SkippedInputs
 from compressor.formats.format import Format
+from compressor.formats.parts import panel_rows
 
 
 def skipping_linear(
@@ -35,7 +35,7 @@ def skipping_linear(
     (out_features,) = rows  # thresholds are of one weight
     weights = Weights(rows, columns, fmt, has_bias, has_residual)
     panels, _, _ = fmt.parts(out_features, columns)["codes"][1]
-    panel = Panel(SkippedInputs.panel_rows(out_features, fmt.bits), columns, fmt, isa)
+    panel = Panel(panel_rows(out_features, fmt.bits), columns, fmt, isa)
     fill, gather, turn = fill_rows(columns, prologue), _gathering(panel), _turning(panel)
     # Columns of the list at most: those of each group are filled up to whole steps.
     listed = panel.groups * -(-fmt.columns(columns) // TOGETHER) * TOGETHER

@@ -10,9 +10,9 @@ import tvm
 from torch import fx
 from tvm import relax
 
+from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels import experts
 from compressor.codegen.kernels.experts import Routing
-from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.converters.linears import LinearConverter, dense_linear_name, packed_linear_name
 from compressor.formats.format import Format

@@ -13,9 +13,9 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
-from compressor.codegen.kernels.linear import dense as dense_linear
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.n_of_m import n_of_m_linear
