@@ -17,7 +17,7 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Hessian
 from compressor.calibration.statistics import Inputs as Channels
 from compressor.errors import UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.sites import Site, linear_sites
@@ -34,7 +34,7 @@ from compressor.numerics.sparsity.block_sparsity import (
     round_columns,
     round_kept,
 )
-from compressor.numerics.sparsity.n_of_m import Pattern, left_entries, only_kept_entries, round_entries
+from compressor.numerics.sparsity.n_of_m import Pattern, left_entries, only_kept_entries, pattern_of, round_entries
 from compressor.numerics.sparsity.pruning_costs import pruning_bytes, pruning_work, smaller_dense
 from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, quantize_calibrated
 from compressor.pipeline.context import Context
@@ -122,7 +122,7 @@ class BlockPruning(Pass):
 
     def __post_init__(self) -> None:
         fmt, wanted = Format.parse(self.scheme), ColumnBlocks(50, self.widths[0])
-        is_pattern = _pattern(fmt) is not None
+        is_pattern = pattern_of(fmt) is not None
         if fmt.extra(ColumnBlocks) is None and not (is_pattern and 1 in self.widths):
             raise UsageError(
                 f"{self._name}: scheme {self.scheme} leaves {'no blocks' if is_pattern else 'nothing'} out; say how "
@@ -294,7 +294,7 @@ class BlockPruning(Pass):
     def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
-        pattern, blocks = _pattern(fmt), fmt.extra(ColumnBlocks) or COLUMNS
+        pattern, blocks = pattern_of(fmt), fmt.extra(ColumnBlocks) or COLUMNS
         left = left_entries(weight, pattern) if pattern else left_blocks(weight, fmt.stored_columns(columns), blocks)
         if cross is not None:
             weight = match_dense(weight, hessian, cross, rounded=is_coarse([fmt.of_kept]))
@@ -321,7 +321,7 @@ class BlockPruning(Pass):
         """
         H, damp = inputs.hessian, inputs.dampening_frac
         stored: PackedWeight | Tensor
-        if (pattern := _pattern(fmt)) is not None:
+        if (pattern := pattern_of(fmt)) is not None:
             kept = self.choose_entries(weight, inputs, pattern) if kept is None else kept
             if self.pack:
                 stored = round_entries(weight, H, inputs.factor, kept, fmt, refit=self.refit)
@@ -337,11 +337,6 @@ class BlockPruning(Pass):
                 stored, damp = only_kept(weight, H, kept, damp, refit=self.refit)
         values = dequantize(stored) if isinstance(stored, PackedWeight) else stored
         return stored, _relative_loss(weight, values, H), damp
-
-
-def _pattern(fmt: Format) -> Pattern | None:
-    """Return the pattern of single weights that a format leaves out; None of blocks."""
-    return fmt.extra(KeptOfGroup) or fmt.extra(SingleZeros)
 
 
 def _relative_loss(weight: Tensor, values: Tensor, hessian: Tensor) -> float:

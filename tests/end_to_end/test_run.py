@@ -69,6 +69,7 @@ ELSEWHERE = (
     "wanda_w8a16_x86",  # passes/test_sparse_blocks.py: the kernels are sparsegpt's
     "magnitude_w8a16_x86",
     "alps_w8a8_x86",
+    "sparsegpt_w4a16_g128_single_x86",  # codegen/kernels/linear/test_expand.py: the pass is that of two other recipes
     "gptq_nf4_g64_x86",  # codegen/kernels/linear/test_packed.py: the pass is that of six other recipes
     "gptq_mxfp4_x86",
     "gptq_fp6_e2m3_g128_x86",
@@ -104,7 +105,6 @@ LOSES = {
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "distill_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
-    "sparsegpt_w4a16_g128_single_x86": (0.6, 0.6),
 }
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 

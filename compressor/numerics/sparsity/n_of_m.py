@@ -37,6 +37,11 @@ Pattern: TypeAlias = KeptOfGroup | SingleZeros
 """Which weights may stay: N of every M, or as many as there are, wherever they lie."""
 
 
+def pattern_of(fmt: Format) -> Pattern | None:
+    """Return the pattern of single weights that a format leaves out; None of blocks, and where all are stored."""
+    return fmt.extra(KeptOfGroup) or fmt.extra(SingleZeros)
+
+
 def largest_allowed(size: Tensor, pattern: Pattern) -> Tensor:
     """Return where the largest are that a pattern allows: [out, in] -> bool; of equal ones the first."""
     if isinstance(pattern, KeptOfGroup):

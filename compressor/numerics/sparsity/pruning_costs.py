@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.weights import GroupScales, Integers
 from compressor.numerics.products.deterministic import half_product
 from compressor.numerics.range_search import Work, observer_work
+from compressor.numerics.sparsity.n_of_m import pattern_of
 
 
 def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:
@@ -26,7 +26,7 @@ def smaller_dense(fmt: Format, rows: int, columns: int) -> Format | None:
 def pruning_work(rows: int, columns: int, fmt: Format) -> Work:
     """Return the work of pruning a weight and of rounding it, whole and tile by tile."""
     kept, tiles = fmt.stored_columns(columns), -(-rows // 16)
-    if fmt.extra(KeptOfGroup) is not None or fmt.extra(SingleZeros) is not None:
+    if pattern_of(fmt) is not None:
         # Rows keep different columns: three sweeps over all in place of tiles.
         kept = 3 * columns
         tiles = 0
