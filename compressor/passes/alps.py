@@ -24,9 +24,9 @@ class Alps(BlockPruning, Pass):
     error in a dense format of no more bytes has a note that says so.
 
     Attributes:
-        scheme: format name that ends with what is left out: blocks (``W8A16_B16x1@70``, ``W8A8_B32x64@80`` for AMX),
-            single weights (``W8A16_B1x1@70``), or all but N of M (``W8A16_2:4`` keeps two of every four weights
-            of a row).
+        scheme: format name that ends with what is left out: blocks (``W8A16_B16x1@70``, or ``W8A8_B32x64@80``, which
+            AMX skips), single weights (``W8A16_B1x1@70``), or all but N of M (``W8A16_2:4`` keeps two of every four
+            weights of a row).
         targets: class names, module names or ``re:`` patterns of the linears to compress.
         ignore: patterns of linears to leave dense.
         refit: refit what is kept to the outputs that the whole weight had, before it is rounded.
