@@ -13,7 +13,7 @@ from compressor.formats.format import Format
 from compressor.formats.packing import dequantize
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.products.deterministic import quadratic
-from compressor.numerics.sparsity.block_sparsity import dampened_factor
+from compressor.numerics.sparsity.block_sparsity import dampened_factor, without_dead
 from compressor.numerics.sparsity.n_of_m import (
     alps_entries,
     largest_entries,
@@ -81,6 +81,22 @@ def test_single_weights_counts_and_losses(rows: int, columns: int, percent: floa
     if count < weight.numel():
         assert float(weight[masks["magnitude"]].abs().min()) >= float(weight[~masks["magnitude"]].abs().max())
     assert left_entries(torch.ones(rows, columns), single) is None or count == rows * columns
+
+
+def test_single_weights_of_dead_columns_go_first() -> None:
+    """Columns that no input reaches lose all their weights, however large those are, and nothing becomes NaN."""
+    (weight, hessian), single, dead = problem(20, 90, 3), SingleZeros(50), torch.arange(0, 90, 3)
+    hessian[dead], hessian[:, dead], weight[:, dead] = 0, 0, 100
+    R, damp = dampened_factor(hessian, DAMP)
+    alive = without_dead(weight, hessian)
+    for kept in (
+        largest_entries(weight, hessian, single),
+        surgeon_entries(alive, R, single),
+        alps_entries(alive, hessian, R, single, damp),
+    ):
+        assert int(kept.sum()) == single.kept(20, 90) and not bool(kept[:, dead].any())
+        values = dequantize(round_entries(weight, hessian, R, kept, Format.parse("W8A16_B1x1@50"), refit=True))
+        assert bool(torch.isfinite(values).all()) and not bool(values[~kept].any())
 
 
 def test_sparsegpt_chooses_single_weights_among_128_columns() -> None:
