@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 from collections.abc import Callable, Mapping
@@ -88,7 +87,7 @@ def describe(name: str) -> dict[str, Any]:
     of weights have ``bits_per_weight``.
 
     Raises:
-        UsageError: nothing has that name; the nearest is named.
+        UsageError: nothing has that name, and the nearest is named; or it is that of a format which cannot be.
     """
     from compressor.registry import PASSES, TARGETS
 
@@ -101,12 +100,16 @@ def describe(name: str) -> dict[str, Any]:
         if path.name == f"{name}.yaml" and path.is_file():
             text = path.read_text(encoding="utf-8").rstrip()
             return {"name": name, "kind": kind.removesuffix("s"), "text": text}
-    texts = []
+    texts, reasons = [], []
     for write in (_format_text, _cache_format_text):
-        with contextlib.suppress(UsageError):
+        try:
             texts.append(write(name))
+        except UsageError as error:  # what is read as a format, and cannot be one, has its own message
+            reasons += [] if "is unknown" in str(error) else [error]
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
+    if reasons:
+        raise reasons[0]
     known = [known for kind in _KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(f"{name!r} is not a pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")

@@ -165,7 +165,7 @@ class Format:
             f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
             "BIP<bits>A<bits> or BAL<bits>A<bits>[_G<size>|_B<size>|_C|_T], FP<bits>_E<bits>M<bits>[_G<size>|_B<size>|"
             "_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may go on with "
-            f"_A<activations>, _STATIC or _AG<size>, and _S<percent>; nearest: {near[0]}"
+            f"_A<activations>, _STATIC or _AG<size>, and _S<percent>, _B16x1@<percent> or _<N>:<M>; nearest: {near[0]}"
         )
 
     @property

@@ -558,6 +558,8 @@ def test_bad_requests(bundle: Path, invoke: Callable[..., Result]) -> None:
         (("eval", "small_vocabulary", "--data", "text.txt"), "the tokenizer does not match the model"),
         (("list", "models"), "is not one of 'passes', 'formats'"),
         (("show", "rtm"), "nearest: rtn"),
+        (("show", "W8A16_B1x1@100"), "100% of the weights are zero; give more than 0, below 100"),
+        (("show", "W8A16_5:4"), "5:4 keeps 5 of every 4 weights"),
     ):
         result = invoke(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
