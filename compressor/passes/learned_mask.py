@@ -65,10 +65,10 @@ class LearnedMask(TaughtPass, Pass):
     scheme: str
     temperature: float = 1.0
     hidden: float = 0.0
-    steps: int = 400
+    steps: int = 200
     batch: int = 8
     accumulate: int = 1
-    learning_rate: float = 0.1
+    learning_rate: float = 0.3
     schedule: Shape = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
