@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,9 @@ class ReluSparse(TaughtPass, Pass):
 
         return model, objective
 
-    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return the zeros of the linears, which stay."""
-        return LastThird(weights, {site.weight_name for site in sites}, self.steps)
+        return LastThird(model.weights, {site.weight_name for site in sites}, self.steps)
 
 
 def _activations(graph: GraphModule) -> list[Node]:

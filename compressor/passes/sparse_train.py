@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
+from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.admm import ProjectedBlocks
 from compressor.training.zeros.masks import GrowingBlocks, Masks
 
@@ -102,7 +103,7 @@ class SparseTrain(TaughtPass, Pass):
         """Return the two of ADMM: the projection and the dual variable."""
         return 2 if self.method == "admm" else 0
 
-    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return blocks that grow or towards which weights are drawn, chosen by the size of the inputs now."""
         fmt, ids = Format.parse(self.scheme), ctx.calibration("sparse_train").ids
         blocks = fmt.extra(ColumnBlocks)
@@ -112,6 +113,6 @@ class SparseTrain(TaughtPass, Pass):
             moments |= {site.weight_name: found.value for site in group}
         kept = {site.weight_name: fmt.stored_columns(site.in_features) for site in sites}
         if self.method == "cubic":
-            return GrowingBlocks(weights, kept, moments, self.steps, blocks)
+            return GrowingBlocks(model.weights, kept, moments, self.steps, blocks)
         rate = self._settings().rate
-        return ProjectedBlocks(weights, kept, moments, self.steps, rate, self.penalty, self.project_every, blocks)
+        return ProjectedBlocks(model.weights, kept, moments, self.steps, rate, self.penalty, self.project_every, blocks)

@@ -36,9 +36,13 @@ class Adapters:
             self.leaves[f"{name}.B"] = weight.new_zeros(rows, rank).requires_grad_()
 
     def fused(self) -> dict[str, Tensor]:
-        """Return W + B A by name, float32 [out, in]: what runs in the place of W, and what is stored."""
+        """Return W + B A by name, float32 [out, in]: what runs in the place of W."""
         found = {}
         for name, weight in self._weights.items():
             change = product(self.leaves[f"{name}.B"], self.leaves[f"{name}.A"])
             found[name] = weight + change.masked_fill(self._zeros[name], 0.0)
         return found
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what runs."""
+        return self.fused()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ class Outputs:
     hidden: Sequence[Tensor]
 
 
+class StandIns(Protocol):
+    """What is trained in the place of some weights.
+
+    Attributes:
+        leaves: what gradients are asked of, by name.
+    """
+
+    leaves: dict[str, Tensor]
+
+    def fused(self) -> dict[str, Tensor]:
+        """Return what runs in the place of each weight while it is trained, float32 [out, in]."""
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what is stored of each weight, and held against the best so far, float32 [out, in]."""
+
+
 class TrainableGraph:
     """Run a graph on whole batches, with weights of its own in place of some parameters.
 
@@ -39,7 +55,8 @@ class TrainableGraph:
         points: nodes whose values are returned beside the output.
 
     Attributes:
-        weights: what is trained, by name: the copies, or their adapters.
+        weights: what is trained, by name: the copies, or what stands in for them.
+        stand_ins: of weights that stay what they are; None where there are none.
     """
 
     def __init__(self, graph: GraphModule, names: Sequence[str] = (), points: Sequence[Node] = ()) -> None:
@@ -48,13 +65,16 @@ class TrainableGraph:
         parameters = {name: graph.get_parameter(name).detach() for name in names}
         self.weights = {n: p.to(torch.float32, copy=True).requires_grad_() for n, p in parameters.items()}
         self._device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
-        self._adapters: Adapters | None = None
+        self.stand_ins: StandIns | None = None
 
     def adapt(self, names: Collection[str], rank: int, seed: int) -> None:
-        """Train adapters in the place of some weights, which stay what they are until they are stored."""
-        frozen = {name: self.weights.pop(name).detach() for name in names}
-        self._adapters = Adapters(frozen, rank, seed)
-        self.weights |= self._adapters.leaves
+        """Train adapters in the place of some weights."""
+        self.stand_in(names, lambda frozen: Adapters(frozen, rank, seed))
+
+    def stand_in(self, names: Collection[str], make: Callable[[dict[str, Tensor]], StandIns]) -> None:
+        """Train what is made for some weights in their place; they stay what they are until they are stored."""
+        self.stand_ins = make({name: self.weights.pop(name).detach() for name in names})
+        self.weights |= self.stand_ins.leaves
 
     def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
         """Run one batch from empty caches; with gradients, where they are enabled.
@@ -71,12 +91,12 @@ class TrainableGraph:
     def stored(self) -> dict[str, Tensor]:
         """Return the weights as they will be stored: in the type that each parameter has."""
         with torch.no_grad():
-            values = self.values()
+            values = self.weights if self.stand_ins is None else self.weights | self.stand_ins.stored()
         return {name: values[name].detach().to(kind, copy=True) for name, kind in self._types.items()}
 
     def values(self) -> dict[str, Tensor]:
-        """Return what stands in the place of parameters, by name."""
-        return self.weights if self._adapters is None else self.weights | self._adapters.fused()
+        """Return what runs in the place of parameters, by name."""
+        return self.weights if self.stand_ins is None else self.weights | self.stand_ins.fused()
 
 
 def _info(graph: GraphModule) -> ModelInfo:

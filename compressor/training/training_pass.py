@@ -64,9 +64,11 @@ class TrainingPass(Pass):
     def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
         """Return the graph with the parameters of these names to train, and the loss of its outputs."""
 
-    def masks(self, graph: GraphModule, ctx: Context, weights: Mapping[str, Tensor], sites: Sequence[Site]) -> Masks:
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return which entries are zero: those of the linears that are zero already."""
-        return KeptZeros(weights, {site.weight_name for site in sites} & weights.keys())  # adapters keep their own
+        return KeptZeros(
+            model.weights, {site.weight_name for site in sites} & model.weights.keys()
+        )  # adapters keep their own
 
     def __post_init__(self) -> None:
         try:
@@ -147,7 +149,7 @@ class TrainingPass(Pass):
         model, objective = prepare()
         if self.adapter_rank:
             model.adapt(list(dict.fromkeys(site.weight_name for site in sites)), self.adapter_rank, ctx.seed)
-        masks = self.masks(graph, ctx, model.weights, sites)
+        masks = self.masks(graph, ctx, model, sites)
         training = Training(model, objective, samples, self._settings(), masks, checkpoints, ctx.seed)
         tensors = training.run(task)
         return checkpoints.finish(tensors, [dataclasses.asdict(training.history)]), training.history

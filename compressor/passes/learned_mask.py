@@ -1,0 +1,129 @@
+"""Learn which N of every M weights to keep, by what the model predicts (MaskLLM, arXiv 2409.17481)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from compressor.calibration.calibrate import CalibrationRun
+from compressor.calibration.statistics import MeanSquares
+from compressor.errors import CompressorError, UsageError
+from compressor.formats.extras import KeptOfGroup
+from compressor.formats.format import Format
+from compressor.graph.sites import Site
+from compressor.numerics.sparsity.n_of_m import largest_of_groups, left_entries
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.sites import error_context
+from compressor.training.loop import Objective
+from compressor.training.settings import Shape
+from compressor.training.teacher import TaughtPass
+from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.choices import Choices
+from compressor.training.zeros.masks import Masks
+
+_MEASURED = 32  # samples on which inputs are measured
+_COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
+
+
+@dataclass(frozen=True)
+class LearnedMask(TaughtPass, Pass):
+    """Train the choice of N of every M weights of a row, so that the outputs come near to those of the dense model.
+
+    Each group of M weights has a logit for each mask that the pattern allows; a draw of masks is trained, which gets
+    ever more certain, and the likeliest masks are kept.  Training begins with those of Wanda (the largest
+    ``|w| * ||x||``), and ends with these where none has a smaller held-out loss.  The weights stay dense and what they
+    are, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs
+    what is left.  For small models: of 2:4 it trains one and a half numbers for each weight.
+
+    Attributes:
+        scheme: format name that ends with N:M: ``W8A16_2:4`` keeps two of every four weights of a row.
+        temperature: logits of the predictions are divided by it.
+        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
+            behind each attention and each feed-forward network; 0 leaves them out.
+        steps: of the optimiser.
+        batch: samples that run at once.
+        accumulate: batches whose gradients are added up for one step.
+        learning_rate: at its highest.
+        schedule: how it falls to zero: ``cosine`` or ``linear``.
+        warmup: share of the steps in which it rises.
+        weight_decay: of matrices, times the learning rate a step.
+        clip: largest norm of all gradients together.
+        held_out: share of the samples that are not trained on.
+        evaluate_every: steps between two looks at these.
+        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
+        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
+        vectors: train norms and biases too.
+        tables: train embedding tables too; one that is tied to a linear is trained with it.
+        targets: class names, module names or ``re:`` patterns of the linears to prune.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    scheme: str
+    temperature: float = 1.0
+    hidden: float = 0.0
+    steps: int = 200
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 0.3
+    schedule: Shape = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    held_out: float = 0.1
+    evaluate_every: int = 25
+    patience: int = 0
+    checkpoint_every: int = 50
+    vectors: bool = False
+    tables: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if Format.parse(self.scheme).extra(KeptOfGroup) is None:
+            raise UsageError(f"learned_mask: scheme {self.scheme} does not keep N of every M; end it with _2:4 or so")
+        super().__post_init__()
+
+    @property
+    def more_copies(self) -> int:
+        """Return those of the logits."""
+        return math.ceil(_COPIES * self._pattern.choices / self._pattern.size)
+
+    @property
+    def _pattern(self) -> KeptOfGroup:
+        found = Format.parse(self.scheme).extra(KeptOfGroup)
+        assert found is not None
+        return found
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse rows that are not whole groups, too."""
+        super().requires(graph, ctx)
+        for site in self.chosen(graph)[0]:
+            with error_context(site):
+                self._pattern.stored(site.in_features)
+
+    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+        """Return the graph with logits in the place of the linears' weights, and the distance to the dense model."""
+        model, objective = super().prepare(graph, ctx, names)
+        sites, start = self.chosen(graph)[0], {}
+        for group, found in CalibrationRun(
+            graph, ctx.calibration(self.name).ids[:_MEASURED], sites, MeanSquares
+        ).groups():
+            for site in group:
+                weight = graph.get_parameter(site.weight_name).detach().float()
+                if left_entries(weight, self._pattern) is not None:
+                    raise CompressorError(
+                        f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
+                        "chosen; put the pass in front of those that prune"
+                    )
+                start[site.weight_name] = largest_of_groups(weight.square() * found.value, self._pattern)
+        model.stand_in(list(start), lambda frozen: Choices(frozen, start, self._pattern, self.steps, ctx.seed))
+        return model, objective
+
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
+        """Return the choices."""
+        assert isinstance(model.stand_ins, Choices)
+        return model.stand_ins
