@@ -18,6 +18,10 @@ class UsageError(CompressorError):
     exit_code: ClassVar[int] = 2
 
 
+class UnknownFormatError(UsageError):
+    """A name that is not read as a format."""
+
+
 class RecipeError(UsageError):
     """A recipe, or a data specification, that cannot be carried out as written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.cli.outline import Outline, outline
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, UnknownFormatError, UsageError
 from compressor.host.resources import resource
 from compressor.registry import Registry
 
@@ -100,16 +101,12 @@ def describe(name: str) -> dict[str, Any]:
         if path.name == f"{name}.yaml" and path.is_file():
             text = path.read_text(encoding="utf-8").rstrip()
             return {"name": name, "kind": kind.removesuffix("s"), "text": text}
-    texts, reasons = [], []
+    texts = []
     for write in (_format_text, _cache_format_text):
-        try:
+        with contextlib.suppress(UnknownFormatError):
             texts.append(write(name))
-        except UsageError as error:  # what is read as a format, and cannot be one, has its own message
-            reasons += [] if "is unknown" in str(error) else [error]
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
-    if reasons:
-        raise reasons[0]
     known = [known for kind in _KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(f"{name!r} is not a pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")

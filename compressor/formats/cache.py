@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from compressor.errors import UsageError
+from compressor.errors import UnknownFormatError, UsageError
 from compressor.formats.elements import Element
 
 DENSE_CACHE = "FP32"
@@ -78,7 +78,7 @@ class CacheFormat:
         match = _NAME.fullmatch(name.strip().upper())
         if match is None:
             near = difflib.get_close_matches(name[:80].upper(), list(CACHE_FORMATS), n=1, cutoff=0.0)
-            raise UsageError(
+            raise UnknownFormatError(
                 f"cache format {name!r:.80} is unknown; a name is INT8, INT4, FP8_E4M3, BFP8 or BFP4, with "
                 f"_G<channels> for one scale a group; nearest: {near[0]}"
             )

@@ -60,7 +60,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
-from compressor.errors import UsageError
+from compressor.errors import UnknownFormatError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros
@@ -161,7 +161,7 @@ class Format:
         if terms is not None:
             return cls(*terms)
         near = difflib.get_close_matches(str(name)[:80].upper(), list(FORMATS), n=1, cutoff=0.0)
-        raise UsageError(
+        raise UnknownFormatError(
             f"format {name!r:.80} is unknown; a name is W<bits>A<bits>[_ASYM][_G<size>|_B<size>|_C|_T], "
             "BIP<bits>A<bits> or BAL<bits>A<bits>[_G<size>|_B<size>|_C|_T], FP<bits>_E<bits>M<bits>[_G<size>|_B<size>|"
             "_C|_T], NF4[_G<size>], LUT<bits>[_G<size>], MXFP<bits>_E<bits>M<bits>, MXFP4 or NVFP4, and may go on with "

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import CalibrationRun
-from compressor.calibration.statistics import MeanSquares
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
@@ -25,7 +23,6 @@ from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.choices import Choices
 from compressor.training.zeros.masks import Masks
 
-_MEASURED = 32  # samples on which inputs are measured
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
 
@@ -109,17 +106,15 @@ class LearnedMask(TaughtPass, Pass):
         """Return the graph with logits in the place of the linears' weights, and the distance to the dense model."""
         model, objective = super().prepare(graph, ctx, names)
         sites, start = self.chosen(graph)[0], {}
-        for group, found in CalibrationRun(
-            graph, ctx.calibration(self.name).ids[:_MEASURED], sites, MeanSquares
-        ).groups():
-            for site in group:
-                weight = graph.get_parameter(site.weight_name).detach().float()
-                if left_entries(weight, self._pattern) is not None:
-                    raise CompressorError(
-                        f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
-                        "chosen; put the pass in front of those that prune"
-                    )
-                start[site.weight_name] = largest_of_groups(weight.square() * found.value, self._pattern)
+        squares = self.input_squares(graph, ctx, sites)
+        for site in sites:
+            weight = graph.get_parameter(site.weight_name).detach().float()
+            if left_entries(weight, self._pattern) is not None:
+                raise CompressorError(
+                    f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
+                    "chosen; put the pass in front of those that prune"
+                )
+            start[site.weight_name] = largest_of_groups(weight.square() * squares[site.weight_name], self._pattern)
         model.stand_in(list(start), lambda frozen: Choices(frozen, start, self._pattern, self.steps, ctx.seed))
         return model, objective
 

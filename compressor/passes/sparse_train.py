@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import CalibrationRun
-from compressor.calibration.statistics import MeanSquares
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
@@ -22,8 +19,6 @@ from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.admm import ProjectedBlocks
 from compressor.training.zeros.masks import GrowingBlocks, Masks
-
-_MEASURED = 32  # samples on which inputs are measured
 
 
 @dataclass(frozen=True)
@@ -105,12 +100,9 @@ class SparseTrain(TaughtPass, Pass):
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return blocks that grow or towards which weights are drawn, chosen by the size of the inputs now."""
-        fmt, ids = Format.parse(self.scheme), ctx.calibration("sparse_train").ids
+        fmt, moments = Format.parse(self.scheme), self.input_squares(graph, ctx, sites)
         blocks = fmt.extra(ColumnBlocks)
         assert blocks is not None
-        moments: dict[str, Tensor] = {}
-        for group, found in CalibrationRun(graph, ids[:_MEASURED], sites, MeanSquares).groups():
-            moments |= {site.weight_name: found.value for site in group}
         kept = {site.weight_name: fmt.stored_columns(site.in_features) for site in sites}
         if self.method == "cubic":
             return GrowingBlocks(model.weights, kept, moments, self.steps, blocks)

@@ -28,11 +28,12 @@ from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.native import FasterLibrary, NativeParts, write_native
 from compressor.export.vectors import make_vectors
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
 from compressor.host.resources import resource, runtime_files
+from compressor.numerics.sparsity.n_of_m import pattern_of
 from compressor.plan.durations import linear_kernels
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import smoke_test
@@ -195,8 +196,8 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=routed)
     }
     for name, format_name in experts.items():
-        if (pattern := Format.parse(format_name).extra(KeptOfGroup)) or Format.parse(format_name).extra(SingleZeros):
-            what = "N:M" if pattern else "weights of which single ones are left out"
+        if (pattern := pattern_of(Format.parse(format_name))) is not None:
+            what = "N:M" if isinstance(pattern, KeptOfGroup) else "weights of which single ones are left out"
             raise UsageError(f"{name}: {format_name}: no kernel of experts reads {what}; `ignore` leaves them")
     formats |= experts
     for name, format_name in formats.items():

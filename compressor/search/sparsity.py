@@ -15,10 +15,16 @@ _DENSITIES = (0.5, 0.7, 1.4, 2.0)
 """Shares of a linear's columns that may stay, times that of the scheme."""
 
 
+def _left_out(fmt: Format) -> ColumnBlocks | SingleZeros:
+    """Return the extra that states a share."""
+    found = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
+    assert found is not None
+    return found
+
+
 def with_percent(fmt: Format, percent: float) -> Format:
     """Return the format with this share of the blocks left out, in hundredths of a percent above 0 and below 100."""
-    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
-    assert blocks is not None
+    blocks = _left_out(fmt)
     return fmt.with_extra(replace(blocks, percent=min(99.99, max(0.01, round(percent, 2)))))
 
 
@@ -27,8 +33,7 @@ def levels(fmt: Format) -> list[Format]:
     if (pattern := fmt.extra(KeptOfGroup)) is not None:
         near = [n for n in (pattern.kept - 1, pattern.kept + 1) if 0 < n < pattern.size and fmt.group_size % n == 0]
         return [fmt, *(fmt.with_extra(KeptOfGroup(n, pattern.size)) for n in near)]
-    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
-    assert blocks is not None
+    blocks = _left_out(fmt)
     percents = (100 - (100 - blocks.percent) * factor for factor in _DENSITIES)
     return [fmt, *(with_percent(fmt, percent) for percent in percents if percent > 0)]
 
@@ -67,8 +72,7 @@ def by_outliers(
         outliers: how many of each site's weights are.
         most: the paper's lambda; shares are at most twice that apart.
     """
-    blocks = fmt.extra(ColumnBlocks) or fmt.extra(SingleZeros)
-    assert blocks is not None
+    blocks = _left_out(fmt)
     weights = [float(sum(site.out_features * site.in_features for site in sites)) for sites in segments]
     ratios = [sum(outliers[s.name] for s in sites) / size for sites, size in zip(segments, weights, strict=True)]
     low, spread = min(ratios), max(ratios) - min(ratios)

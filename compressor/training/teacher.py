@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compressor.calibration.calibrate import CalibrationRun
+from compressor.calibration.statistics import MeanSquares
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
+from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.training.loop import Objective
 from compressor.training.losses import divergence, hidden_error
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.training_pass import TrainingPass
+
+_MEASURED = 32  # samples on which inputs are measured
 
 
 def with_teacher(
@@ -92,6 +97,13 @@ class TaughtPass(TrainingPass):
         if not 0 <= self.hidden <= 1e6:
             raise UsageError(f"{self.name}: hidden {self.hidden:g} is not a weight from 0 to a million")
         super().__post_init__()
+
+    def input_squares(self, graph: GraphModule, ctx: Context, sites: Sequence[Site]) -> dict[str, Tensor]:
+        """Return the mean squares of the channels of each weight's inputs, float [in], on the first samples."""
+        ids, found = ctx.calibration(self.name).ids, dict[str, Tensor]()
+        for group, squares in CalibrationRun(graph, ids[:_MEASURED], sites, MeanSquares).groups():
+            found |= {site.weight_name: squares.value for site in group}
+        return found
 
     def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
         """Return the graph, and the distance of its outputs to the dense model's."""

@@ -29,7 +29,7 @@ class Outputs:
 
 
 class StandIns(Protocol):
-    """What is trained in the place of some weights.
+    """Tensors that are trained in the place of some weights.
 
     Attributes:
         leaves: what gradients are asked of, by name.

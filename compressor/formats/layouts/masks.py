@@ -1,4 +1,4 @@
-"""Which single weights are kept, as bits, and their codes one after another."""
+"""Store a bit for each weight that says whether it is kept, and the kept codes one after another."""
 
 from __future__ import annotations
 

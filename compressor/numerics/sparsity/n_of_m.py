@@ -34,7 +34,7 @@ from compressor.numerics.sparsity.alps import admm_masks
 _BLOCK = 128  # columns whose errors go to one another one by one
 
 Pattern: TypeAlias = KeptOfGroup | SingleZeros
-"""Which weights may stay: N of every M, or as many as there are, wherever they lie."""
+"""Pattern of single weights: N of every M of a row, or a share of the whole matrix."""
 
 
 def pattern_of(fmt: Format) -> Pattern | None:

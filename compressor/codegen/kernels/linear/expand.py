@@ -89,7 +89,7 @@ def weights_of(rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, h
 
 @dataclass(frozen=True)
 class _Expansion:
-    """What emits the expansion of one weight's tiles.
+    """Emit the loops that expand one weight's tiles.
 
     Attributes:
         total: codes that are stored.
