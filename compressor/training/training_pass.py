@@ -24,7 +24,7 @@ from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_sites
 from compressor.progress import Task
 from compressor.training.checkpoints import Checkpoints
-from compressor.training.device import Device, DeviceName, gpu_facts
+from compressor.training.device import Device, DeviceName, gpu_bytes, gpu_facts
 from compressor.training.loop import History, Objective, Training
 from compressor.training.settings import Settings, Shape
 from compressor.training.trainable import TrainableGraph
@@ -113,6 +113,11 @@ class TrainingPass(Pass):
         """
         if self.device == "cuda":
             gpu_facts(self.name)
+            if (least := self._least_gpu_bytes(graph)) > gpu_bytes():
+                raise UsageError(
+                    f"{self.name}: what is trained takes {least / 2**30:.1f} GiB beside the model, and the GPU has "
+                    f"{gpu_bytes() / 2**30:.1f}; {', or '.join(self.less_memory[1:])}, or set `device: cpu`"
+                )
         info: ModelInfo = graph.meta["model"]
         if info.hears or info.pair is not None:
             what = "of speech" if info.hears else "of pictures with texts"
@@ -196,6 +201,13 @@ class TrainingPass(Pass):
             saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)
             working -= 4 * (sum(saved) - _COPIES * self.adapter_rank * sum(map(sum, shapes)))
         return working
+
+    def _least_gpu_bytes(self, graph: GraphModule) -> int:
+        """Return the bytes that no training can do without: float32 weights, gradients and two means."""
+        sites, names = self.chosen(graph)
+        held = {site.weight_name for site in sites} if self.adapter_rank else set()
+        parts = ([name for name in part if name not in held] for part in self.parts(graph, names))
+        return 4 * 4 * max(sum(graph.get_parameter(name).numel() for name in part) for part in parts)
 
     def _settings(self) -> Settings:
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})

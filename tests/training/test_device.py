@@ -200,6 +200,15 @@ def test_a_gpu_trains_convolutions_in_float32(gpu: None) -> None:
         torch.testing.assert_close(found[1][key], value, rtol=1e-3, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
 
 
+def test_a_gpu_that_is_too_small_is_said_before_work(gpu: None) -> None:
+    graph = capture(make(*DECODERS["Llama"], True))
+    set_parameter(graph, linear_sites(graph)[0].weight_name, torch.empty(1 << 20, 1 << 20, device="meta"))
+    for step, advice in (Finetune(device="cuda"), "in `targets`"), (Distill(device="cuda"), "set `by_block: true`"):
+        with pytest.raises(UsageError, match=rf"{step.name}: what is trained takes 16384.\d GiB .*{advice}, or set"):
+            step.requires(graph, Context(samples=SAMPLES))
+    Finetune(device="cuda", adapter_rank=4, vectors=False).requires(graph, Context(samples=SAMPLES))
+
+
 def test_what_a_gpu_cannot_do_is_explained(gpu: None) -> None:
     full = r"finetune: the memory of .* GiB are left, .* lower `batch`, or set `device: cpu`"
     with pytest.raises(ResourceError, match=full), Device("cuda").computing("finetune", ["lower `batch`"]):
