@@ -19,9 +19,13 @@ from torch.utils._pytree import tree_leaves
 from compressor.capture.capture import capture
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import CompressorError, ResourceError, UsageError
+from compressor.formats.extras import ColumnBlocks
+from compressor.formats.format import FORMATS, Format
+from compressor.formats.packing import dequantize, meta_packed
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
+from compressor.ops.linear import packed_product
 from compressor.passes.distill import Distill
 from compressor.passes.finetune import Finetune
 from compressor.passes.learned_mask import LearnedMask
@@ -33,15 +37,17 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.training.device import Device, gpu_facts
 from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.masks import GrowingBlocks
 
 GPU = "cuda"
 IDS = torch.randint(3, 9, (32, 24), generator=torch.Generator().manual_seed(0))  # few words: something can be learned
 SAMPLES = Samples(IDS, IDS.flatten(), tokens_sha256(IDS), "random tokens")
 QUICK: dict[str, Any] = {"steps": 9, "batch": 3, "evaluate_every": 3, "checkpoint_every": 2, "learning_rate": 3e-3}
 PRUNE = Magnitude("W8A16_B16x1@50", pack=False)
+SPARSE = ("W8A16_2:4", "W4A16_G64_B16x1@50", "W8A8_B32x64@50", "W8A16_B1x1@50", "LUT3_S0.45", "W8A8_F8", "W8A16_SKIP")
 TRAININGS: dict[str, list[Pass]] = {
     "finetune": [Finetune(**QUICK)],
-    "finetune beside packed": [Rtn("W4A8_G64", ignore=r"re:.*mlp.*"), Finetune(**QUICK, targets=r"re:.*mlp.*")],
+    "finetune beside packed": [Rtn("W4A8_G64", ignore="lm_head"), Finetune(**QUICK, targets="lm_head")],
     "distill": [PRUNE, Distill(**QUICK, hidden=0.5)],
     "adapters": [PRUNE, Distill(**QUICK, adapter_rank=4)],
     "blocks": [PRUNE, Distill(**QUICK, by_block=True)],
@@ -91,6 +97,24 @@ def test_every_operator_runs_on_the_device(family: str) -> None:
         found = TrainableGraph(graph, names, device=Device("meta"))(batch).last  # type: ignore[arg-type]
     assert found.is_meta and found.shape == expected.shape and found.requires_grad
     assert not any(value.is_meta for value in graph.parameters())
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *SPARSE])
+def test_packed_weights_are_unpacked_where_they_are(name: str) -> None:
+    packed = meta_packed(64, 512, Format.parse(name))
+    with OneDevice():
+        found = packed_product(torch.empty(3, 512, device="meta"), packed)
+        assert dequantize(packed).is_meta
+    assert found.is_meta and found.shape == (3, 64)
+
+
+def test_blocks_are_chosen_where_the_weights_are() -> None:
+    weights = {"w": torch.empty(64, 128, device="meta")}
+    masks = GrowingBlocks(weights, {"w": 64}, {"w": torch.ones(128)}, 6, ColumnBlocks(50, 4))
+    with OneDevice():
+        for step in range(1, 7):
+            masks.after_step(step, weights)
+    assert masks.state()["w"].is_meta
 
 
 def test_a_shared_tensor_has_one_copy() -> None:
