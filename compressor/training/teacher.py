@@ -32,7 +32,7 @@ def with_teacher(
     names: Sequence[str],
     temperature: float,
     hidden: float,
-    device: Device,
+    device: Device | None = None,
 ) -> tuple[TrainableGraph, Objective]:
     """Return a graph to train, and the distance of its outputs to those of the dense graph.
 
@@ -41,7 +41,7 @@ def with_teacher(
     Args:
         names: parameters to train.
         temperature, hidden: options of the pass `distill`.
-        device: where both run.
+        device: where both run; None is the CPU.
     Raises:
         CompressorError: there is no dense graph.
         UsageError: hidden states are wanted, and the graphs have them in different places.

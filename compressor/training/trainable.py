@@ -54,7 +54,7 @@ class TrainableGraph:
         graph: a captured model.
         names: parameters to train; each gets a float32 copy on the device.
         points: nodes whose values are returned beside the output.
-        device: where all of it runs.
+        device: where all of it runs; None is the CPU.
 
     Attributes:
         weights: what is trained, by name: the copies, or what stands in for them.
