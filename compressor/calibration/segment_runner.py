@@ -89,7 +89,7 @@ class SegmentRunner:
         """Store a batch's value in its place."""
         place = places[i]
         if place is None or place.shape != value.shape:
-            place = places[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value)
+            place = places[i] = self.spill.empty(value.shape) if self.spill else torch.empty_like(value, device="cpu")
         place.copy_(value)  # in place: allocating anew leaves the heap full of holes
         if self.spill:
             release([place])

@@ -34,7 +34,7 @@ def _values(element: Element) -> NDArray[np.float32]:
 def unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Return the values of codes before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
-        return torch.from_numpy(_values(fmt.element))[codes.int()]
+        return torch.from_numpy(_values(fmt.element)).to(codes.device)[codes.int()]
     return codes.float().sub_(fmt.zero_point if zeros is None else zeros)
 
 
@@ -118,7 +118,7 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     if fmt.extra(KeptOfGroup) is not None:
         places = kept_places(packed)
         for which, values in coded_rows(kept_part(packed)):
-            yield which, torch.zeros(len(values), columns).scatter(1, places[which], values)
+            yield which, values.new_zeros(len(values), columns).scatter(1, places[which], values)
         return
     if fmt.extra(SingleZeros) is not None:
         yield from coded_rows(filled_up(packed))
@@ -212,7 +212,7 @@ def filled_up(packed: PackedWeight) -> PackedWeight:
     """Return the weight in the dense format, with codes of zero where :func:`leave_out_singles` has left some out."""
     parts, fmt, (rows, columns) = dict(packed.parts), packed.format.of_kept, packed.shape
     stream, bits, starts = (parts.pop(name) for name in ("codes", "kept", "starts"))
-    blank = torch.full((rows, columns), fmt.zero_code, dtype=torch.uint8)
+    blank = stream.new_full((rows, columns), fmt.zero_code)
     if not fmt.symmetric:
         blank = _spread(_untile(parts["zeros"], fmt, rows), fmt.columns(columns), columns)
     codes = to_words(spread_codes(stream, starts, bits, blank, fmt.planes), fmt.planes)
@@ -264,10 +264,11 @@ def float_part(packed: PackedWeight, rows: slice) -> Tensor | None:
     parts, count, columns = packed.parts, rows.stop - rows.start, packed.shape[1]
     if not {"outlier_starts", "float_columns"} & set(parts):
         return None
-    found = torch.zeros(count, columns)
+    found = torch.zeros(count, columns, device=parts["codes"].device)
     if "outlier_starts" in parts:
         values = parts["outlier_values"].float()
-        row = torch.searchsorted(parts["outlier_starts"].long(), torch.arange(len(values)), right=True) - 1 - rows.start
+        which = torch.arange(len(values), device=values.device)
+        row = torch.searchsorted(parts["outlier_starts"].long(), which, right=True) - 1 - rows.start
         values = torch.where((row >= 0) & (row < count), values, 0.0)
         places = row.clamp(0, count - 1) * columns + parts["outlier_columns"].long()
         found = found.view(-1).index_add(0, places, values).view(count, columns)
@@ -286,7 +287,7 @@ def dequantize_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
 
 def dequantize(packed: PackedWeight) -> Tensor:
     """Return the float32 [out, in] weight that the packed form stands for."""
-    weight = torch.empty(packed.shape, dtype=torch.float32)
+    weight = torch.empty(packed.shape, device=packed.parts["codes"].device)
     for rows, values in dequantize_rows(packed):
         weight[rows] = values
     return weight

@@ -56,7 +56,7 @@ def _sizes(groups: Tensor, columns: int, activations: Activations) -> Tensor:
     sizes = groups.abs()
     if not activations.is_sign:
         return sizes.amax(-1, keepdim=True)
-    counts = torch.full((groups.shape[-2], 1), groups.shape[-1], dtype=groups.dtype)
+    counts = groups.new_full((groups.shape[-2], 1), groups.shape[-1])
     counts[-1] = columns - (groups.shape[-2] - 1) * groups.shape[-1]
     return sizes.sum(-1, keepdim=True) / counts
 

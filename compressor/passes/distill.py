@@ -15,6 +15,7 @@ from compressor.host.digests import digest
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.training.blocks import BlockWalk, names_by_block
+from compressor.training.device import Device, DeviceName
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
 
@@ -49,6 +50,7 @@ class Distill(TaughtPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to train.
         ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
         adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
             (LoRA); 0 trains the weight itself.
         by_block: train one block after the other, each for all ``steps``; what several blocks read is left as it is.
@@ -72,6 +74,7 @@ class Distill(TaughtPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
     adapter_rank: int = 0
     by_block: bool = False
 
@@ -93,14 +96,21 @@ class Distill(TaughtPass, Pass):
             raise UsageError("distill: by_block: several blocks read each of the chosen weights; leave `by_block` out")
         return parts
 
+    @property
+    def less_memory(self) -> list[str]:
+        """Return what takes less memory."""
+        return super().less_memory + ([] if self.by_block else ["set `by_block: true`"])
+
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train the model as a whole, or its blocks one by one."""
         if not self.by_block:
             return super().run(graph, ctx)
         ids, (sites, names) = ctx.calibration(self.name).ids, self.chosen(graph)
         assert isinstance(ids, Tensor)  # `requires` refuses models whose samples are not
-        walk, parts, figures = BlockWalk(self.name, graph, ctx, ids), self.parts(graph, names), []
-        with ctx.reporter.task(self.name, self.steps * sum(map(bool, parts))) as task:
+        device, parts = Device(self.device), self.parts(graph, names)
+        walk, figures = BlockWalk(self.name, graph, ctx, ids, device), []
+        steps = self.steps * sum(map(bool, parts))
+        with device.computing(self.name, self.less_memory), ctx.reporter.task(self.name, steps) as task:
             for number, part in enumerate(parts):
                 if part:
                     mine = [site for site in sites if site.weight_name in part]

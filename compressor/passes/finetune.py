@@ -12,6 +12,7 @@ from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.losses import next_token_loss
 from compressor.training.settings import Shape
@@ -44,6 +45,7 @@ class Finetune(TrainingPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to train.
         ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
         adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
             (LoRA); 0 trains the weight itself.
     """
@@ -64,6 +66,7 @@ class Finetune(TrainingPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
     adapter_rank: int = 0
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
@@ -73,10 +76,12 @@ class Finetune(TrainingPass, Pass):
             raise UsageError(f"finetune: {info.name} predicts no next tokens; use distill, which has a teacher")
         super().requires(graph, ctx)
 
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
         """Return the graph, and the loss of its next tokens."""
 
         def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
             return next_token_loss(outputs.last, batch)
 
-        return TrainableGraph(graph, names), objective
+        return TrainableGraph(graph, names, device=device), objective

@@ -16,6 +16,7 @@ from compressor.numerics.sparsity.n_of_m import largest_of_groups, left_entries
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.sites import error_context
+from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
@@ -57,6 +58,7 @@ class LearnedMask(TaughtPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to prune.
         ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     scheme: str
@@ -78,6 +80,7 @@ class LearnedMask(TaughtPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(KeptOfGroup) is None:
@@ -102,9 +105,11 @@ class LearnedMask(TaughtPass, Pass):
             with error_context(site):
                 self._pattern.stored(site.in_features)
 
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
         """Return the graph with logits in the place of the linears' weights, and the distance to the dense model."""
-        model, objective = super().prepare(graph, ctx, names)
+        model, objective = super().prepare(graph, ctx, names, device)
         sites, start = self.chosen(graph)[0], {}
         squares = self.input_squares(graph, ctx, sites)
         for site in sites:

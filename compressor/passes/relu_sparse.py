@@ -16,6 +16,7 @@ from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
+from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape, staged
 from compressor.training.teacher import TaughtPass
@@ -57,6 +58,7 @@ class ReluSparse(TaughtPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to train.
         ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     penalty: float = 0.1
@@ -78,6 +80,7 @@ class ReluSparse(TaughtPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if not 0 <= self.penalty <= 1e6:
@@ -104,9 +107,11 @@ class ReluSparse(TaughtPass, Pass):
         _replace(graph)
         return super().plan(graph, ctx)
 
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
         """Return the graph, and the distance to the dense model plus the penalty."""
-        model, distance = super().prepare(graph, ctx, names)
+        model, distance = super().prepare(graph, ctx, names, device)
         count = len(model.points)
         model.points += _activations(graph)
 

@@ -14,6 +14,7 @@ from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.training.device import DeviceName
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
@@ -57,6 +58,7 @@ class SparseTrain(TaughtPass, Pass):
         tables: train embedding tables too; one that is tied to a linear is trained with it.
         targets: class names, module names or ``re:`` patterns of the linears to prune and to train.
         ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     scheme: str
@@ -81,6 +83,7 @@ class SparseTrain(TaughtPass, Pass):
     tables: bool = False
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(ColumnBlocks) is None:

@@ -86,11 +86,13 @@ class TrainingNeeds:
         samples: taken forwards and backwards, each time counted.
         batch: of them that run at once.
         has_teacher: whether the dense model runs on each as well.
+        on_gpu: whether it takes them through a GPU, whose time and memory nothing foresees.
     """
 
     samples: int
     batch: int
     has_teacher: bool
+    on_gpu: bool = False
 
 
 Observer: TypeAlias = "Callable[[int, str, GraphModule, Context], None]"

@@ -137,6 +137,11 @@ def _notes(
         for step in planned.passes
         if not step.cost_known
     ]
+    notes += [
+        f"{step.name}: trains on a GPU: its time there, and that memory, are not in these figures"
+        for step in planned.passes
+        if step.training is not None and step.training.on_gpu
+    ]
     notes += [checkpoint.note] if checkpoint is not None else []
     notes += dense_convolutions(planned.final)
     notes += slower_prompts(planned.final, costs.isa) if costs.isa is not None else []

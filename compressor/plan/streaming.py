@@ -224,13 +224,17 @@ def plan_forward(graph: GraphModule, windows: int, length: int) -> Streaming:
 def plan_training(graph: GraphModule, needs: TrainingNeeds, plans: Sequence[SitePlan], length: int) -> Streaming:
     """Price a training: each sample forwards, and backwards, which runs operators again and twice as much behind.
 
-    A batch's values are all kept until gradients have passed, and have gradients themselves.
+    A batch's values are all kept until gradients have passed, and have gradients themselves.  On a GPU, this machine's
+    memory holds a state of the training at most, and nothing is known of the time.
     """
+    held = max(plan.working_bytes for plan in plans)
+    if needs.on_gpu:
+        return Streaming({}, 0, held, weight_bytes(graph), 0)
     costs = node_costs(graph, needs.batch, length)
     runs = needs.samples / needs.batch * (_TRAINED_RUNS + needs.has_teacher)
     work = {unit: runs * amount for unit, amount in eager_work(costs.values()).items()}
     nodes = [node for segment in segments(graph) for node in segment.nodes]
-    working = 2 * sum(costs[node].held_bytes for node in nodes) + max(plan.working_bytes for plan in plans)
+    working = 2 * sum(costs[node].held_bytes for node in nodes) + held
     return Streaming(work, 0, working, weight_bytes(graph), 0)
 
 

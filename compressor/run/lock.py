@@ -18,6 +18,7 @@ from compressor.capture.onnx_in.model import is_onnx, read_model
 from compressor.errors import DriftError, UsageError
 from compressor.host.cache import replace_file
 from compressor.host.digests import code_digest, file_sha256, model_fingerprint, tensors_sha256
+from compressor.registry import PASSES
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class _Lock(BaseModel):
     versions: dict[str, str]
     code: str
     cpu: dict[str, str | list[str]]
+    gpu: dict[str, str] = {}
     recipe: dict[str, Any]
     model: dict[str, str | dict[str, str]]
     calibration: dict[str, str | int] | None
@@ -73,7 +75,11 @@ class Lock:
         return None if self.locked is None else self.locked["schedules"]
 
     def add_setting(self, recipe: Recipe, target: Target) -> None:
-        """Add what is known before the model is looked at: recipe, versions, code, CPU."""
+        """Add what is known before the model is looked at: recipe, versions, code, CPU, and the GPU that trains.
+
+        Raises:
+            UsageError: a pass trains on a GPU, and PyTorch sees none.
+        """
         self.facts |= {
             "format": "compressor lock",
             "schema_version": 1,
@@ -82,6 +88,11 @@ class Lock:
             "cpu": _cpu(target),
             "recipe": recipe.resolved(),
         }
+        on_gpu = (PASSES.name_of(step) for step in recipe.passes if step.training is not None and step.training.on_gpu)
+        if (asked_by := next(on_gpu, None)) is not None:
+            from compressor.training.device import gpu_facts
+
+            self.facts["gpu"] = gpu_facts(asked_by)
 
     def add_model(self, model: Path | nn.Module, trust_remote_code: bool = False) -> None:
         """Add a model's files, or the tensors of a model in memory, whose code cannot be hashed."""
@@ -136,7 +147,9 @@ class Lock:
 
     def text(self) -> str:
         """Write the whole lock as the text of its file."""
-        return json.dumps(_Lock.model_validate(self.facts).model_dump(), indent=1, sort_keys=True) + "\n"
+        return (
+            json.dumps(_Lock.model_validate(self.facts).model_dump(exclude_unset=True), indent=1, sort_keys=True) + "\n"
+        )
 
 
 def read_lock(path: Path) -> dict[str, Any]:
@@ -156,7 +169,7 @@ def read_lock(path: Path) -> dict[str, Any]:
             raise ValueError(f"it is larger than {_LARGEST_BYTES} bytes")
         content = json.loads(raw, parse_constant=_refuse)
         _check_depth(content, _DEEPEST)
-        return _Lock.model_validate(content).model_dump()
+        return _Lock.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"{_path(tuple(first['loc'])) or 'the whole'}: {first['msg']}"
@@ -201,7 +214,7 @@ def check_lock(locked: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
     return [
         _words(part, was, now)
         for section in sorted(current)
-        for part, was, now in _differences((section,), locked[section], current[section])
+        for part, was, now in _differences((section,), locked.get(section, _ABSENT), current[section])
     ]
 
 

@@ -112,7 +112,7 @@ def prepare(
     with clock.stage("capture"):
         graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
         dense = clone_graph(graph)
-        state = _origin(graph, recipe)
+        state = _origin(graph, recipe, lock.facts.get("gpu"))
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
     checkpoint = _planned_checkpoint(planned, recipe, source, clock)
@@ -167,11 +167,11 @@ def _note_short_text(recipe: Recipe, data: Any, clock: Clock) -> None:
         clock.reporter.note(f"evaluation: the text has {len(data)} tokens, of the {asked} asked for")
 
 
-def _origin(graph: GraphModule, recipe: Recipe) -> str:
-    """Digest all that decides what passes make of this model: the model itself, our code, versions, the CPU."""
+def _origin(graph: GraphModule, recipe: Recipe, gpu: Mapping[str, str] | None) -> str:
+    """Digest all that decides what passes make of this model: itself, code, versions, the CPU, the GPU that trains."""
     info: ModelInfo = graph.meta["model"]
     if info.source is not None:
         model: Any = model_fingerprint(info.source, recipe.trust_remote_code)
     else:
         model = tensors_sha256([*graph.named_parameters(), *graph.named_buffers()])
-    return digest(str(graph.graph), model, code_digest(), installed_versions(), cpu_name(), recipe.seed)
+    return digest(str(graph.graph), model, code_digest(), installed_versions(), cpu_name(), gpu, recipe.seed)

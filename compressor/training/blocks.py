@@ -16,6 +16,7 @@ from compressor.calibration.segment_runner import SegmentRunner
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.segments import Segment, segments
 from compressor.pipeline.context import Context
+from compressor.training.device import Device
 from compressor.training.loop import Objective
 from compressor.training.losses import hidden_error
 from compressor.training.teacher import output_error
@@ -28,16 +29,17 @@ class TrainableBlock(TrainableGraph):
     Args:
         names: parameters to train, which nothing outside the segment reads.
         stream: one sample a batch, in front of the segment.
+        device: where the segment runs.
     """
 
-    def __init__(self, segment: Segment, names: Sequence[str], stream: SegmentRunner) -> None:
-        super().__init__(stream.graph, names)
+    def __init__(self, segment: Segment, names: Sequence[str], stream: SegmentRunner, device: Device) -> None:
+        super().__init__(stream.graph, names, device=device)
         self._segment, self._stream = segment, stream
 
     def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
         """Run samples through the segment, one by one; with gradients, where they are enabled."""
         stream, node = self._stream, last_node(self.graph, self._segment)
-        stream.interpreter = Reader(self.graph, self.values() if weights is None else weights, ())
+        stream.interpreter = Reader(self.graph, self.values() if weights is None else weights, (), self.device)
         found = [stream.run(self._segment, stream.environment(self._segment, i), [node])[0] for i in batch.tolist()]
         return Outputs(torch.cat(found), [])
 
@@ -45,12 +47,14 @@ class TrainableBlock(TrainableGraph):
 class BlockWalk:
     """Two graphs, the one to train and the dense one, on their way from segment to segment.
 
+    Hidden states between two segments lie in memory, or on disk; a device holds one segment of each graph at a time.
+
     Raises:
         CompressorError: the pass does not run in a pipeline, which keeps the dense graph.
         UsageError: the graphs have their residual streams in different places.
     """
 
-    def __init__(self, pass_name: str, graph: GraphModule, ctx: Context, ids: Tensor) -> None:
+    def __init__(self, pass_name: str, graph: GraphModule, ctx: Context, ids: Tensor, device: Device) -> None:
         if ctx.dense is None:
             raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
         self._segments, self._cut = segments(graph), segments(ctx.dense)
@@ -60,8 +64,9 @@ class BlockWalk:
                 "one's; leave `by_block` out, which trains the model as a whole"
             )
         rows = torch.split(ids, 1)
-        self._graph = graph
+        self._graph, self._device = graph, device
         self._stream, self._dense = SegmentRunner(graph, rows, ctx.spill), SegmentRunner(ctx.dense, rows, ctx.spill)
+        self._dense.interpreter = Reader(ctx.dense, {}, (), device)
 
     def block(self, number: int, names: Sequence[str], temperature: float) -> tuple[TrainableBlock, Objective]:
         """Return a segment to train, and the distance of what it puts out to what the dense model has there."""
@@ -74,15 +79,17 @@ class BlockWalk:
                 return output_error(info, outputs.last, expected, temperature)
             return hidden_error([outputs.last], [expected])
 
-        return TrainableBlock(segment, names, self._stream), objective
+        return TrainableBlock(segment, names, self._stream, self._device), objective
 
     def pass_by(self, number: int) -> None:
         """Run all samples on to the end of a segment, whose weights are those that stay."""
         segment = self._segments[number]
+        self._device.release()  # what was trained has been replaced
         if segment.exit is not None:
-            self._stream.interpreter = Reader(self._graph, {}, ())
+            self._stream.interpreter = Reader(self._graph, {}, (), self._device)
             self._stream.advance(segment)
             self._dense.advance(self._cut[number])
+            self._device.release()
 
 
 def last_node(graph: GraphModule, segment: Segment) -> Node:

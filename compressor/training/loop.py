@@ -85,7 +85,11 @@ class Training:
         self.best = model.stored()
 
     def run(self, task: Task) -> Mapping[str, Tensor]:
-        """Train to the last step, or until held-out samples say that it is enough; the best weights, as stored."""
+        """Train to the last step, or until held-out samples say that it is enough.
+
+        Returns:
+            The best weights, as stored, in memory.
+        """
         every = self._settings.checkpoint_every
         found = self._checkpoints.latest(range(every, self._settings.steps, every))
         if found is not None:
@@ -101,7 +105,7 @@ class Training:
             if history.step % every == 0 and history.step < self._settings.steps and not history.why:
                 self._checkpoints.keep(history.step, self._state(), asdict(history))
             task.advance()
-        return self.best
+        return {name: value.cpu() for name, value in self.best.items()}
 
     def _step(self) -> None:
         """Go one step."""

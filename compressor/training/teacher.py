@@ -16,6 +16,7 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.segments import segments
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
+from compressor.training.device import Device
 from compressor.training.loop import Objective
 from compressor.training.losses import divergence, hidden_error
 from compressor.training.trainable import Outputs, TrainableGraph
@@ -25,7 +26,13 @@ _MEASURED = 32  # samples on which inputs are measured
 
 
 def with_teacher(
-    pass_name: str, graph: GraphModule, ctx: Context, names: Sequence[str], temperature: float, hidden: float
+    pass_name: str,
+    graph: GraphModule,
+    ctx: Context,
+    names: Sequence[str],
+    temperature: float,
+    hidden: float,
+    device: Device | None = None,
 ) -> tuple[TrainableGraph, Objective]:
     """Return a graph to train, and the distance of its outputs to those of the dense graph.
 
@@ -34,6 +41,7 @@ def with_teacher(
     Args:
         names: parameters to train.
         temperature, hidden: options of the pass `distill`.
+        device: where both run; None is the CPU.
     Raises:
         CompressorError: there is no dense graph.
         UsageError: hidden states are wanted, and the graphs have them in different places.
@@ -48,7 +56,7 @@ def with_teacher(
             f"{pass_name}: the residual stream of the compressed graph is live in other places, or has another width, "
             "than the dense one's; set `hidden: 0`, which compares the predictions alone"
         )
-    teacher = TrainableGraph(ctx.dense, (), teacher_points)
+    teacher = TrainableGraph(ctx.dense, (), teacher_points, device)
 
     def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
         with torch.no_grad():
@@ -56,7 +64,7 @@ def with_teacher(
         loss = output_error(info, outputs.last, wanted.last, temperature)
         return loss + hidden * hidden_error(outputs.hidden, wanted.hidden) if hidden else loss
 
-    return TrainableGraph(graph, names, student_points), objective
+    return TrainableGraph(graph, names, student_points, device), objective
 
 
 def output_error(info: ModelInfo, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -105,6 +113,8 @@ class TaughtPass(TrainingPass):
             found |= {site.weight_name: squares.value for site in group}
         return found
 
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
         """Return the graph, and the distance of its outputs to the dense model's."""
-        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden)
+        return with_teacher(self.name, graph, ctx, names, self.temperature, self.hidden, device)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.calibration.segment_runner import flat_inputs
 from compressor.graph.model import ModelInfo
 from compressor.training.adapters import Adapters
+from compressor.training.device import Device
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,28 @@ class TrainableGraph:
 
     Args:
         graph: a captured model.
-        names: parameters to train; each gets a float32 copy, on the device where it lies.
+        names: parameters to train; each gets a float32 copy on the device.
         points: nodes whose values are returned beside the output.
+        device: where all of it runs; None is the CPU.
 
     Attributes:
         weights: what is trained, by name: the copies, or what stands in for them.
         stand_ins: of weights that stay what they are; None where there are none.
     """
 
-    def __init__(self, graph: GraphModule, names: Sequence[str] = (), points: Sequence[Node] = ()) -> None:
+    def __init__(
+        self,
+        graph: GraphModule,
+        names: Sequence[str] = (),
+        points: Sequence[Node] = (),
+        device: Device | None = None,
+    ) -> None:
         self.graph, self.points, self.info = graph, list(points), _info(graph)
+        self.device = device or Device()
         self._types = {name: graph.get_parameter(name).dtype for name in names}
         parameters = {name: graph.get_parameter(name).detach() for name in names}
-        self.weights = {n: p.to(torch.float32, copy=True).requires_grad_() for n, p in parameters.items()}
-        self._device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
+        on = self.device.torch
+        self.weights = {n: p.to(on, torch.float32, copy=True).requires_grad_() for n, p in parameters.items()}
         self.stand_ins: StandIns | None = None
 
     def adapt(self, names: Collection[str], rank: int, seed: int) -> None:
@@ -83,9 +92,8 @@ class TrainableGraph:
             batch: int64 [B, S]; of a plain module its input, float32 [B, ...].
             weights: others in place of its own.
         """
-        reader = Reader(self.graph, self.values() if weights is None else weights, self.points)
-        inputs = [value.to(self._device) for value in flat_inputs(self.info, batch)]
-        last, *_ = reader.run(*inputs, enable_io_processing=False)
+        reader = Reader(self.graph, self.values() if weights is None else weights, self.points, self.device)
+        last, *_ = reader.run(*flat_inputs(self.info, batch), enable_io_processing=False)
         return Outputs(last, [reader.seen[node] for node in self.points])
 
     def stored(self) -> dict[str, Tensor]:
@@ -105,20 +113,29 @@ def _info(graph: GraphModule) -> ModelInfo:
 
 
 class Reader(Interpreter):
-    """Runs nodes with weights in the place of parameters.
+    """Runs nodes on a device, with weights in the place of parameters.
 
     Attributes:
         seen: values of the points that have run.
     """
 
-    def __init__(self, graph: GraphModule, weights: Mapping[str, Tensor], points: Sequence[Node]) -> None:
+    def __init__(
+        self, graph: GraphModule, weights: Mapping[str, Tensor], points: Sequence[Node], device: Device
+    ) -> None:
         super().__init__(graph)
-        self._weights, self._points = weights, set(points)
+        self._weights, self._points, self._device = weights, set(points), device
         self.seen: dict[Node, Any] = {}
 
     def fetch_attr(self, target: str) -> Any:
         """Return a weight in the place of a parameter, where there is one."""
-        return self._weights[target] if target in self._weights else super().fetch_attr(target)
+        if target in self._weights:
+            return self._weights[target]
+        held = super().fetch_attr(target)
+        return self._device.of(held) if isinstance(held, Tensor) else held
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator where the training is, whatever device its arguments lie on or name."""
+        return super().call_function(target, *self._device.placed((args, kwargs)))
 
     def run_node(self, n: Node) -> Any:
         """Run a node, and keep its value where it was asked for."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -23,6 +24,7 @@ from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_sites
 from compressor.progress import Task
 from compressor.training.checkpoints import Checkpoints
+from compressor.training.device import Device, DeviceName, gpu_bytes, gpu_facts
 from compressor.training.loop import History, Objective, Training
 from compressor.training.settings import Settings, Shape
 from compressor.training.trainable import TrainableGraph
@@ -40,6 +42,7 @@ class TrainingPass(Pass):
         vectors, tables: whether norms and biases, and embedding tables, are trained beside the linears.
         targets, ignore: patterns of linears.
         adapter_rank: of the matrices that are trained in the place of linears' weights; 0 trains these.
+        device: what trains.
     """
 
     steps: int
@@ -59,10 +62,13 @@ class TrainingPass(Pass):
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
     adapter_rank: int = 0
+    device: DeviceName
 
     @abstractmethod
-    def prepare(self, graph: GraphModule, ctx: Context, names: Sequence[str]) -> tuple[TrainableGraph, Objective]:
-        """Return the graph with the parameters of these names to train, and the loss of its outputs."""
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
+        """Return the graph with the parameters of these names to train on a device, and the loss of its outputs."""
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return which entries are zero: those of the linears that are zero already."""
@@ -75,6 +81,8 @@ class TrainingPass(Pass):
             self._settings()
             if not 0 <= self.adapter_rank <= 10**9:
                 raise UsageError(f"adapter_rank {self.adapter_rank} is not a whole number from 0")
+            if self.device not in get_args(DeviceName):
+                raise UsageError(f"device {self.device} is none of {', '.join(get_args(DeviceName))}")
         except UsageError as error:
             raise UsageError(f"{self.name}: {error}") from error
 
@@ -89,12 +97,27 @@ class TrainingPass(Pass):
         return 0
 
     @property
+    def less_memory(self) -> list[str]:
+        """Return what takes less of a GPU's memory, as advice."""
+        return ["lower `batch`, and raise `accumulate` by as much", "name fewer linears in `targets`"]
+
+    @property
     def training(self) -> TrainingNeeds:
         """Return what it takes forwards and backwards."""
-        return TrainingNeeds(self.steps * self.batch * self.accumulate, self.batch, self.needs_dense)
+        samples = self.steps * self.batch * self.accumulate
+        return TrainingNeeds(samples, self.batch, self.needs_dense, self.device == "cuda")
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse samples of more than one tensor, patterns that match nothing, and adapters that save nothing."""
+        """Refuse samples of more than one tensor, patterns that match nothing, adapters that save nothing, and a GPU
+        that is not here or too small for the weights alone.
+        """
+        if self.device == "cuda":
+            gpu_facts(self.name)
+            if (least := self._least_gpu_bytes(graph)) > gpu_bytes():
+                raise UsageError(
+                    f"{self.name}: what is trained takes {least / 2**30:.1f} GiB beside the model, and the GPU has "
+                    f"{gpu_bytes() / 2**30:.1f}; {', or '.join(self.less_memory[1:])}, or set `device: cpu`"
+                )
         info: ModelInfo = graph.meta["model"]
         if info.hears or info.pair is not None:
             what = "of speech" if info.hears else "of pictures with texts"
@@ -112,8 +135,9 @@ class TrainingPass(Pass):
         samples, sites, names = ctx.calibration(self.name), *self.chosen(graph)
         assert isinstance(samples.ids, Tensor)  # `requires` refuses models whose samples are not
         key = self.key(ctx)
-        with ctx.reporter.task(self.name, self.steps) as task:
-            prepare = functools.partial(self.prepare, graph, ctx, names)
+        device = Device(self.device)
+        with device.computing(self.name, self.less_memory), ctx.reporter.task(self.name, self.steps) as task:
+            prepare = functools.partial(self.prepare, graph, ctx, names, device)
             tensors, history = self.train(graph, ctx, sites, samples.ids, key, task, prepare)
         ctx.notes += self._notes(history)
         self.replace(graph, ctx, sites, tensors)
@@ -121,8 +145,8 @@ class TrainingPass(Pass):
 
     def key(self, ctx: Context) -> str:
         """Return the digest of everything that determines the result."""
-        samples = ctx.calibration(self.name)
-        return digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed)  # type: ignore[call-overload]
+        samples, gpu = ctx.calibration(self.name), gpu_facts(self.name) if self.device == "cuda" else {}
+        return digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed, gpu)  # type: ignore[call-overload]
 
     def train(
         self,
@@ -177,6 +201,13 @@ class TrainingPass(Pass):
             saved = ((_COPIES - _FUSED) * rows * columns for rows, columns in shapes)
             working -= 4 * (sum(saved) - _COPIES * self.adapter_rank * sum(map(sum, shapes)))
         return working
+
+    def _least_gpu_bytes(self, graph: GraphModule) -> int:
+        """Return the bytes that no training can do without: float32 weights, gradients and two means."""
+        sites, names = self.chosen(graph)
+        held = {site.weight_name for site in sites} if self.adapter_rank else set()
+        parts = ([name for name in part if name not in held] for part in self.parts(graph, names))
+        return 4 * 4 * max(sum(graph.get_parameter(name).numel() for name in part) for part in parts)
 
     def _settings(self) -> Settings:
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})

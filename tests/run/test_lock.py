@@ -73,6 +73,23 @@ def test_a_lock_holds_what_a_bundle_follows_from(file: Path) -> None:
     assert content["evaluation"] == {"tokens": 12, "sha256": tokens_sha256(IDS)}
 
 
+def test_a_gpu_is_locked_where_a_pass_trains_on_one(tmp_path: Path) -> None:
+    """Another card, none, and one that was not there before are drifts; a run without one has no such section."""
+    before, lock = gather(), gather()
+    assert "gpu" not in json.loads(before.text())
+    lock.facts["gpu"] = {"name": "A", "torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "91900"}
+    (tmp_path / LOCK_NAME).write_text(lock.text())
+    locked = read_lock(tmp_path)
+    assert locked == lock.facts and check_lock(locked, lock.facts) == []
+    assert check_lock(locked, {**lock.facts, "gpu": {**lock.facts["gpu"], "name": "B"}}) == [
+        'gpu.name: was "A", is "B"'
+    ]
+    assert any(line.startswith("gpu: was absent, is") for line in check_lock(before.facts, lock.facts))
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="finetune: device cuda needs a GPU, and PyTorch"):
+            gather({"passes": [{"finetune": {"device": "cuda"}}]})
+
+
 def test_a_models_folder_is_its_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "modeling.py").write_text("")

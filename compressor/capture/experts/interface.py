@@ -39,6 +39,6 @@ def _run_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) ->
     y = routed(hidden, "gate_up_proj" if module.has_gate else "up_proj")
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     y = routed(y, "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # of newer transformers
         y = module.post_expert_norm(y)
     return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)

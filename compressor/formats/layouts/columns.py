@@ -28,7 +28,7 @@ def to_bits(columns: Tensor, in_features: int, width: int = 1) -> Tensor:
 
 def of_blocks(blocks: Tensor, width: int) -> Tensor:
     """Return the columns of blocks: int64 [tiles, n] -> [tiles, n * width]."""
-    return (blocks[..., None] * width + torch.arange(width)).flatten(1)
+    return (blocks[..., None] * width + torch.arange(width, device=blocks.device)).flatten(1)
 
 
 def from_bits(bits: Tensor, kept: int, width: int = 1) -> Tensor:
@@ -37,7 +37,7 @@ def from_bits(bits: Tensor, kept: int, width: int = 1) -> Tensor:
     Returns:
         int64 [tiles, kept].
     """
-    flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    flags = (bits[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
     first = (1 - flags.flatten(1).to(torch.int8)).argsort(dim=1, stable=True)
     return of_blocks(first[:, : kept // width], width)
 

@@ -31,7 +31,7 @@ def to_mask(kept: Tensor) -> Tensor:
 
 def from_mask(bits: Tensor) -> Tensor:
     """Return the flags of a mask in the order of its bits: uint8 [tiles, steps, 16, 64], 0 or 1."""
-    found: Tensor = (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    found: Tensor = (bits[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1).flatten(-2)
     return found
 
 

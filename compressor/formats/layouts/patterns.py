@@ -42,8 +42,9 @@ def to_numbers(kept: Tensor, pattern: KeptOfGroup) -> Tensor:
 
 def from_numbers(numbers: Tensor, pattern: KeptOfGroup) -> Tensor:
     """Return the columns that are kept, rising: int64 [out, groups] -> int64 [out, kept]."""
-    columns = torch.tensor(combinations(pattern))[numbers]  # [out, groups, N]
-    return (columns + torch.arange(numbers.shape[1])[:, None] * pattern.size).flatten(1)
+    on = numbers.device
+    columns = torch.tensor(combinations(pattern), device=on)[numbers]  # [out, groups, N]
+    return (columns + torch.arange(numbers.shape[1], device=on)[:, None] * pattern.size).flatten(1)
 
 
 def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
@@ -58,5 +59,6 @@ def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
 def unpack_numbers(words: Tensor, bits: int, rows: int, groups: int) -> Tensor:
     """Undo :func:`pack_numbers`: int64 [rows, groups]."""
     of_rows = words.transpose(1, 2).flatten(0, 1)[:rows].long()
-    stream = (of_rows[..., None] >> torch.arange(32) & 1).flatten(1)[:, : groups * bits]
-    return (stream.reshape(rows, groups, bits) << torch.arange(bits)).sum(-1)
+    places = torch.arange(32, device=words.device)
+    stream = (of_rows[..., None] >> places & 1).flatten(1)[:, : groups * bits]
+    return (stream.reshape(rows, groups, bits) << places[:bits]).sum(-1)

@@ -72,7 +72,7 @@ def to_stream(codes: Tensor, planes: Sequence[int]) -> Tensor:
 def from_stream(stored: Tensor, planes: Sequence[int]) -> Tensor:
     """Undo :func:`to_stream`, but for the zeros: uint8 [n + zeros]."""
     blocks = stored.view(-1, 8 * sum(planes))
-    found, offset, first = torch.zeros(len(blocks), STEP, dtype=torch.uint8), 0, 0
+    found, offset, first = stored.new_zeros(len(blocks), STEP), 0, 0
     for width in planes:
         plane = blocks[:, first : first + 8 * width]
         parts = [plane >> (width * j) & (1 << width) - 1 for j in range(8 // width)]
