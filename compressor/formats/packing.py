@@ -342,8 +342,6 @@ def _untile(tiled: Tensor, fmt: Format, rows: int) -> Tensor:
 
 def meta_packed(rows: int, columns: int, fmt: Format) -> PackedWeight:
     """Make a packed [rows, columns] weight without storage."""
-    parts = {
-        part: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-        for part, (kind, shape) in fmt.parts(rows, columns).items()
-    }
+    sizes = fmt.parts(rows, columns).items()
+    parts = {part: torch.empty(shape, dtype=getattr(torch, kind), device="meta") for part, (kind, shape) in sizes}
     return PackedWeight(parts, fmt, (rows, columns))
