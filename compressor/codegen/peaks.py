@@ -19,8 +19,9 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.probe import PARTS, read_bandwidth
 from compressor.codegen.targets.x86 import X86
 
-_CHAINS = 12  # independent sums, for two units of four cycles' latency; they fit sixteen registers
-_STEPS = 1000
+_ROWS, _COLUMNS = 5, 2  # of independent sums, for two units of five cycles' latency; they fit sixteen registers
+_CHAINS = _ROWS * _COLUMNS
+_STEPS = 64  # whose operands fit a first-level cache
 _LANES = 16
 _CACHED_BYTES, _LARGE_BYTES = 512 << 10, 128 << 20  # of one thread: a part of its second-level cache; memory
 _REPEATS, _SECONDS_EACH = 5, 0.01
@@ -40,16 +41,21 @@ def measure_peaks(threads: int) -> dict[str, float]:
     isa = X86().resolve()
     configure_threads(threads)
     tiles = (_TILES_BFLOAT16, _TILES_INT8) if isa.matrix_unit else (1, 1)
-    dot4 = isa.dot4
-    assert dot4 is not None  # every instruction set of x86 has one
-    flop = _products(isa, threads, _fma, "float32", 2 * _LANES)
-    int8 = _products(isa, threads, lambda acc, a, b: dot4(acc, a, b, 4), "int32", 8 * _LANES)
+    flop, int8 = measure_vectors(isa, threads)
     return {
         "peak_flop": flop / tiles[0],
         "peak_int8_op": int8 / tiles[1],
         "peak_read_byte": _reading(isa, _LARGE_BYTES),
         "cached_read_byte": _reading(isa, _CACHED_BYTES * threads),
     }
+
+
+def measure_vectors(isa: Isa, threads: int) -> tuple[float, float]:
+    """Return the least seconds of an operation of a product in vectors: float32, and int8."""
+    dot4 = isa.dot4
+    assert dot4 is not None  # every instruction set of x86 has one
+    flop = _products(isa, threads, _fma(isa.lanes), "float32", 2)
+    return flop, _products(isa, threads, lambda acc, a, b: dot4(acc, a, b, 4), "int32", 8)
 
 
 def _build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
@@ -69,46 +75,53 @@ def _least(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _fma(acc: Any, a: Any, b: Any) -> Any:
-    number = T.llvm_lookup_intrinsic_id(f"llvm.fma.v{_LANES}f32")
-    return T.call_llvm_pure_intrin(number, a, b, acc, dtype=f"float32x{_LANES}")
+def _fma(lanes: int) -> Callable[[Any, Any, Any], Any]:
+    def step(acc: Any, a: Any, b: Any) -> Any:
+        number = T.llvm_lookup_intrinsic_id(f"llvm.fma.v{lanes}f32")
+        return T.call_llvm_pure_intrin(number, a, b, acc, dtype=f"float32x{lanes}")
+
+    return step
 
 
 def _products(isa: Isa, threads: int, step: Callable[[Any, Any, Any], Any], dtype: str, ops: int) -> float:
-    kernel, rounds = _build(_chains(step, dtype), isa), 1
-    x, y = np.ones((2, _LANES), dtype), tvm.runtime.tensor(np.zeros((threads, _LANES), dtype))
-    inputs = tvm.runtime.tensor(x)
+    """Return the seconds of an operation, of which ``step`` does ``ops`` in each lane of a register."""
+    kernel, rounds = _build(_chains(step, dtype, isa.lanes), isa), 1
+    x = tvm.runtime.tensor(np.ones((_STEPS * _ROWS + _COLUMNS, isa.lanes), dtype))
+    y = tvm.runtime.tensor(np.zeros((threads, isa.lanes), dtype))
     while True:  # until it takes long enough for the threads' start not to count
         counter = tvm.runtime.tensor(np.zeros(rounds, np.uint8))
-        seconds = _least(lambda counter=counter: kernel(inputs, counter, y))  # type: ignore[misc]
+        seconds = _least(lambda counter=counter: kernel(x, counter, y))  # type: ignore[misc]
         if seconds > _SECONDS_EACH:
-            return seconds / (threads * rounds * _STEPS * _CHAINS * ops)
+            return seconds / (threads * rounds * _STEPS * _CHAINS * ops * isa.lanes)
         rounds *= 4
 
 
-def _chains(step: Callable[[Any, Any, Any], Any], dtype: str) -> tvm.tirx.PrimFunc:
-    """TIR that repeats ``step`` on x [2, 16], ``len(counter)`` thousand times, in each thread; y [threads, 16]."""
-    every = T.ramp(0, 1, _LANES)
+def _chains(step: Callable[[Any, Any, Any], Any], dtype: str, lanes: int) -> tvm.tirx.PrimFunc:
+    """TIR that multiplies pairs of x [vectors, lanes], ``len(counter)`` times in each thread; y [threads, lanes].
+
+    Every step has vectors of its own: a product of the same two would be taken out of the loop, and only its addition
+    timed, where ``step`` takes several instructions (AVX2's int8).
+    """
+    every = T.ramp(0, 1, lanes)
+
+    def pair(acc: Any, x: Any, k: Any, i: Any) -> Any:
+        return step(acc, x[k * _ROWS + i // _COLUMNS, every], x[_STEPS * _ROWS + i % _COLUMNS, every])
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(x_: T.handle, counter_: T.handle, y_: T.handle) -> None:
         rounds = T.int64()
         threads = T.int64()
-        x = T.match_buffer(x_, (2, _LANES), dtype)
+        x = T.match_buffer(x_, (_STEPS * _ROWS + _COLUMNS, lanes), dtype)
         counter = T.match_buffer(counter_, (rounds,), "uint8")  # noqa: F841 (its length is what counts)
-        y = T.match_buffer(y_, (threads, _LANES), dtype)
+        y = T.match_buffer(y_, (threads, lanes), dtype)
         for t in T.parallel(threads):
-            a = T.alloc_buffer((_LANES,), dtype)
-            b = T.alloc_buffer((_LANES,), dtype)
-            acc = T.alloc_buffer((_CHAINS, _LANES), dtype)
-            a[every] = x[0, every]
-            b[every] = x[1, every]
+            acc = T.alloc_buffer((_CHAINS, lanes), dtype)
             for i in T.unroll(_CHAINS):
-                acc[i, every] = T.broadcast(T.Cast(dtype, 0), _LANES)
-            for _ in range(rounds * _STEPS):
+                acc[i, every] = T.broadcast(T.Cast(dtype, 0), lanes)
+            for _, k in T.grid(rounds, _STEPS):
                 for i in T.unroll(_CHAINS):
-                    acc[i, every] = step(acc[i, every], a[every], b[every])
-            y[t, every] = T.broadcast(T.Cast(dtype, 0), _LANES)
+                    acc[i, every] = pair(acc[i, every], x, k, i)
+            y[t, every] = T.broadcast(T.Cast(dtype, 0), lanes)
             for i in T.unroll(_CHAINS):
                 y[t, every] = y[t, every] + acc[i, every]
 

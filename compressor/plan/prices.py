@@ -150,7 +150,8 @@ def probe() -> Prices:
     command = [sys.executable, "-c", _CHILD, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompressorError(f"measuring this machine failed: {done.stderr.strip().splitlines()[-1:]}")
+        said = "; ".join((done.stdout + done.stderr).strip().splitlines()[-3:])  # TVM says some errors on stdout
+        raise CompressorError(f"measuring this machine failed: {said}")
     *lines, computed = done.stdout.splitlines()
     imports = {name: (float(taken), int(size)) for name, taken, size in (line.split() for line in lines)}
     found = json.loads(computed)
