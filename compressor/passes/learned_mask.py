@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
+from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site
 from compressor.numerics.sparsity.n_of_m import largest_of_groups, left_entries
+from compressor.passes.sparsegpt import Sparsegpt
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.site_plan import SitePlan, plan_zeros, planned_zeros
 from compressor.pipeline.sites import error_context
 from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
@@ -23,6 +29,7 @@ from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.choices import Choices
 from compressor.training.zeros.masks import Masks
+from compressor.training.zeros.start import add_notes, pruned_start
 
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
@@ -62,12 +69,13 @@ class LearnedMask(TaughtPass, Pass):
     """
 
     scheme: str
+    refit: bool = True
     temperature: float = 1.0
     hidden: float = 0.0
     steps: int = 200
     batch: int = 8
     accumulate: int = 1
-    learning_rate: float = 0.3
+    learning_rate: float = 0.15
     schedule: Shape = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -93,6 +101,11 @@ class LearnedMask(TaughtPass, Pass):
         return math.ceil(_COPIES * self._pattern.choices / self._pattern.size)
 
     @property
+    def at_worst(self) -> str:
+        """Say what is kept."""
+        return "its masks stay"
+
+    @property
     def _pattern(self) -> KeptOfGroup:
         found = Format.parse(self.scheme).extra(KeptOfGroup)
         assert found is not None
@@ -102,26 +115,79 @@ class LearnedMask(TaughtPass, Pass):
         """Refuse rows that are not whole groups, too."""
         super().requires(graph, ctx)
         for site in self.chosen(graph)[0]:
+            if zeros := planned_zeros(site):
+                raise self._pruned(site, zeros)
             with error_context(site):
                 self._pattern.stored(site.in_features)
 
-    def prepare(
-        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
-    ) -> tuple[TrainableGraph, Objective]:
-        """Return the graph with logits in the place of the linears' weights, and the distance to the dense model."""
-        model, objective = super().prepare(graph, ctx, names, device)
-        sites, start = self.chosen(graph)[0], {}
-        squares = self.input_squares(graph, ctx, sites)
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Say which linears are trained and will have zeros, and add what the start takes."""
+        sites = self.chosen(graph)[0]
+        begin = self._start(sites).plan(clone_graph(graph), ctx) if self.refit else []
+        takes = {plan.site: plan for plan in begin if plan.needs is not None}
+        plan_zeros(graph, {site.name: Format.parse(self.scheme) for site in sites})
+        plans = super().plan(graph, ctx)
+        for number, plan in enumerate(plans):
+            if (first := takes.get(plan.site)) is not None:
+                most = max(plan.working_bytes, first.working_bytes)
+                plans[number] = replace(plan, work=first.work, needs=first.needs, working_bytes=most)
+        return plans
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Train from what SparseGPT makes of the weights, or from Wanda's masks."""
+        sites, begin = self.chosen(graph)[0], len(ctx.records)
         for site in sites:
-            weight = graph.get_parameter(site.weight_name).detach().float()
-            if left_entries(weight, self._pattern) is not None:
-                raise CompressorError(
-                    f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
-                    "chosen; put the pass in front of those that prune"
-                )
-            start[site.weight_name] = largest_of_groups(weight.square() * squares[site.weight_name], self._pattern)
-        model.stand_in(list(start), lambda frozen: Choices(frozen, start, self._pattern, self.steps, ctx.seed))
+            if left_entries(graph.get_parameter(site.weight_name).detach(), self._pattern) is not None:
+                raise self._pruned(site, self.scheme)
+        if not self.refit:
+            return super().run(graph, ctx)
+        start = pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out)
+        graph = self.run_prepared(graph, ctx, partial(self.prepare, start=start.values))
+        add_notes(ctx, begin, start)
+        return graph
+
+    def prepare(
+        self,
+        graph: GraphModule,
+        ctx: Context,
+        names: Sequence[str],
+        device: Device,
+        start: Mapping[str, Tensor] | None = None,
+    ) -> tuple[TrainableGraph, Objective]:
+        """Return the graph with logits in the place of the linears' weights, and the distance to the dense model.
+
+        Args:
+            start: weights under the masks of the start, by name; None begins with Wanda's.
+        """
+        model, objective = super().prepare(graph, ctx, names, device)
+        kept = dict[str, Tensor]()
+        if start is None:
+            for name, squares in self.input_squares(graph, ctx, self.chosen(graph)[0]).items():
+                size = graph.get_parameter(name).detach().float().square() * squares
+                kept[name] = largest_of_groups(size, self._pattern)
+        for name, values in (start or {}).items():
+            found = left_entries(values, self._pattern)
+            assert found is not None
+            kept[name] = found
+
+        def choices(frozen: dict[str, Tensor]) -> Choices:
+            weights = dict(frozen)
+            for name, values in (start or {}).items():
+                on = frozen[name].device
+                weights[name] = torch.where(kept[name].to(on), values.float().to(on), frozen[name])
+            return Choices(weights, kept, self._pattern, self.steps, ctx.seed, cold=self.refit)
+
+        model.stand_in(list(kept), choices)
         return model, objective
+
+    def _start(self, sites: Sequence[Site]) -> Sparsegpt:
+        return Sparsegpt(self.scheme, targets=tuple(site.name for site in sites), pack=False)
+
+    def _pruned(self, site: Site, zeros: str) -> UsageError:
+        return UsageError(
+            f"{self.name}: {site.name} has the zeros of {zeros} from an earlier pass, or as the model came; which "
+            "weights become zero is what is learned: put the pass in front of those that prune, or `ignore` the linear"
+        )
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return the choices."""

@@ -52,6 +52,19 @@ class History:
     why: str = ""
 
 
+def split(samples: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the samples that are held out, drawn by the seed, and those that are trained on.
+
+    Raises:
+        UsageError: there are too few samples to hold some out.
+    """
+    if len(samples) < 2:
+        raise UsageError(f"{len(samples)} sample leaves none to be held out; give more calibration samples")
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+    count = min(len(samples) - 1, max(1, round(held_out * len(samples))))
+    return samples[order[:count]], samples[order[count:]]
+
+
 class Training:
     """Weights of a graph, their optimiser, and the best of them so far.
 
@@ -72,13 +85,9 @@ class Training:
         checkpoints: Checkpoints,
         seed: int,
     ) -> None:
-        if len(samples) < 2:
-            raise UsageError(f"{len(samples)} sample leaves none to be held out; give more calibration samples")
         self._model, self._objective, self._settings, self._masks = model, objective, settings, masks
         self._checkpoints, self._seed = checkpoints, seed
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-        count = min(len(samples) - 1, max(1, round(settings.held_out * len(samples))))
-        self._held_out, self._samples = samples[order[:count]], samples[order[count:]]
+        self._held_out, self._samples = split(samples, settings.held_out, seed)
         self._optimiser = AdamW(model.weights, settings.weight_decay)
         self._orders: dict[int, Tensor] = {}
         self.history = History()

@@ -111,7 +111,7 @@ def test_bad_input(llama: GraphModule) -> None:
         LearnedMask("W8A16_B16x1@50")
     with pytest.raises(UsageError, match="learned_mask: steps 0"):
         LearnedMask("W8A16_2:4", steps=0)
-    with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights are no groups of 7"):
+    with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights do not divide into groups of 7"):
         LearnedMask("W8A16_1:7").requires(llama, Context(samples=SAMPLES))
     with pytest.raises(CompressorError, match="q_proj has the zeros of W8A16_2:4 already"):
         Pipeline([Wanda("W8A16_2:4", pack=False), QUICK]).run(clone_graph(llama), Context(samples=SAMPLES))

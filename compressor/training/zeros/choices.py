@@ -23,6 +23,7 @@ from compressor.numerics.products.deterministic import apply, product
 _SHARPNESS = (1.0, 5.0)
 _TEMPERATURE = (4.0, 0.05)
 """At the first and the last step: the paper's, its sharpness in units of the deviation of its first logits."""
+_COLD = (1.0, 5.0), (1.0, 0.05)  # sharpness and temperature where weights fit the masks of the start
 _PRIOR = 3.0  # what a logit gains, as in the paper, by each weight that its mask shares with the one at the start
 
 
@@ -35,14 +36,24 @@ class Choices:
         pattern: N and M.
         steps: of the training.
         seed: of the noise, which follows from it, the step, and the batch in it.
+        cold: draw near the start from the first step on: of weights that were refitted under its masks, far draws say
+            nothing.
 
     Attributes:
         leaves: the logits, float32 [out * groups, masks] of each weight.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor], pattern: KeptOfGroup, steps: int, seed: int
+        self,
+        weights: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+        pattern: KeptOfGroup,
+        steps: int,
+        seed: int,
+        *,
+        cold: bool = False,
     ) -> None:
+        self._ranges = _COLD if cold else (_SHARPNESS, _TEMPERATURE)
         self._weights, self._steps, self._seed, self._step, self._part = weights, steps, seed, 0, 0
         self.leaves = dict[str, Tensor]()
         sets = torch.tensor(combinations(pattern))
@@ -55,7 +66,7 @@ class Choices:
     def fused(self) -> dict[str, Tensor]:
         """Return the weights by a draw of masks; another one for each batch."""
         done = min(1.0, self._step / max(1, self._steps - 1))
-        sharpness, temperature = (first + done * (last - first) for first, last in (_SHARPNESS, _TEMPERATURE))
+        sharpness, temperature = (first + done * (last - first) for first, last in self._ranges)
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self._step) * 1009 + self._part)
         self._part += 1
         found = {}
