@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
@@ -16,20 +14,20 @@ from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site
-from compressor.numerics.sparsity.n_of_m import largest_of_groups, left_entries
+from compressor.numerics.sparsity.n_of_m import largest_of_groups
 from compressor.passes.sparsegpt import Sparsegpt
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan, plan_zeros, planned_zeros
+from compressor.pipeline.site_plan import SitePlan, plan_zeros
 from compressor.pipeline.sites import error_context
 from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
-from compressor.training.zeros.choices import Choices
+from compressor.training.zeros.choices import Choices, Refitted
 from compressor.training.zeros.masks import Masks
-from compressor.training.zeros.start import add_notes, pruned_start
+from compressor.training.zeros.start import plans_with_start, pruned_start, refuse_zeros
 
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
@@ -39,13 +37,15 @@ class LearnedMask(TaughtPass, Pass):
     """Train the choice of N of every M weights of a row, so that the outputs come near to those of the dense model.
 
     Each group of M weights has a logit for each mask that the pattern allows; a draw of masks is trained, which gets
-    ever more certain, and the likeliest masks are kept.  Training begins with those of Wanda (the largest
-    ``|w| * ||x||``), and ends with these where none has a smaller held-out loss.  The weights stay dense and what they
-    are, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs
-    what is left.  For small models: of 2:4 it trains one and a half numbers for each weight.
+    ever more certain, and the likeliest masks are kept: those of the start where none has a smaller held-out loss.  Of
+    2:4 it trains one and a half numbers for each weight.  Weights stay dense, with zeros: put one of `magnitude`,
+    `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs what is left.
 
     Attributes:
         scheme: format name that ends with N:M: ``W8A16_2:4`` keeps two of every four weights of a row.
+        refit: begin with the masks of `sparsegpt` and the weights that it refits, on the samples that are trained on; a
+            weight that comes back is the dense one.  Without it, begin with Wanda's masks, and weights stay what they are,
+            which a learning rate of 0.3 suits.
         temperature: logits of the predictions are divided by it.
         hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
             behind each attention and each feed-forward network; 0 leaves them out.
@@ -101,93 +101,48 @@ class LearnedMask(TaughtPass, Pass):
         return math.ceil(_COPIES * self._pattern.choices / self._pattern.size)
 
     @property
-    def at_worst(self) -> str:
-        """Say what is kept."""
-        return "its masks stay"
-
-    @property
     def _pattern(self) -> KeptOfGroup:
         found = Format.parse(self.scheme).extra(KeptOfGroup)
         assert found is not None
         return found
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse rows that are not whole groups, too."""
+        """Refuse linears that will have zeros, and rows that are not whole groups, too."""
         super().requires(graph, ctx)
+        refuse_zeros(self.name, graph, self.chosen(graph)[0], self.scheme, self._pattern)
         for site in self.chosen(graph)[0]:
-            if zeros := planned_zeros(site):
-                raise self._pruned(site, zeros)
             with error_context(site):
                 self._pattern.stored(site.in_features)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained and will have zeros, and add what the start takes."""
         sites = self.chosen(graph)[0]
-        begin = self._start(sites).plan(clone_graph(graph), ctx) if self.refit else []
-        takes = {plan.site: plan for plan in begin if plan.needs is not None}
+        before = self._start(sites).plan(clone_graph(graph), ctx) if self.refit else []
         plan_zeros(graph, {site.name: Format.parse(self.scheme) for site in sites})
-        plans = super().plan(graph, ctx)
-        for number, plan in enumerate(plans):
-            if (first := takes.get(plan.site)) is not None:
-                most = max(plan.working_bytes, first.working_bytes)
-                plans[number] = replace(plan, work=first.work, needs=first.needs, working_bytes=most)
-        return plans
+        return plans_with_start(before, super().plan(graph, ctx))
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train from what SparseGPT makes of the weights, or from Wanda's masks."""
-        sites, begin = self.chosen(graph)[0], len(ctx.records)
-        for site in sites:
-            if left_entries(graph.get_parameter(site.weight_name).detach(), self._pattern) is not None:
-                raise self._pruned(site, self.scheme)
+        refuse_zeros(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
         if not self.refit:
             return super().run(graph, ctx)
-        start = pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out)
-        graph = self.run_prepared(graph, ctx, partial(self.prepare, start=start.values))
-        add_notes(ctx, begin, start)
-        return graph
+        with pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out) as start:
+            return self.run_prepared(graph, ctx, partial(self.prepare, start=start))
 
     def prepare(
-        self,
-        graph: GraphModule,
-        ctx: Context,
-        names: Sequence[str],
-        device: Device,
-        start: Mapping[str, Tensor] | None = None,
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device, start: Refitted = None
     ) -> tuple[TrainableGraph, Objective]:
-        """Return the graph with logits in the place of the linears' weights, and the distance to the dense model.
-
-        Args:
-            start: weights under the masks of the start, by name; None begins with Wanda's.
-        """
+        """Return the graph with logits in the place of weights, and the distance to the dense model."""
         model, objective = super().prepare(graph, ctx, names, device)
-        kept = dict[str, Tensor]()
-        if start is None:
-            for name, squares in self.input_squares(graph, ctx, self.chosen(graph)[0]).items():
-                size = graph.get_parameter(name).detach().float().square() * squares
-                kept[name] = largest_of_groups(size, self._pattern)
-        for name, values in (start or {}).items():
-            found = left_entries(values, self._pattern)
-            assert found is not None
-            kept[name] = found
-
-        def choices(frozen: dict[str, Tensor]) -> Choices:
-            weights = dict(frozen)
-            for name, values in (start or {}).items():
-                on = frozen[name].device
-                weights[name] = torch.where(kept[name].to(on), values.float().to(on), frozen[name])
-            return Choices(weights, kept, self._pattern, self.steps, ctx.seed, cold=self.refit)
-
-        model.stand_in(list(kept), choices)
+        sizes = {name: (value != 0).float() for name, value in (start or {}).items()}
+        for name, squares in self.input_squares(graph, ctx, self.chosen(graph)[0]).items() if start is None else ():
+            sizes[name] = graph.get_parameter(name).detach().float().square() * squares
+        kept = {name: largest_of_groups(size, self._pattern) for name, size in sizes.items()}
+        model.stand_in(list(kept), lambda frozen: Choices(frozen, kept, self._pattern, self.steps, ctx.seed, start))
         return model, objective
 
     def _start(self, sites: Sequence[Site]) -> Sparsegpt:
         return Sparsegpt(self.scheme, targets=tuple(site.name for site in sites), pack=False)
-
-    def _pruned(self, site: Site, zeros: str) -> UsageError:
-        return UsageError(
-            f"{self.name}: {site.name} has the zeros of {zeros} from an earlier pass, or as the model came; which "
-            "weights become zero is what is learned: put the pass in front of those that prune, or `ignore` the linear"
-        )
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return the choices."""

@@ -18,11 +18,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from compressor.errors import UsageError
 from compressor.progress import Task
 from compressor.training.adamw import AdamW, clip
 from compressor.training.checkpoints import Checkpoints
-from compressor.training.settings import Settings
+from compressor.training.settings import Settings, split
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.zeros.masks import Masks
 
@@ -50,19 +49,6 @@ class History:
     best_step: int = -1
     since: int = 0
     why: str = ""
-
-
-def split(samples: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the samples that are held out, drawn by the seed, and those that are trained on.
-
-    Raises:
-        UsageError: there are too few samples to hold some out.
-    """
-    if len(samples) < 2:
-        raise UsageError(f"{len(samples)} sample leaves none to be held out; give more calibration samples")
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-    count = min(len(samples) - 1, max(1, round(held_out * len(samples))))
-    return samples[order[:count]], samples[order[count:]]
 
 
 class Training:

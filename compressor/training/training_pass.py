@@ -97,11 +97,6 @@ class TrainingPass(Pass):
         return 0
 
     @property
-    def at_worst(self) -> str:
-        """Say what the pass does where no step has a smaller held-out loss than the start."""
-        return "nothing changes"
-
-    @property
     def less_memory(self) -> list[str]:
         """Return what takes less of a GPU's memory, as advice."""
         return ["lower `batch`, and raise `accumulate` by as much", "name fewer linears in `targets`"]
@@ -249,7 +244,7 @@ class TrainingPass(Pass):
         ended = f"; it ended after step {history.step}: {history.why}" if history.why else ""
         if history.best_step == 0:
             loss = f"{history.begun:.4g}"
-            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: {self.at_worst}{ended}"]
+            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: it stays{ended}"]
         first = f"after step {history.begun_step}" if history.begun_step else "at the start"
         return [
             f"{self.name}: held-out loss {history.begun:.4g} {first}, {history.best:.4g} after step "

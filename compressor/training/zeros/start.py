@@ -3,73 +3,91 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.errors import UsageError
+from compressor.formats.extras import KeptOfGroup
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site, weight_sites
 from compressor.host.digests import tensors_sha256
+from compressor.numerics.sparsity.n_of_m import left_entries
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.training.loop import split
+from compressor.pipeline.site_plan import SitePlan, planned_zeros
+from compressor.registry import PASSES
+from compressor.training.settings import split
 
 
-@dataclass(frozen=True)
-class Start:
-    """Weights that a training begins with.
+def refuse_zeros(name: str, graph: GraphModule, sites: Sequence[Site], scheme: str, pattern: KeptOfGroup) -> None:
+    """Refuse linears that an earlier pass will leave with zeros, or whose weights have the pattern as they are.
 
-    Attributes:
-        values: dense weights, with zeros where they are left out, by name of the parameter.
-        notes: what the pass that made them says of each linear, by its name; empty texts where it says nothing.
+    Args:
+        name: of the pass that asks, for the message.
+        graph: may have no weights, and then tells what passes have planned.
+        scheme, pattern: format of the pass, and what it keeps.
     """
+    for site in sites:
+        weight = graph.get_parameter(site.weight_name).detach()
+        is_pruned = not weight.is_meta and left_entries(weight, pattern) is not None
+        if zeros := planned_zeros(site) or (scheme if is_pruned else ""):
+            raise UsageError(
+                f"{name}: {site.name} has the zeros of {zeros} already, and which weights become zero is what is "
+                "learned: put the pass in front of those that prune, or name the linear in `ignore`"
+            )
 
-    values: Mapping[str, Tensor]
-    notes: Mapping[str, str]
 
-
+@contextmanager
 def pruned_start(
     name: str, graph: GraphModule, ctx: Context, sites: Sequence[Site], step: Pass, held_out: float
-) -> Start:
-    """Run a pass on a copy of the graph, and return the weights that it leaves; the graph stays as it is.
+) -> Iterator[Mapping[str, Tensor]]:
+    """Run a pass on a copy of the graph, and give the weights that it leaves, by name; the graph stays as it is.
 
-    It sees the samples that are trained on, and none of those that are held out: these judge what it made.
+    It sees the samples that are trained on, and none of those that are held out, which judge what it made.  What it
+    says of a linear is added to the record that the training inside leaves of it.
 
     Args:
         name: of the pass that trains, for notes.
         sites: linears that ``step`` prunes and leaves dense.
         held_out: share of the samples that are not trained on.
     """
-    samples = ctx.calibration(name)
+    samples, recorded = ctx.calibration(name), len(ctx.records)
     assert isinstance(samples.ids, Tensor)
     judging, ids = split(samples.ids, held_out, ctx.seed)
     mine = dataclasses.replace(samples, ids=ids, sha256=tensors_sha256([("ids", ids)]))
     inner = dataclasses.replace(ctx, samples=mine, records=[], notes=[])
     made = step.run(clone_graph(graph), inner)
     ctx.blocks, ctx.reused = inner.blocks, inner.reused
-    ctx.notes.append(
-        f"{name}: begins with sparsegpt on {len(ids)} samples; the {len(judging)} held-out are not among them"
-    )
-    ctx.notes += [f"{name}: at the start: {note}" for note in inner.notes]
+    begun = f"{name}: begins with {PASSES.name_of(step)} on {len(ids)} samples"
+    ctx.notes += [f"{begun}, without the {len(judging)} that are held out", *inner.notes]
     weights = {site.name: made.get_parameter(site.weight_name).detach() for site in weight_sites(made)}
-    notes = {record.site: _without_tie(record.note) for record in inner.records}
-    return Start({site.weight_name: weights[site.name] for site in sites}, notes)
+    yield {site.weight_name: weights[site.name] for site in sites}
+    said = {record.site: _without_tie(record.note) for record in inner.records}
+    for number, record in enumerate(ctx.records[recorded:], recorded):
+        if note := said.get(record.site):
+            joined = "; ".join(filter(None, (record.note, f"at the start: {note}")))
+            ctx.records[number] = dataclasses.replace(record, note=joined)
 
 
-def add_notes(ctx: Context, begin: int, start: Start) -> None:
-    """Put what is said of a start behind what the training says of each linear.
+def plans_with_start(before: Sequence[SitePlan], plans: Sequence[SitePlan]) -> list[SitePlan]:
+    """Return plans of a training with the samples, work and memory that its start takes of each linear.
 
     Args:
-        begin: number of records that there were before the training.
+        before: of the start; empty where it takes none.
+        plans: of the training.
     """
-    for number, record in enumerate(ctx.records[begin:], begin):
-        if said := start.notes.get(record.site):
-            note = "; ".join(filter(None, (record.note, f"at the start: {said}")))
-            ctx.records[number] = dataclasses.replace(record, note=note)
+    takes, found = {plan.site: plan for plan in before if plan.needs is not None}, []
+    for plan in plans:
+        if (first := takes.get(plan.site)) is not None:
+            most = max(plan.working_bytes, first.working_bytes)
+            plan = dataclasses.replace(plan, work=first.work, needs=first.needs, working_bytes=most)
+        found.append(plan)
+    return found
 
 
 def _without_tie(note: str) -> str:
-    """Leave out that the copy's embedding stays as it is: what is trained is trained for the embedding as well."""
+    """Leave out that an embedding keeps its weight, which is so on the copy: the training says what becomes of it."""
     return "; ".join(part for part in note.split("; ") if not part.startswith("tied: "))
