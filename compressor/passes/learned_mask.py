@@ -19,7 +19,6 @@ from compressor.passes.sparsegpt import Sparsegpt
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_zeros
-from compressor.pipeline.sites import error_context
 from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape
@@ -27,7 +26,7 @@ from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.choices import Choices, Refitted
 from compressor.training.zeros.masks import Masks
-from compressor.training.zeros.start import plans_with_start, pruned_start, refuse_zeros
+from compressor.training.zeros.start import plans_with_start, pruned_start, refuse_unfit
 
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
@@ -44,8 +43,8 @@ class LearnedMask(TaughtPass, Pass):
     Attributes:
         scheme: format name that ends with N:M: ``W8A16_2:4`` keeps two of every four weights of a row.
         refit: begin with the masks of `sparsegpt` and the weights that it refits, on the samples that are trained on; a
-            weight that comes back is the dense one.  Without it, begin with Wanda's masks, and weights stay what they are,
-            which a learning rate of 0.3 suits.
+            weight that comes back is the dense one.  Without it, begin with Wanda's masks (the largest
+            ``|w| * ||x||``), and weights stay what they are; a learning rate of 0.3 suits that.
         temperature: logits of the predictions are divided by it.
         hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
             behind each attention and each feed-forward network; 0 leaves them out.
@@ -109,10 +108,7 @@ class LearnedMask(TaughtPass, Pass):
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse linears that will have zeros, and rows that are not whole groups, too."""
         super().requires(graph, ctx)
-        refuse_zeros(self.name, graph, self.chosen(graph)[0], self.scheme, self._pattern)
-        for site in self.chosen(graph)[0]:
-            with error_context(site):
-                self._pattern.stored(site.in_features)
+        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme, self._pattern)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained and will have zeros, and add what the start takes."""
@@ -123,7 +119,7 @@ class LearnedMask(TaughtPass, Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train from what SparseGPT makes of the weights, or from Wanda's masks."""
-        refuse_zeros(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
+        refuse_unfit(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
         if not self.refit:
             return super().run(graph, ctx)
         with pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out) as start:

@@ -25,7 +25,7 @@ from compressor.numerics.products.deterministic import apply, product
 _SHARPNESS = (1.0, 5.0)
 _TEMPERATURE = (4.0, 0.05)
 """At the first and the last step: the paper's, its sharpness in units of the deviation of its first logits."""
-_COLD = (1.0, 0.05)  # temperature where weights are refitted
+_COLD_SHARPNESS, _COLD_TEMPERATURE = (3.0, 5.0), (1.0, 0.05)  # where weights are refitted
 _PRIOR = 3.0  # what a logit gains, as in the paper, by each weight that its mask shares with the one at the start
 
 Refitted: TypeAlias = Mapping[str, Tensor] | None
@@ -58,7 +58,9 @@ class Choices:
         seed: int,
         refitted: Refitted = None,
     ) -> None:
-        self._sharpness, self._temperature = _SHARPNESS, _TEMPERATURE if refitted is None else _COLD
+        self._sharpness, self._temperature = _SHARPNESS, _TEMPERATURE
+        if refitted is not None:
+            self._sharpness, self._temperature = _COLD_SHARPNESS, _COLD_TEMPERATURE
         self._weights = dict(weights)
         for name, values in (refitted or {}).items():
             kept = start[name].to(weights[name].device)

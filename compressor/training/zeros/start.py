@@ -18,19 +18,24 @@ from compressor.numerics.sparsity.n_of_m import left_entries
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, planned_zeros
+from compressor.pipeline.sites import error_context
 from compressor.registry import PASSES
 from compressor.training.settings import split
 
 
-def refuse_zeros(name: str, graph: GraphModule, sites: Sequence[Site], scheme: str, pattern: KeptOfGroup) -> None:
-    """Refuse linears that an earlier pass will leave with zeros, or whose weights have the pattern as they are.
+def refuse_unfit(name: str, graph: GraphModule, sites: Sequence[Site], scheme: str, pattern: KeptOfGroup) -> None:
+    """Refuse linears whose rows are not whole groups, and those that an earlier pass leaves with zeros, or whose
+    weights have the pattern as they came.
+
+    Before the run a graph without weights tells what passes have planned.
 
     Args:
         name: of the pass that asks, for the message.
-        graph: may have no weights, and then tells what passes have planned.
         scheme, pattern: format of the pass, and what it keeps.
     """
     for site in sites:
+        with error_context(site):
+            pattern.stored(site.in_features)
         weight = graph.get_parameter(site.weight_name).detach()
         is_pruned = not weight.is_meta and left_entries(weight, pattern) is not None
         if zeros := planned_zeros(site) or (scheme if is_pruned else ""):
