@@ -25,7 +25,8 @@ from compressor.numerics.products.deterministic import apply, product
 _SHARPNESS = (1.0, 5.0)
 _TEMPERATURE = (4.0, 0.05)
 """At the first and the last step: the paper's, its sharpness in units of the deviation of its first logits."""
-_COLD_SHARPNESS, _COLD_TEMPERATURE = (3.0, 5.0), (1.0, 0.05)  # where weights are refitted
+_COLD_SHARPNESS, _COLD_TEMPERATURE = (3.0, 5.0), (1.0, 0.05)
+"""Where weights are refitted: nearly all draws of the first step are the start's masks."""
 _PRIOR = 3.0  # what a logit gains, as in the paper, by each weight that its mask shares with the one at the start
 
 Refitted: TypeAlias = Mapping[str, Tensor] | None
