@@ -96,8 +96,8 @@ class LearnedMask(TaughtPass, Pass):
 
     @property
     def more_copies(self) -> int:
-        """Return those of the logits."""
-        return math.ceil(_COPIES * self._pattern.choices / self._pattern.size)
+        """Return those of the logits, and that of the start."""
+        return math.ceil(_COPIES * self._pattern.choices / self._pattern.size) + self.refit
 
     @property
     def _pattern(self) -> KeptOfGroup:
