@@ -14,6 +14,7 @@ from compressor.formats.extras import KeptOfGroup
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site, weight_sites
 from compressor.host.digests import tensors_sha256
+from compressor.host.tensor_files import trim
 from compressor.numerics.sparsity.n_of_m import left_entries
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -68,6 +69,7 @@ def pruned_start(
     ctx.blocks, ctx.reused = inner.blocks, inner.reused
     begun = f"{name}: begins with {PASSES.name_of(step)} on {len(ids)} samples"
     ctx.notes += [f"{begun}, without the {len(judging)} that are held out", *inner.notes]
+    trim()  # a training takes large blocks of its own, beside the gaps that statistics left
     weights = {site.name: made.get_parameter(site.weight_name).detach() for site in weight_sites(made)}
     yield {site.weight_name: weights[site.name] for site in sites}
     said = {record.site: _without_tie(record.note) for record in inner.records}
