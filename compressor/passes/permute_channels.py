@@ -1,7 +1,7 @@
 """Permute channels, so that a later pass loses less (Pool and Yu 2021, Channel Permutations for N:M Sparsity).
 
     gate [inner, hidden], up [inner, hidden]  ->  act  ->  down [hidden, inner]
-    rows of gate and up, and columns of down, in another order: the same function, and other neighbours
+    the same function, and other neighbours, with rows of gate and up and columns of down in another order
 
 Which channels are free is read from the dataflow (:mod:`compressor.graph.dependencies.permuting`).  The weights are
 rewritten where they lie: nothing is added to the model.
@@ -76,13 +76,15 @@ class PermuteChannels(Pass):
 
     def plan(self, graph: GraphModule, ctx: Context) -> Sequence[SitePlan]:
         """Plan each linear on a graph without weights: all stay as large as they are."""
-        found, plans = self._find(graph), plan_untouched(graph)
-        counted = {site.name for one in found for site in one.sites}
+        found, plans = self._find(graph), {plan.site: plan for plan in plan_untouched(graph)}
         needs = CalibrationNeeds(False, False, hessian=False) if self.importance == "activation" else None
-        for number, plan in enumerate(plans):
-            if plan.site in counted:
-                plans[number] = replace(plan, note="channels change places", needs=needs)
-        return plans
+        for one in found:
+            for site in one.sites:
+                plans[site.name] = replace(plans[site.name], note="channels change places", needs=needs)
+            first, (moved, held) = plans[one.sites[0].name], self._orders.search_bytes(one, self.rounds)
+            work = {"stream_byte": first.work.get("stream_byte", 0) + moved}
+            plans[first.site] = replace(first, work=work, working_bytes=max(first.working_bytes, held))
+        return [*plans.values()]
 
     def _find(self, graph: GraphModule) -> list[FreeLinears]:
         return self._orders.find(graph, self.targets, self.ignore)

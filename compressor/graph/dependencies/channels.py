@@ -110,8 +110,8 @@ class Dependencies:
         alike: dict[Any, list[int]] = defaultdict(list)
         for channel, held in entries.items():
             signature = tuple((place, len(found)) for place, found in held.items())
-            kind = (signature, self._reasons.get(channel, ""), self._groups.get(channel, 0))
-            alike[*kind, int(tensors[channel])].append(channel)
+            reason, groups = self._reasons.get(channel, ""), self._groups.get(channel, 0)
+            alike[signature, reason, groups, int(tensors[channel])].append(channel)
         return [
             Family({place: np.array([entries[c][place] for c in channels]) for place, _ in signature}, reason, groups)
             for (signature, reason, groups, _), channels in alike.items()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compressor.numerics.channels.exchanges import LEAST_GAIN, exchange
 
-_KEYS, _PASSES = 6, 12
+_KEYS, _PASSES, _TRIED = 6, 12, 4
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class KeptOfGroups:
         size, kept = pairs.shape[1] // 2, self.kept
         both = values[pairs]
         halves = both[:, :size], both[:, size:]
-        now = sum(half.topk(kept, dim=1).values.sum((1, 2), dtype=torch.float64) for half in halves)
-        assert isinstance(now, Tensor)
+        tops = [half.topk(kept, dim=1).values.sum((1, 2), dtype=torch.float64) for half in halves]
         # Of a group without one channel: its N - 1 largest stay whatever comes, and what comes is kept, or the N-th.
         rests = [[_rest(half, i, kept) for i in range(size)] for half in halves]
         worth = []
@@ -108,11 +107,14 @@ class KeptOfGroups:
             for j, (sum_j, next_j) in enumerate(rests[1]):
                 after = torch.maximum(next_i, halves[1][:, j]) + torch.maximum(next_j, halves[0][:, i])
                 worth.append(sum_i + sum_j + after.sum(1, dtype=torch.float64))
-        best = torch.stack(worth).argmax(0)
-        i, j = best // size, size + best % size
-        found = pairs.scatter(1, i[:, None], pairs.gather(1, j[:, None]))
-        found = found.scatter(1, j[:, None], pairs.gather(1, i[:, None]))
-        return found, torch.stack(worth).amax(0) > now * (1 + LEAST_GAIN)
+        best = torch.stack(worth).argmax(0)[:, None]
+        found = _swapped(pairs, best // size, size + best % size)
+        return found, torch.stack(worth).amax(0) > (tops[0] + tops[1]) * (1 + LEAST_GAIN)
+
+
+def _swapped(pairs: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Let the channels at two places of each pair, int64 [pairs, 1], change them."""
+    return pairs.scatter(1, i, pairs.gather(1, j)).scatter(1, j, pairs.gather(1, i))
 
 
 def _rest(half: Tensor, left_out: int, kept: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +159,33 @@ class KeptBlocks:
             if not now > worth * (1 + LEAST_GAIN):
                 break
             order, worth = found, now
-        return order
+        if any(piece.across for piece in pieces):  # what a swap changes is not in two clusters alone
+            return order
+        return exchange(order, size, rounds, partial(self._best_swap, pieces))
+
+    def _best_swap(self, pieces: Sequence[Piece], pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Swap the best two channels of each pair, of the few whose clusters hold least of what they hold."""
+        size, tried = pairs.shape[1] // 2, min(pairs.shape[1] // 2, _TRIED)
+        halves = pairs[:, :size], pairs[:, size:]
+        gains = [torch.zeros(len(pairs), size, dtype=torch.float64) for _ in halves]
+        sums = [[piece.values[half].sum(1, dtype=torch.float64) for half in halves] for piece in pieces]
+        for piece, both in zip(pieces, sums, strict=True):
+            kept = [_kept_blocks(piece, one).double() for one in both]
+            for gain, half, other in zip(gains, halves, (kept[1] - kept[0], kept[0] - kept[1]), strict=True):
+                gain += (piece.values[half].double() @ other[:, :, None])[:, :, 0]
+        first, second = (gain.topk(tried, dim=1).indices for gain in gains)
+        ways = torch.cartesian_prod(torch.arange(tried), torch.arange(tried))
+        i, j = first[:, ways[:, 0]], size + second[:, ways[:, 1]]  # [pairs, ways]
+        worth = torch.zeros(len(pairs), len(ways) + 1, dtype=torch.float64)  # the last leaves all where they are
+        for piece, both in zip(pieces, sums, strict=True):
+            change = (piece.values[pairs.gather(1, j)] - piece.values[pairs.gather(1, i)]).double()
+            change = torch.cat([change, torch.zeros_like(change[:, :1])], 1)
+            count = max(1, round(piece.kept * change.shape[2]))
+            for one, sign in zip(both, (1, -1), strict=True):
+                worth += (one[:, None] + sign * change).topk(count, dim=2, sorted=False).values.sum(2)
+        best = worth[:, :-1].argmax(1, keepdim=True)
+        found = _swapped(pairs, i.gather(1, best), j.gather(1, best))
+        return found, worth[:, :-1].amax(1) > worth[:, -1] * (1 + LEAST_GAIN)
 
 
 def _block_sums(piece: Piece, order: Tensor) -> Tensor:
@@ -211,7 +239,8 @@ def _alike(pieces: Sequence[Piece]) -> Tensor:
     """Return an order of similar neighbours: the largest channel left, and those that hold most where it is large."""
     values = torch.cat([piece.values for piece in pieces], 1).double()
     size, share = max(piece.size for piece in pieces), max(piece.kept for piece in pieces)
-    kept, left, order = max(1, round(share * values.shape[1])), values.sum(1), []
+    order: list[int] = []
+    kept, left = max(1, round(share * values.shape[1])), values.sum(1)
     while len(order) < len(values):
         seed = values[int(left.argmax())]
         for _ in range(2):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn.functional import pad
 
 from compressor.errors import UsageError
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
@@ -20,12 +21,14 @@ from compressor.graph.dependencies.channels import Family
 from compressor.graph.dependencies.permuting import FreeSet, free_sets
 from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, SharedScales, Sorted
-from compressor.numerics.sparsity.block_sparsity import of_tiles
 from compressor.pipeline.sites import choose_sites
 
 Aim: TypeAlias = Literal["n_of_m", "blocks", "groups", "sort"]
 """What an order is good for: patterns N:M, blocks, groups that share a scale, or prefixes."""
+FEATURES = 8192
+"""Rows or columns that a search looks at; of more, every second, third, ... of each weight."""
 _NAMED = 3  # reasons that a message gives
+_BYTES, _TURNS = 800, 3  # that a round of exchanges moves, for each entry; rounds until no more exchange helps
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Orders:
 
     def __post_init__(self) -> None:
         fmt = self.scheme
-        if fmt is not None and self.aim == "groups" and (fmt.strategy != "group" or fmt.of_kept != fmt):
+        if fmt is not None and self.aim == "groups" and fmt.strategy != "group":
             raise UsageError(
                 f"permute_channels: scheme {fmt.name}: no order of channels changes what it loses; give a format with "
                 "groups of scales (W4A16_G32), N of M weights (W8A16_2:4) or blocks (W8A16_B16x1@50)"
@@ -155,6 +158,14 @@ class Orders:
             for run in _runs(family.places[site.weight_name, axis], size)
         ]
 
+    def search_bytes(self, one: FreeLinears, rounds: int) -> tuple[int, int]:
+        """Return the bytes that a search moves, and those that it holds, by the sizes of the linears."""
+        features = sum(site.out_features for site in one.readers) + sum(site.in_features for site in one.writers)
+        count, size = one.free.families[0].count, self.columns or self.rows
+        entries = len(one.free.families) * count * min(features, FEATURES)
+        turns = 1 if self.aim == "sort" else min(rounds, _TURNS * count // size)
+        return _BYTES * turns * entries, 32 * entries
+
     def pieces(
         self, graph: GraphModule, one: FreeLinears, family: Family, squares: Mapping[str, Tensor] | None
     ) -> Iterator[Piece]:
@@ -182,7 +193,8 @@ class Orders:
     def _columns_of(self, held: Tensor, costs: Tensor, in_features: int) -> Piece:
         if self._blocks is None:
             return Piece(held.t().contiguous(), costs, self.columns)
-        return Piece(of_tiles(held).t().contiguous(), costs, self.columns, self._kept(in_features), across=True)
+        filled = pad(held, (0, 0, 0, -len(held) % self.rows)).view(-1, self.rows, held.shape[1]).sum(1)
+        return Piece(filled.t().contiguous(), costs, self.columns, self._kept(in_features), across=True)
 
     def _rows_of(self, held: Tensor) -> Piece:
         assert self._blocks is not None

@@ -1,9 +1,9 @@
-"""Search an order of each free set of channels, put the channels in it, check the outputs, and record what it gained."""
+"""Search an order of each free set of channels, put them in it, check the outputs, and record what it gained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +17,12 @@ from compressor.errors import CompressorError
 from compressor.graph.dependencies.channels import Family
 from compressor.graph.dependencies.permuting import moved, permute
 from compressor.graph.model import clone_graph
-from compressor.graph.sites import Site, linear_sites
+from compressor.graph.sites import linear_sites
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.resume import cached_tensors
-from compressor.pipeline.structured.orders import FreeLinears, Orders
+from compressor.pipeline.structured.orders import FEATURES, FreeLinears, Orders
 from compressor.progress import Silent
 
-FEATURES = 8192
-"""Rows or columns that a search looks at; of more, every second, third, ... of each weight."""
 _CHECKED, _TOLERANCE = 2, 1e-4  # batches whose outputs are compared, and their largest relative difference
 
 
@@ -72,7 +70,8 @@ class Permutation:
                 for head, family in enumerate(one.free.families):
                     order, values = self._best(graph, one, family, squares)
                     permute(graph, family, order)
-                    _follow(graph, family, order, squares)
+                    if squares is not None:
+                        _follow(graph, family, order, squares)
                     results[f"{number}.{head}"] = order
                     worth += values
                 results[f"{number}.worth"] = worth
@@ -119,9 +118,7 @@ class Permutation:
                     "please report it, and leave the pass out or name linears in `ignore` meanwhile"
                 )
 
-    def _record(
-        self, graph: GraphModule, ctx: Context, found: Sequence[FreeLinears], worth: Sequence[Tensor]
-    ) -> None:
+    def _record(self, graph: GraphModule, ctx: Context, found: Sequence[FreeLinears], worth: Sequence[Tensor]) -> None:
         """Record what each set gained, at its first linear, and all of them in a note."""
         notes: dict[str, list[str]] = {}
         for one, values in zip(found, worth, strict=True):
@@ -143,9 +140,9 @@ class Permutation:
         return f"{what} {after / most:.2%} of what it holds in all, before {before / most:.2%}"
 
 
-def _follow(graph: GraphModule, family: Family, order: Tensor, squares: dict[str, Tensor] | None) -> None:
+def _follow(graph: GraphModule, family: Family, order: Tensor, squares: dict[str, Tensor]) -> None:
     """Put the mean squares of linears' inputs in the order that their columns have now."""
-    for site in linear_sites(graph) if squares is not None else ():
+    for site in linear_sites(graph):
         entries = family.places.get((site.weight_name, 1))
         if entries is not None and site.name in squares:
             values = squares[site.name]
