@@ -61,7 +61,12 @@ class Permutation:
         self._record(graph, ctx, found, [results[f"{number}.worth"] for number in range(len(found))])
 
     def _search(self, graph: GraphModule, ctx: Context, found: Sequence[FreeLinears]) -> dict[str, Tensor]:
-        """Return the order of each family, and what each set is worth before and after, and in all."""
+        """Return the order of each family, and what each set is worth before and after, and in all.
+
+        Where both rows and columns matter, sets are permuted one after another: the rows of a block may be channels of
+        one set, and its columns of another.
+        """
+        is_chained = bool(self.orders.rows and self.orders.columns)
         squares = self._squares(graph, ctx, found) if self.uses_inputs else None
         results = {}
         with ctx.reporter.task("permute_channels", len(found)) as task:
@@ -69,9 +74,9 @@ class Permutation:
                 worth = torch.zeros(3, dtype=torch.float64)
                 for head, family in enumerate(one.free.families):
                     order, values = self._best(graph, one, family, squares)
-                    permute(graph, family, order)
-                    if squares is not None:
-                        _follow(graph, family, order, squares)
+                    if is_chained:
+                        permute(graph, family, order)
+                        _follow(graph, family, order, squares or {})
                     results[f"{number}.{head}"] = order
                     worth += values
                 results[f"{number}.worth"] = worth
