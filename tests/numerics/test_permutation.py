@@ -11,7 +11,8 @@ import torch
 
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.numerics.channels.exchanges import exchange, rounds_of
-from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, SharedScales, Sorted
+from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, Sorted
+from compressor.numerics.channels.shared_scales import SharedScales
 from compressor.numerics.sparsity.block_sparsity import best_blocks, block_mask, of_tiles
 from compressor.numerics.sparsity.n_of_m import largest_of_groups
 

@@ -6,9 +6,10 @@ value that it adds up over clusters, and a way to deal the channels of two clust
 
     n_of_m   the N largest of each cluster and feature         all ways to part 2 M channels, M <= 4; else one swap
              (Pool and Yu 2021, Channel Permutations for N:M Sparsity, NeurIPS)
-    blocks   the features with the largest sums, a cluster     swaps that suit the features that both keep now
-    groups   minus step^2 of each cluster and feature          cuts of the two clusters by several keys
+    blocks   the features with the largest sums, a cluster     swaps that suit what both keep now; one swap by value
     sort     what the first half of the channels holds         none: the channels are sorted
+
+Groups of scales are in :mod:`compressor.numerics.channels.shared_scales`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from compressor.numerics.channels.exchanges import LEAST_GAIN, exchange
 
-_KEYS, _PASSES, _TRIED = 6, 12, 4
+_PASSES, _TRIED = 12, 4  # times that blocks are chosen anew; channels of a cluster that a swap is tried of
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ class KeptOfGroups:
                 after = torch.maximum(next_i, halves[1][:, j]) + torch.maximum(next_j, halves[0][:, i])
                 worth.append(sum_i + sum_j + after.sum(1, dtype=torch.float64))
         best = torch.stack(worth).argmax(0)[:, None]
-        found = _swapped(pairs, best // size, size + best % size)
+        found = swapped(pairs, best // size, size + best % size)
         return found, torch.stack(worth).amax(0) > (tops[0] + tops[1]) * (1 + LEAST_GAIN)
 
 
-def _swapped(pairs: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def swapped(pairs: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Let the channels at two places of each pair, int64 [pairs, 1], change them."""
     return pairs.scatter(1, i, pairs.gather(1, j)).scatter(1, j, pairs.gather(1, i))
 
@@ -184,7 +185,7 @@ class KeptBlocks:
             for one, sign in zip(both, (1, -1), strict=True):
                 worth += (one[:, None] + sign * change).topk(count, dim=2, sorted=False).values.sum(2)
         best = worth[:, :-1].argmax(1, keepdim=True)
-        found = _swapped(pairs, i.gather(1, best), j.gather(1, best))
+        found = swapped(pairs, i.gather(1, best), j.gather(1, best))
         return found, worth[:, :-1].amax(1) > worth[:, -1] * (1 + LEAST_GAIN)
 
 
@@ -251,61 +252,6 @@ def _alike(pieces: Sequence[Piece]) -> Tensor:
         left[chosen] = -torch.inf
         order += chosen.tolist()
     return torch.tensor(order)
-
-
-@dataclass(frozen=True)
-class SharedScales:
-    """Neighbours share a scale: its step follows from the largest of them.
-
-    Attributes:
-        zeros: whether grids have zero points, so that a step follows from the range.
-    """
-
-    zeros: bool
-
-    def value(self, piece: Piece, order: Tensor) -> float:
-        """Return minus the sum of step^2 times what errors cost, in units of codes."""
-        costs = piece.weights[order].view(-1, piece.size).sum(1, dtype=torch.float64)
-        return -float((self._squares(piece.clusters(order)).sum(1, dtype=torch.float64) * costs).sum())
-
-    def _squares(self, values: Tensor) -> Tensor:
-        """Return the square of each cluster's range: [..., size, features] -> [..., features]."""
-        if self.zeros:
-            return (values.amax(-2).clamp(min=0) - values.amin(-2).clamp(max=0)).square()
-        return (2 * values.abs().amax(-2)).square()
-
-    def search(self, pieces: Sequence[Piece], rounds: int) -> Tensor:
-        """Cut the channels of two clusters apart by one of several keys, pair after pair."""
-        values, size = torch.cat([piece.values for piece in pieces], 1), pieces[0].size
-        costs = torch.stack([piece.weights for piece in pieces], 1).double()  # [channels, pieces]
-        of_piece = torch.repeat_interleave(torch.tensor([piece.values.shape[1] for piece in pieces]))
-        keys = _keys(values, costs)
-
-        def worth(pairs: Tensor) -> Tensor:
-            cost = costs[pairs].view(len(pairs), 2, size, -1).sum(2)[..., of_piece]
-            squares = self._squares(values[pairs].view(len(pairs), 2, size, -1))
-            return -(squares.double() * cost).sum((1, 2))
-
-        def better(pairs: Tensor) -> tuple[Tensor, Tensor]:
-            ranks = [key[pairs].argsort(dim=1, descending=True, stable=True) for key in keys]
-            tried = [pairs, *(pairs.gather(1, rank) for rank in ranks)]
-            found = torch.stack([worth(one) for one in tried])
-            best = found.argmax(0)
-            return torch.stack(tried)[best, torch.arange(len(pairs))], found.amax(0) > found[0] * (1 - LEAST_GAIN)
-
-        starts = [torch.arange(len(values)), *(key.argsort(descending=True, stable=True) for key in keys[:3])]
-        found = [exchange(start, size, rounds, better) for start in starts]
-        sums = torch.tensor([sum(self.value(piece, order) for piece in pieces) for order in found])
-        return found[int(sums.argmax())]
-
-
-def _keys(values: Tensor, costs: Tensor) -> list[Tensor]:
-    """Return numbers to sort channels by, float64 [channels] each: size, cost, both, and random views of the sizes."""
-    sizes = values.abs().double()
-    size, cost = sizes.square().mean(1).sqrt(), costs.mean(1)
-    generator = torch.Generator().manual_seed(0)
-    views = torch.randn(sizes.shape[1], _KEYS, generator=generator, dtype=torch.float64)
-    return [size, cost, size.square() * cost, *(sizes @ views).unbind(1)]
 
 
 @dataclass(frozen=True)

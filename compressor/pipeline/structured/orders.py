@@ -20,7 +20,8 @@ from compressor.formats.parts import TILE_ROWS
 from compressor.graph.dependencies.channels import Family
 from compressor.graph.dependencies.permuting import FreeSet, free_sets
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, SharedScales, Sorted
+from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, Sorted
+from compressor.numerics.channels.shared_scales import SharedScales
 from compressor.pipeline.sites import choose_sites
 
 Aim: TypeAlias = Literal["n_of_m", "blocks", "groups", "sort"]
@@ -28,7 +29,7 @@ Aim: TypeAlias = Literal["n_of_m", "blocks", "groups", "sort"]
 FEATURES = 8192
 """Rows or columns that a search looks at; of more, every second, third, ... of each weight."""
 _NAMED = 3  # reasons that a message gives
-_BYTES, _TURNS = 800, 3  # that a round of exchanges moves, for each entry; rounds until no more exchange helps
+_BYTES, _TURNS = 400, 3  # that a round of exchanges moves, for each entry; rounds until no more exchange helps
 
 
 @dataclass(frozen=True)
