@@ -51,13 +51,13 @@ def worth_of_all(goal: Goal, piece: Piece) -> list[float]:
 @pytest.mark.parametrize(("goal", "channels", "size", "kept", "across", "least"), [
     (KeptOfGroups(2), 8, 4, 0.0, False, 1.0),  # one pair of clusters, of which all partings are tried
     (KeptOfGroups(1), 8, 4, 0.0, False, 1.0),
-    (KeptOfGroups(2), 12, 4, 0.0, False, 0.85),
-    (KeptOfGroups(1), 8, 2, 0.0, False, 0.8),
-    (KeptOfGroups(3), 10, 5, 0.0, False, 0.75),  # single swaps
+    (KeptOfGroups(2), 12, 4, 0.0, False, 0.93),
+    (KeptOfGroups(1), 8, 2, 0.0, False, 1.0),
+    (KeptOfGroups(3), 10, 5, 0.0, False, 0.85),  # single swaps
     (KeptBlocks(), 12, 4, 0.5, False, 0.6),
-    (KeptBlocks(), 8, 4, 0.5, True, 0.3),  # no swap is tried by what it is worth
-    (SharedScales(False), 12, 3, 0.0, False, 0.6),
-    (SharedScales(True), 12, 3, 0.0, False, 0.6),
+    (KeptBlocks(), 8, 4, 0.5, True, 1.0),
+    (SharedScales(False), 12, 3, 0.0, False, 0.98),
+    (SharedScales(True), 12, 3, 0.0, False, 0.85),
 ])  # fmt: skip
 def test_orders_are_close_to_the_best_of_all(
     goal: Goal, channels: int, size: int, kept: float, across: bool, least: float

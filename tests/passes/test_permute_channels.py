@@ -133,6 +133,18 @@ def test_the_pass_behind_keeps_more(scheme: str) -> None:
     assert errors[1] < errors[0]
 
 
+@pytest.mark.parametrize("scheme", ["W4A16_G8", "W4A16_ASYM_G8"])
+def test_scales_of_alike_channels_round_better(scheme: str) -> None:
+    """Squared errors of all weights, rounded as `rtn` does, are smaller."""
+    errors = []
+    for step in ([], [PermuteChannels(scheme=scheme, importance="magnitude", ignore="lm_head")]):
+        graph = Pipeline(step).run(pruned_models.captured("Llama"), Context(samples=pruned_models.samples_of("Llama")))
+        squares = {name: float(weight.double().square().sum()) for name, weight in weights_of(graph).items()}
+        Rtn(scheme, ignore="lm_head").run(graph, ctx := Context())
+        errors.append(sum(record.error * squares[record.site] for record in ctx.records))
+    assert errors[1] < 0.99 * errors[0]
+
+
 def test_channels_that_packed_linears_hold_stay() -> None:
     graph, samples = pruned_models.captured("Llama"), pruned_models.samples_of("Llama")
     graph = Rtn("W8A16", targets="model.layers.0.mlp.down_proj").run(graph, Context())

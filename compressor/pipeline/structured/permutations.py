@@ -95,7 +95,8 @@ class Permutation:
         worth = torch.zeros(3, dtype=torch.float64)
         for piece in self.orders.pieces(graph, one, family, squares):
             all_of_it = float(piece.values.sum(1, dtype=torch.float64).sum())
-            worth += torch.tensor([goal.value(piece, identity), goal.value(piece, order), all_of_it])
+            values = [goal.value(piece, identity), goal.value(piece, order), all_of_it]
+            worth += torch.tensor(values, dtype=torch.float64)
         if worth[1] <= worth[0]:
             return identity, worth[[0, 0, 2]]
         return order, worth
