@@ -19,7 +19,7 @@ from compressor.training.loop import Objective
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
-from compressor.training.zeros.gates import Gates
+from compressor.training.zeros.gates import Gates, first_scores
 from compressor.training.zeros.masks import Masks
 
 _COPIES = 8  # of a score: itself, its gradient, two means, a step's work, its slope, its order, which is twice as wide
@@ -30,9 +30,10 @@ class PolarisedGates(TaughtPass, Pass):
     """Train a gate for each weight, open or closed, with the weights, so that the outputs come near to the dense model.
 
     As many gates are open at any time as the scheme keeps: those with the largest scores, at first those of the largest
-    ``|w| * ||x||``.  Scores are trained, and a regulariser drives them away from the middle, so that gates are decided
-    when training ends.  It ends with the start where nothing has a smaller held-out loss.  The weights stay dense, with
-    zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs what is left.
+    ``|w| * ||x||`` of each row (Wanda).  Scores are trained, and a regulariser drives them away from the middle, so
+    that gates are decided when training ends.  It ends with the start where nothing has a smaller held-out loss.  The
+    weights stay dense, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``,
+    which packs what is left.
 
     Attributes:
         scheme: format name that ends with the single weights that are left out: ``W8A16_B1x1@50`` keeps half of the
@@ -121,7 +122,7 @@ class PolarisedGates(TaughtPass, Pass):
     ) -> tuple[TrainableGraph, Objective]:
         """Return the graph with gates at the linears' weights, and the distance to the dense model."""
         model, objective = super().prepare(graph, ctx, names, device)
-        sites, sizes = self.chosen(graph)[0], {}
+        sites, first = self.chosen(graph)[0], {}
         squares = self.input_squares(graph, ctx, sites)
         for site in sites:
             weight = graph.get_parameter(site.weight_name).detach().float()
@@ -130,9 +131,9 @@ class PolarisedGates(TaughtPass, Pass):
                     f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
                     "chosen; put the pass in front of those that prune"
                 )
-            sizes[site.weight_name] = weight.square() * squares[site.weight_name]
+            first[site.weight_name] = first_scores(weight, squares[site.weight_name], self._pattern)
         rate, options = self._settings().rate, (self.polarisation, self.gate_speed, self.train_weights)
-        model.stand_in(list(sizes), lambda own: Gates(own, sizes, self._pattern, self.steps, rate, *options))
+        model.stand_in(list(first), lambda own: Gates(own, first, self._pattern, self.steps, rate, *options))
         return model, objective
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:

@@ -84,6 +84,7 @@ ELSEWHERE = (
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
     "learned_mask_w8a16_2of4_x86",  # passes/test_learned_mask.py
+    "polarised_gates_w8a16_x86",
     "relu_sparse_w8a16_x86",
 )
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith(ELSEWHERE))

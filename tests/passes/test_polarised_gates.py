@@ -21,7 +21,7 @@ from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
-from compressor.numerics.sparsity.n_of_m import largest_allowed, pattern_of
+from compressor.numerics.sparsity.n_of_m import largest_allowed, largest_entries, pattern_of
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.polarised_gates import PolarisedGates
 from compressor.passes.wanda import Wanda
@@ -79,10 +79,10 @@ def test_training_finds_the_best_masks_of_a_small_problem() -> None:
     best, sums, masks = [0, 0], [0.0, 0.0, 0.0], all_masks()
     for seed in range(10):
         weight, x = problem(seed)
-        least = min(float(loss(weight * mask, weight, x)) for mask in masks)
+        least = float(((weight * masks - weight) @ x.t()).square().mean(-1).sum(-1).min())
         for place, polarisation in enumerate((1.0, 0.0)):
-            own, sizes = {"w": weight}, {"w": weight.square()}
-            gates = Gates(own, sizes, SingleZeros(50), 150, lambda _: 0.3, polarisation, 1.0, False)
+            own, first = {"w": weight}, {"w": weight.square().log()}
+            gates = Gates(own, first, SingleZeros(50), 150, lambda _: 0.3, polarisation, 1.0, False)
             start = float(loss(gates.stored()["w"], weight, x))
             found = trained(gates, weight, x, 150, 0.3)
             assert start > 1.2 * least and found >= 0.9999 * least
@@ -103,27 +103,27 @@ def test_weights_that_are_trained_come_near_to_the_best_of_all_masks_and_weights
             read = x[:, torch.tensor(mask)]
             fitted.append((sum(mask), (read @ torch.linalg.lstsq(read, y).solution - y).square().mean(0)))
         least = min(float(a[0] + b[1]) for m, a in fitted for n, b in fitted if m + n == 6)
-        sizes = {"w": weight.square()}
-        gates = Gates({"w": weight.clone()}, sizes, SingleZeros(50), 300, lambda _: 0.03, 1.0, 10.0, True)
+        first = {"w": weight.square().log()}
+        gates = Gates({"w": weight.clone()}, first, SingleZeros(50), 300, lambda _: 0.03, 1.0, 10.0, True)
         found = trained(gates, weight, x, 300, 0.03)
         ratios.append(found / least)
         assert found >= 0.9999 * least
     assert sum(ratio <= 1.0001 for ratio in ratios) >= 3 and sum(ratios) <= 1.2 * len(ratios)
 
 
-def dense_step(weight: Tensor, sizes: Tensor, x: Tensor, rates: list[float], rho: float) -> tuple[Tensor, Tensor]:
+def dense_step(weight: Tensor, first: Tensor, x: Tensor, rates: list[float], rho: float) -> tuple[Tensor, Tensor]:
     """Return scores and what is kept of a share of a half after two steps, in plain float64: an oracle."""
-    s = sizes.double().log()
+    s = first.double()
     s = (s - s.flatten().sort().values[5:7].mean()).clamp(-5, 5)
-    first, second = torch.zeros_like(s), torch.zeros_like(s)
+    mean, square = torch.zeros_like(s), torch.zeros_like(s)
     for t, rate in enumerate(rates, 1):
         leaf = s.clone().requires_grad_()
         loss(weight.double() * leaf.sigmoid(), weight.double(), x.double()).backward()
         g = leaf.grad
         assert g is not None
-        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
+        mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g**2
         kept = s > 0
-        s = s - rate * (first / (1 - 0.9**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+        s = s - rate * (mean / (1 - 0.9**t)) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
         s = s + torch.where(kept, 1.0, -1.0) * rate * rho * t / len(rates)
         s = (s - s.flatten().sort().values[5:7].mean()).clamp(-5, 5)
     return s, s > 0
@@ -132,8 +132,10 @@ def dense_step(weight: Tensor, sizes: Tensor, x: Tensor, rates: list[float], rho
 def test_a_step_is_that_of_the_formula() -> None:
     weight, x = problem(4)
     rates = [0.4, 0.7, 0.5]
-    scores, kept = dense_step(weight, weight.square(), x, rates, 0.8)
-    gates = Gates({"w": weight}, {"w": weight.square()}, SingleZeros(50), 3, lambda step: rates[step], 0.8, 1.0, False)
+    scores, kept = dense_step(weight, weight.square().log(), x, rates, 0.8)
+    gates = Gates(
+        {"w": weight}, {"w": weight.square().log()}, SingleZeros(50), 3, lambda step: rates[step], 0.8, 1.0, False
+    )
     optimiser = AdamW(gates.leaves, 0.0)
     for step, rate in enumerate(rates, 1):
         leaf = gates.leaves["w.scores"]
@@ -150,12 +152,12 @@ def test_gates_are_decided_in_the_end(trains_weights: bool) -> None:
     """Of two of four: gates that begin near the middle tend to what is stored, and a half of each group is kept."""
     rng, steps = torch.Generator().manual_seed(0), 30
     weight = torch.randn(16, 32, generator=rng)
-    own, sizes, pattern = {"w": weight.clone()}, {"w": weight.square()}, KeptOfGroup(2, 4)
-    gates = Gates(own, sizes, pattern, steps, lambda _: 0.01, 1.0, 100.0, trains_weights)
+    own, first, pattern = {"w": weight.clone()}, {"w": weight.square().log()}, KeptOfGroup(2, 4)
+    gates = Gates(own, first, pattern, steps, lambda _: 0.01, 1.0, 100.0, trains_weights)
     assert torch.equal(gates.stored()["w"] != 0, largest_allowed(weight.square(), pattern))
     apart = []
     for step in range(steps + 1):
-        apart.append(float((gates.fused()["w"] - gates.stored()["w"]).abs().max()))
+        apart.append(float((gates.fused()["w"] - gates.stored()["w"]).detach().abs().max()))
         gates.after_step(step + 1, {})
     assert apart[0] > 0.2 and apart[19] < 0.02 * float(weight.abs().max())
     assert (apart[20] == 0) == trains_weights, "weights settle without gates"
@@ -164,7 +166,9 @@ def test_gates_are_decided_in_the_end(trains_weights: bool) -> None:
 
 @pytest.mark.parametrize("scheme", ["W8A16_B1x1@50", "W8A16_B1x1@70", "W8A16_2:4"])
 def test_it_keeps_the_share_and_is_never_worse_than_the_start(llama: GraphModule, scheme: str) -> None:
-    train = dataclasses.replace(QUICK, scheme=scheme, train_weights=scheme != "W8A16_B1x1@70")
+    train = dataclasses.replace(QUICK, scheme=scheme)
+    if scheme == "W8A16_B1x1@70":
+        train = dataclasses.replace(train, train_weights=False, learning_rate=0.01)
     ctx = Context(samples=SAMPLES)
     graph = Pipeline([train], [VerifyStages()]).run(clone_graph(llama), ctx)
     pattern = pattern_of(Format.parse(scheme))
@@ -186,7 +190,7 @@ def test_it_keeps_the_share_and_is_never_worse_than_the_start(llama: GraphModule
 
 
 def test_a_training_that_harms_ends_with_the_start(llama: GraphModule) -> None:
-    """That is the largest |w| ||x|| of each linear."""
+    """That is Wanda's choice."""
     ctx = Context(samples=SAMPLES)
     harms = dataclasses.replace(QUICK, learning_rate=10.0, polarisation=0.0)
     graph = Pipeline([harms]).run(clone_graph(llama), ctx)
@@ -194,8 +198,7 @@ def test_a_training_that_harms_ends_with_the_start(llama: GraphModule) -> None:
     squares = harms.input_squares(llama, ctx, sites)
     for site in sites:
         weight, found = (of.get_parameter(site.weight_name).detach() for of in (llama, graph))
-        sizes = weight.square() * squares[site.weight_name]
-        assert torch.equal(found, weight * largest_allowed(sizes, SingleZeros(50)))
+        assert torch.equal(found, weight * largest_entries(weight, squares[site.weight_name].diag(), SingleZeros(50)))
     assert "nothing changes" in ctx.notes[0]
 
 

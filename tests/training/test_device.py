@@ -30,6 +30,7 @@ from compressor.passes.distill import Distill
 from compressor.passes.finetune import Finetune
 from compressor.passes.learned_mask import LearnedMask
 from compressor.passes.magnitude import Magnitude
+from compressor.passes.polarised_gates import PolarisedGates
 from compressor.passes.relu_sparse import ReluSparse
 from compressor.passes.rtn import Rtn
 from compressor.passes.sparse_train import SparseTrain
@@ -55,6 +56,7 @@ TRAININGS: dict[str, list[Pass]] = {
     "cubic": [SparseTrain("W8A16_B16x1@50", **QUICK)],
     "admm": [SparseTrain("W8A16_B16x1@50", **QUICK, method="admm", project_every=2)],
     "learned_mask": [LearnedMask("W8A16_2:4", **{**QUICK, "learning_rate": 0.3})],
+    "polarised_gates": [PolarisedGates("W8A16_B1x1@50", **QUICK)],
     "relu_sparse": [ReluSparse(**QUICK)],
     "experts": [Finetune(**QUICK)],
 }

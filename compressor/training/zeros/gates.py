@@ -22,7 +22,24 @@ from torch import Tensor
 from compressor.formats.extras import KeptOfGroup
 from compressor.numerics.sparsity.n_of_m import Pattern, largest_allowed
 
+_SHARPNESS = 2.0  # a gate's odds are this power of how much more its weight contributes, squared, than the middle one
 _BOUND = 5.0  # of scores: sigmoid's slope there is 2.7% of that in the middle
+
+
+def first_scores(weight: Tensor, squares: Tensor, pattern: Pattern) -> Tensor:
+    """Return scores that begin with Wanda's choice, the largest |w| ||x|| of each row, float64 [out, in].
+
+    Args:
+        weight: float [out, in].
+        squares: mean squares of the inputs' channels, float [in].
+    """
+    scores = _SHARPNESS * (weight.double().square() * squares).clamp_min(1e-30).log()
+    if isinstance(pattern, KeptOfGroup):
+        return scores
+    rows, columns = scores.shape
+    count = min(max(1, round(pattern.kept(rows, columns) / rows)), columns - 1)
+    last = scores.sort(1, descending=True).values[:, max(0, count - 1) : count + 1]
+    return scores - last.mean(1, keepdim=True)  # so that rows are comparable
 
 
 class Gates:
@@ -32,7 +49,7 @@ class Gates:
 
     Args:
         weights: float32 [out, in], by name.
-        sizes: importance of each weight, float [out, in]; the largest ones stay at first.
+        first: scores that are begun with, float [out, in], as :func:`first_scores` gives them; the largest stay.
         pattern: how many stay, and of which.
         steps: of the training.
         rate: the learning rate of a step, the first of which is 0.
@@ -47,7 +64,7 @@ class Gates:
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        sizes: Mapping[str, Tensor],
+        first: Mapping[str, Tensor],
         pattern: Pattern,
         steps: int,
         rate: Callable[[int], float],
@@ -60,7 +77,7 @@ class Gates:
         self._last = math.ceil(2 * steps / 3) if trains_weights else steps
         self.leaves, self._kept = dict[str, Tensor](), dict[str, Tensor]()
         for name, weight in weights.items():
-            scores = sizes[name].to(weight.device).double().clamp_min(1e-30).log()
+            scores = first[name].to(weight.device)
             self._kept[name] = largest_allowed(scores, pattern)
             centred = self._centred(scores, self._kept[name]).clamp_(-_BOUND, _BOUND).float()
             self.leaves[f"{name}.scores"] = (centred / speed).flatten().requires_grad_()
