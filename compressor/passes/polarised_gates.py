@@ -66,8 +66,8 @@ class PolarisedGates(TaughtPass, Pass):
 
     scheme: str
     train_weights: bool = True
-    polarisation: float = 0.5
-    gate_speed: float = 50.0
+    polarisation: float = 1.0
+    gate_speed: float = 100.0
     temperature: float = 1.0
     hidden: float = 0.0
     steps: int = 200
