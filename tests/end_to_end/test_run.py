@@ -87,6 +87,7 @@ ELSEWHERE = (
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
     "learned_mask_w8a16_2of4_x86",  # passes/test_learned_mask.py
+    "polarised_gates_w8a16_x86",
     "relu_sparse_w8a16_x86",
     "permute_channels_w8a16_2of4_x86",  # passes/test_permute_channels.py: nothing is left of it but sparsegpt's recipe
 )
