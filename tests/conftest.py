@@ -17,6 +17,7 @@ import pytest
 from compressor.host.threads import wait_passively
 
 wait_passively()  # as the command does; before torch is imported
+gc.set_threshold(10_000)
 
 from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
 from prices import share_prices  # noqa: E402

@@ -58,7 +58,7 @@ class TrainableGraph:
 
     Attributes:
         weights: what is trained, by name: the copies, or what stands in for them.
-        stand_ins: of weights that stay what they are; None where there are none.
+        stand_ins: of weights that do not run as they are trained or stay; None where there are none.
     """
 
     def __init__(

@@ -36,20 +36,11 @@ SHOWN = {
     "MVP, decoder",  # the same, in a model that writes its attention out
     "Mixtral",  # experts, stored one by one
     "OLMoE",
-    "Qwen 2, experts",
     "Qwen 3, experts",
-    "BioGPT",
-    "CodeGen",
     "Gemma 3",
-    "Granite",
-    "InternLM kind",
     "Llama, tied",
-    "Nemotron",
     "OPT",
-    "Persimmon",
     "Phi",
-    "SmolLM 3",
-    "Starcoder 2",
     "Gemma 4, shared keys",  # a layer that shares another's keys, layers of different heads and widths
     "Qwen 3 VL, text",  # the half for texts, assignments to slices
     "Llama 4, experts",  # all computed for each token, which chose one

@@ -19,18 +19,19 @@ from torch.utils._pytree import tree_leaves
 from compressor.capture.capture import capture
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import CompressorError, ResourceError, UsageError
-from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize, meta_packed
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
-from compressor.numerics.sparsity.n_of_m import largest_of_groups
+from compressor.numerics.sparsity.n_of_m import Pattern, largest_of_groups
 from compressor.ops.linear import packed_product
 from compressor.passes.distill import Distill
 from compressor.passes.finetune import Finetune
 from compressor.passes.learned_mask import LearnedMask
 from compressor.passes.magnitude import Magnitude
+from compressor.passes.polarised_gates import PolarisedGates
 from compressor.passes.relu_sparse import ReluSparse
 from compressor.passes.rtn import Rtn
 from compressor.passes.sparse_train import SparseTrain
@@ -40,6 +41,7 @@ from compressor.plan.streaming import plan_training
 from compressor.training.device import Device, gpu_facts
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.choices import Choices
+from compressor.training.zeros.gates import Gates
 from compressor.training.zeros.masks import GrowingBlocks
 
 GPU = "cuda"
@@ -57,6 +59,7 @@ TRAININGS: dict[str, list[Pass]] = {
     "cubic": [SparseTrain("W8A16_B16x1@50", **QUICK)],
     "admm": [SparseTrain("W8A16_B16x1@50", **QUICK, method="admm", project_every=2)],
     "learned_mask": [LearnedMask("W8A16_2:4", **{**QUICK, "learning_rate": 0.3}, refit=False)],
+    "polarised_gates": [PolarisedGates("W8A16_B1x1@50", **QUICK)],
     "relu_sparse": [ReluSparse(**QUICK)],
     "experts": [Finetune(**QUICK)],
 }
@@ -118,6 +121,16 @@ def test_blocks_are_chosen_where_the_weights_are() -> None:
         for step in range(1, 7):
             masks.after_step(step, weights)
     assert masks.state()["w"].is_meta
+
+
+@pytest.mark.parametrize("pattern", [SingleZeros(50), KeptOfGroup(2, 4)])
+def test_gates_are_decided_where_the_weights_are(pattern: Pattern) -> None:
+    weights, first = {"w": torch.empty(64, 128, device="meta")}, {"w": torch.rand(64, 128)}
+    gates = Gates(weights, first, pattern, 6, lambda _: 0.1, 1.0, 10.0, True)
+    with OneDevice():
+        assert gates.fused()["w"].is_meta
+        gates.after_step(1, {})
+    assert gates.state()["w"].is_meta and gates.leaves["w.scores"].is_meta
 
 
 def test_a_shared_tensor_has_one_copy() -> None:

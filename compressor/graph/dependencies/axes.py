@@ -20,12 +20,13 @@ class Reading:
     Args:
         by_query: whether query heads may go while the keys and values that they share stay; else a head of keys and
             values goes with all query heads that read it.
+        in_places: whether channels only change places, so that none of them is missing from a sum.
     Attributes:
         heads: of each attention, the labels of its query heads, and how many heads of keys they share.
     """
 
-    def __init__(self, by_query: bool = False) -> None:
-        self.labels, self.by_query = LabelSet(), by_query
+    def __init__(self, by_query: bool = False, in_places: bool = False) -> None:
+        self.labels, self.by_query, self._in_places = LabelSet(), by_query, in_places
         self.axes: dict[Node, Axes | tuple[Axes, ...]] = {}
         self.heads: list[tuple[Labels, int]] = []
 
@@ -39,6 +40,11 @@ class Reading:
         for labels in axes:
             if labels is not None:
                 self.labels.keep(labels, reason)
+
+    def keep_sum(self, axes: Sequence[Labels | None], reason: str) -> None:
+        """Say that all channels of some axes have to stay, since something is taken over all of them, in any order."""
+        if not self._in_places:
+            self.keep(axes, reason)
 
     def meet(self, several: Sequence[Labels | None], reason: str) -> Labels | None:
         """Join the labels of axes that meet, and return them; where one has none, the others stay for that reason."""

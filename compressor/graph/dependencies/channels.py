@@ -25,6 +25,7 @@ from compressor.graph.dependencies.rules import rule_of
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import held_tensor, set_tensor
 
+_FACTOR = np.uint64(6364136223846793005)  # Knuth's, of a linear congruential generator
 Place = tuple[str, int]
 """A parameter's name and one of its axes."""
 
@@ -56,11 +57,13 @@ class Dependencies:
         graph: captured; nodes have ``meta["val"]``.
         by_query: whether query heads may go while keys and values stay, as many from each group that shares some; else
             whole groups go.
+        in_places: whether channels change places, rather than go: those of a mean may.
     """
 
-    def __init__(self, graph: GraphModule, by_query: bool = False) -> None:
-        self.graph, self._reading = graph, Reading(by_query)
+    def __init__(self, graph: GraphModule, by_query: bool = False, in_places: bool = False) -> None:
+        self.graph, self._reading = graph, Reading(by_query, in_places)
         self._parameters: dict[Place, Labels] = {}
+        self._in_places = in_places
         self._cached = {} if by_query else dict(cached_heads(graph.graph))
         for node in graph.graph.nodes:
             self._reading.axes[node] = self._axes(node)
@@ -95,7 +98,11 @@ class Dependencies:
         self._reading.keep([one for axis, one in enumerate(axes) if self._cached.get(node) != axis], reason)
 
     def families(self) -> list[Family]:
-        """List the families, in the order of the parameters; channels of one family lie in the same places."""
+        """List the families, in the order of the parameters; channels of one family lie in the same places.
+
+        Channels that change places lie in the same tensors between operators as well.
+        """
+        tensors = self._tensors() if self._in_places else np.zeros(len(self._channels), np.uint64)
         entries: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
         for place, labels in self._parameters.items():
             for entry, channel in enumerate(self._channels[labels].tolist()):
@@ -103,11 +110,24 @@ class Dependencies:
         alike: dict[Any, list[int]] = defaultdict(list)
         for channel, held in entries.items():
             signature = tuple((place, len(found)) for place, found in held.items())
-            alike[signature, self._reasons.get(channel, ""), self._groups.get(channel, 0)].append(channel)
+            reason, groups = self._reasons.get(channel, ""), self._groups.get(channel, 0)
+            alike[signature, reason, groups, int(tensors[channel])].append(channel)
         return [
             Family({place: np.array([entries[c][place] for c in channels]) for place, _ in signature}, reason, groups)
-            for (signature, reason, groups), channels in alike.items()
+            for (signature, reason, groups, _), channels in alike.items()
         ]
+
+    def _tensors(self) -> NDArray[np.uint64]:
+        """Return a digest for each channel of the tensors that it lies in, and how often: uint64 [labels]."""
+        found, place = np.zeros(len(self._channels), np.uint64), 0
+        for axes in self._reading.axes.values():
+            for one in axes if isinstance(axes, tuple) else (axes,):
+                for labels in one:
+                    place += 1
+                    if labels is not None:
+                        channels, counts = np.unique(self._channels[labels], return_counts=True)
+                        found[channels] = found[channels] * _FACTOR + (counts + 1021 * place).astype(np.uint64)
+        return found
 
     def remove(self, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> None:
         """Take channels away, in place: parameters get shorter, and sizes that the graph states follow.

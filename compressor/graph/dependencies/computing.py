@@ -65,10 +65,11 @@ def _patches(node: Node, reading: Reading) -> Axes:
 def _norm(node: Node, reading: Reading) -> Axes:
     axes = reading.of(node.args[0])
     given = node.args[1:] if node.target is _OPS.rms_norm.default else node.args[2:]
-    if axes[-1] is not None:
-        for parameter in given:
-            _add_bias(node, reading, parameter, axes[-1])
-    reading.keep(axes[-1:], f"{describe(node)} takes the mean over it")
+    for parameter in given:
+        if isinstance(parameter, Node):
+            several = [reading.of(parameter)[-1], axes[-1]]
+            reading.meet(several, f"{describe(node)} takes the mean over what is not a channel")
+    reading.keep_sum(axes[-1:], f"{describe(node)} takes the mean over it")
     return axes
 
 
@@ -84,14 +85,14 @@ def _reduce(node: Node, reading: Reading) -> Axes:
     axes = reading.of(args[0])
     over = range(len(axes)) if args[1] is None else args[1] if isinstance(args[1], list | tuple) else [args[1]]
     gone = {axis % len(axes) for axis in over}
-    reading.keep([axes[axis] for axis in gone], f"{describe(node)} is taken over it")
+    reading.keep_sum([axes[axis] for axis in gone], f"{describe(node)} is taken over it")
     kept = [None if axis in gone else labels for axis, labels in enumerate(axes)]
     return kept if args[2] else [labels for axis, labels in enumerate(kept) if axis not in gone]
 
 
 def _softmax(node: Node, reading: Reading) -> Axes:
     axes, over = reading.of(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
-    reading.keep([axes[over]], f"{describe(node)} is taken over it")
+    reading.keep_sum([axes[over]], f"{describe(node)} is taken over it")
     return axes
 
 

@@ -52,7 +52,7 @@ def largest_allowed(size: Tensor, pattern: Pattern) -> Tensor:
 def largest_of_all(size: Tensor, count: int) -> Tensor:
     """Return where the ``count`` largest are, bool of the same shape; of equal ones the first."""
     order = size.flatten().argsort(descending=True, stable=True)[:count]
-    return torch.zeros(size.numel(), dtype=torch.bool).index_fill(0, order, True).view(size.shape)
+    return torch.zeros(size.numel(), dtype=torch.bool, device=size.device).index_fill(0, order, True).view(size.shape)
 
 
 def shares(count: int, sizes: list[int]) -> list[int]:

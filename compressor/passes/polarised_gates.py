@@ -1,0 +1,142 @@
+"""Learn in one training which weights to keep, by gates that are driven to a decision (arXiv 2302.10798)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from compressor.errors import CompressorError, UsageError
+from compressor.formats.format import Format
+from compressor.graph.sites import Site
+from compressor.numerics.sparsity.n_of_m import Pattern, left_entries, pattern_of
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.sites import error_context
+from compressor.training.device import Device, DeviceName
+from compressor.training.loop import Objective
+from compressor.training.settings import Shape
+from compressor.training.teacher import TaughtPass
+from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.gates import Gates, first_scores
+from compressor.training.zeros.masks import Masks
+
+_COPIES = 8  # of a score: itself, its gradient, two means, a step's work, its slope, its order, which is twice as wide
+
+
+@dataclass(frozen=True)
+class PolarisedGates(TaughtPass, Pass):
+    """Train a gate for each weight, open or closed, with the weights, so that the outputs come near to the dense model.
+
+    As many gates are open at any time as the scheme keeps: those with the largest scores, at first those of the largest
+    ``|w| * ||x||`` of each row (Wanda).  Scores are trained, and a regulariser drives them away from the middle, so
+    that gates are decided when training ends.  It ends with the start where nothing has a smaller held-out loss.  The
+    weights stay dense, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``,
+    which packs what is left.
+
+    Attributes:
+        scheme: format name that ends with the single weights that are left out: ``W8A16_B1x1@50`` keeps half of the
+            weights of each linear, ``W8A16_2:4`` two of every four of a row.
+        train_weights: train the weights too; their gates change in the first two thirds of the steps.  Without it they
+            stay what they are, and gates change until the end.
+        polarisation: how strongly scores are driven apart in the end: at 1, as fast as the optimiser may move them.
+        gate_speed: scores move so many times as fast as weights.
+        temperature: logits of the predictions are divided by it.
+        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
+            behind each attention and each feed-forward network; 0 leaves them out.
+        steps: of the optimiser.
+        batch: samples that run at once.
+        accumulate: batches whose gradients are added up for one step.
+        learning_rate: at its highest.
+        schedule: how it falls to zero: ``cosine`` or ``linear``.
+        warmup: share of the steps in which it rises.
+        weight_decay: of matrices, times the learning rate a step.
+        clip: largest norm of all gradients together.
+        held_out: share of the samples that are not trained on.
+        evaluate_every: steps between two looks at these.
+        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
+        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
+        vectors: train norms and biases too.
+        tables: train embedding tables too; one that is tied to a linear is trained with it.
+        targets: class names, module names or ``re:`` patterns of the linears to prune.
+        ignore: patterns of linears to leave as they are.
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
+    """
+
+    scheme: str
+    train_weights: bool = True
+    polarisation: float = 1.0
+    gate_speed: float = 100.0
+    temperature: float = 1.0
+    hidden: float = 0.0
+    steps: int = 200
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    schedule: Shape = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    held_out: float = 0.1
+    evaluate_every: int = 25
+    patience: int = 0
+    checkpoint_every: int = 50
+    vectors: bool = False
+    tables: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+    device: DeviceName = "cpu"
+
+    def __post_init__(self) -> None:
+        if pattern_of(Format.parse(self.scheme)) is None:
+            raise UsageError(
+                f"polarised_gates: scheme {self.scheme} leaves no single weights out; end it with _B1x1@50, _2:4 or so"
+            )
+        if not 0 <= self.polarisation <= 1000:
+            raise UsageError(f"polarised_gates: polarisation {self.polarisation:g} is not from 0 to 1000")
+        if not 0 < self.gate_speed <= 1e6:
+            raise UsageError(f"polarised_gates: gate_speed {self.gate_speed:g} is not above 0 and at most a million")
+        super().__post_init__()
+
+    @property
+    def more_copies(self) -> int:
+        """Return those of the scores."""
+        return _COPIES
+
+    @property
+    def _pattern(self) -> Pattern:
+        found = pattern_of(Format.parse(self.scheme))
+        assert found is not None
+        return found
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse rows that are not whole groups, too."""
+        super().requires(graph, ctx)
+        for site in self.chosen(graph)[0]:
+            with error_context(site):
+                Format.parse(self.scheme).stored_columns(site.in_features)
+
+    def prepare(
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+    ) -> tuple[TrainableGraph, Objective]:
+        """Return the graph with gates at the linears' weights, and the distance to the dense model."""
+        model, objective = super().prepare(graph, ctx, names, device)
+        sites, first = self.chosen(graph)[0], {}
+        squares = self.input_squares(graph, ctx, sites)
+        for site in sites:
+            weight = graph.get_parameter(site.weight_name).detach().float()
+            if left_entries(weight, self._pattern) is not None:
+                raise CompressorError(
+                    f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
+                    "chosen; put the pass in front of those that prune"
+                )
+            first[site.weight_name] = first_scores(weight, squares[site.weight_name], self._pattern)
+        rate, options = self._settings().rate, (self.polarisation, self.gate_speed, self.train_weights)
+        model.stand_in(list(first), lambda own: Gates(own, first, self._pattern, self.steps, rate, *options))
+        return model, objective
+
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
+        """Return the gates."""
+        assert isinstance(model.stand_ins, Gates)
+        return model.stand_ins
