@@ -15,7 +15,7 @@ from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site
 from compressor.numerics.sparsity.n_of_m import largest_of_groups
-from compressor.passes.sparsegpt import Sparsegpt
+from compressor.passes.alps import Alps
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_zeros
@@ -42,7 +42,7 @@ class LearnedMask(TaughtPass, Pass):
 
     Attributes:
         scheme: format name that ends with N:M: ``W8A16_2:4`` keeps two of every four weights of a row.
-        refit: begin with the masks of `sparsegpt` and the weights that it refits, on the samples that are trained on; a
+        refit: begin with the masks of `alps` and the weights that it refits, on the samples that are trained on; a
             weight that comes back is the dense one.  Without it, begin with Wanda's masks (the largest
             ``|w| * ||x||``), and weights stay what they are; a learning rate of 0.3 suits that.
         temperature: logits of the predictions are divided by it.
@@ -118,7 +118,7 @@ class LearnedMask(TaughtPass, Pass):
         return plans_with_start(before, super().plan(graph, ctx))
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
-        """Train from what SparseGPT makes of the weights, or from Wanda's masks."""
+        """Train from what ALPS makes of the weights, or from Wanda's masks."""
         refuse_unfit(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
         if not self.refit:
             return super().run(graph, ctx)
@@ -137,8 +137,8 @@ class LearnedMask(TaughtPass, Pass):
         model.stand_in(list(kept), lambda frozen: Choices(frozen, kept, self._pattern, self.steps, ctx.seed, start))
         return model, objective
 
-    def _start(self, sites: Sequence[Site]) -> Sparsegpt:
-        return Sparsegpt(self.scheme, targets=tuple(site.name for site in sites), pack=False)
+    def _start(self, sites: Sequence[Site]) -> Alps:
+        return Alps(self.scheme, targets=tuple(site.name for site in sites), pack=False)
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return the choices."""

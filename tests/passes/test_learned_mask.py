@@ -1,4 +1,4 @@
-"""learned_mask: begins with SparseGPT's weights, never worse than these, a small problem's best masks, equal bits
+"""learned_mask: begins with ALPS's weights, never worse than these, a small problem's best masks, equal bits
 after a stop.
 """
 
@@ -23,9 +23,9 @@ from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.numerics.sparsity.n_of_m import largest_of_groups
+from compressor.passes.alps import Alps
 from compressor.passes.learned_mask import LearnedMask
 from compressor.passes.magnitude import Magnitude
-from compressor.passes.sparsegpt import Sparsegpt
 from compressor.passes.wanda import Wanda
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
@@ -111,20 +111,20 @@ def larger(llama: GraphModule) -> GraphModule:
     """Return a model whose predictions differ enough for something to be learned."""
     graph = clone_graph(llama)
     for site in linear_sites(graph):
-        set_parameter(graph, site.weight_name, 4 * graph.get_parameter(site.weight_name).detach())
+        set_parameter(graph, site.weight_name, 8 * graph.get_parameter(site.weight_name).detach())
     return graph
 
 
 @pytest.fixture(scope="module")
 def refitted(larger: GraphModule) -> dict[str, torch.Tensor]:
-    """Return what SparseGPT makes of each linear on the 29 samples that are trained on: the oracle of the start."""
+    """Return what ALPS makes of each linear on the 29 samples that are trained on: the oracle of the start."""
     ids = WORDS.ids[ORDER[3:]]
     ctx = Context(samples=dataclasses.replace(WORDS, ids=ids, sha256=tokens_sha256(ids)))
-    made = Pipeline([Sparsegpt(QUICK.scheme, pack=False)]).run(clone_graph(larger), ctx)
+    made = Pipeline([Alps(QUICK.scheme, pack=False)]).run(clone_graph(larger), ctx)
     return {site.name: made.get_parameter(site.weight_name).detach() for site in linear_sites(made)}
 
 
-def test_it_begins_with_sparsegpt_and_brings_back_dense_weights(
+def test_it_begins_with_alps_and_brings_back_dense_weights(
     larger: GraphModule, refitted: dict[str, torch.Tensor]
 ) -> None:
     ctx = Context(samples=WORDS)
@@ -138,7 +138,7 @@ def test_it_begins_with_sparsegpt_and_brings_back_dense_weights(
         assert torch.equal(weight[kept], torch.where(first != 0, first, dense)[kept])
         back += int((kept & (first == 0)).sum())
     assert back > 10
-    assert ctx.notes[0] == "learned_mask: begins with sparsegpt on 29 samples, without the 3 that are held out"
+    assert ctx.notes[0] == "learned_mask: begins with alps on 29 samples, without the 3 that are held out"
     begun, best = (float(ctx.notes[1].split(word)[0].split()[-1].strip(",")) for word in (" at the start", " after"))
     assert best < 0.99 * begun
 
@@ -190,7 +190,7 @@ def test_a_plan_counts_the_start(llama: GraphModule) -> None:
     meta = clone_graph(llama)
     drop_weights(meta)
     assert recipe.calibration is not None
-    pruning = Sparsegpt("W8A16_2:4", ignore="lm_head", pack=False).plan(meta, Context())
+    pruning = Alps("W8A16_2:4", ignore="lm_head", pack=False).plan(meta, Context())
     calibration = plan_calibration(meta, pruning, recipe.calibration.samples, recipe.calibration.sequence_length).work
     assert calibration["factor64_flop"] > 0
     for unit in both:

@@ -7,7 +7,7 @@ pattern allows, l_k their logits, g_k noise of Gumbel's distribution, s a sharpn
 
 runs, a differentiable draw of one mask; s rises and t falls, until a draw is one mask, and always the likeliest.
 What counts, and what is stored in the end, is w * m_k with the largest l_k.  Where weights were refitted to the first
-masks (SparseGPT), w is the refitted value of those that they keep, and the dense one of the others.
+masks (ALPS), w is the refitted value of those that they keep, and the dense one of the others.
 """
 
 from __future__ import annotations
