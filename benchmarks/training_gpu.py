@@ -53,7 +53,7 @@ PASSES: dict[str, Any] = {
     "distill, by block": Distill(**COMMON, by_block=True),
     "sparse_train, cubic": SparseTrain("W8A16_B16x1@90", **COMMON),
     "sparse_train, ADMM": SparseTrain("W8A16_B16x1@90", **COMMON, method="admm", project_every=4),
-    "learned_mask": LearnedMask("W8A16_2:4", **COMMON),
+    "learned_mask": LearnedMask("W8A16_2:4", **COMMON, refit=False, learning_rate=0.3),
 }
 DENSE = (
     "sparse_train, cubic",

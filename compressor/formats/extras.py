@@ -241,7 +241,9 @@ class KeptOfGroup:
             UsageError: groups do not fill the row.
         """
         if in_features % self.size:
-            raise UsageError(f"{self.kept}:{self.size}: rows of {in_features} weights are no groups of {self.size}")
+            raise UsageError(
+                f"{self.suffix[1:]}: rows of {in_features} weights do not divide into groups of {self.size}"
+            )
         return in_features // self.size * self.kept
 
 

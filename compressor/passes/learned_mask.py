@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch.fx import GraphModule
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
+from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site
-from compressor.numerics.sparsity.n_of_m import largest_of_groups, left_entries
+from compressor.numerics.sparsity.n_of_m import largest_of_groups
+from compressor.passes.alps import Alps
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sites import error_context
+from compressor.pipeline.site_plan import SitePlan, plan_zeros
 from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
-from compressor.training.zeros.choices import Choices
+from compressor.training.zeros.choices import Choices, Refitted
 from compressor.training.zeros.masks import Masks
+from compressor.training.zeros.start import plans_with_start, pruned_start, refuse_unfit
 
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
@@ -32,13 +36,15 @@ class LearnedMask(TaughtPass, Pass):
     """Train the choice of N of every M weights of a row, so that the outputs come near to those of the dense model.
 
     Each group of M weights has a logit for each mask that the pattern allows; a draw of masks is trained, which gets
-    ever more certain, and the likeliest masks are kept.  Training begins with those of Wanda (the largest
-    ``|w| * ||x||``), and ends with these where none has a smaller held-out loss.  The weights stay dense and what they
-    are, with zeros: put one of `magnitude`, `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs
-    what is left.  For small models: of 2:4 it trains one and a half numbers for each weight.
+    ever more certain, and the likeliest masks are kept: those of the start where none has a smaller held-out loss.  Of
+    2:4 it trains one and a half numbers for each weight.  Weights stay dense, with zeros: put one of `magnitude`,
+    `wanda` and `sparsegpt` behind it with the same ``scheme``, which packs what is left.
 
     Attributes:
         scheme: format name that ends with N:M: ``W8A16_2:4`` keeps two of every four weights of a row.
+        refit: begin with the masks of `alps` and the weights that it refits, on the samples that are trained on; a
+            weight that comes back is the dense one.  Without it, begin with Wanda's masks (the largest
+            ``|w| * ||x||``), and weights stay what they are; a learning rate of 0.3 suits that.
         temperature: logits of the predictions are divided by it.
         hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
             behind each attention and each feed-forward network; 0 leaves them out.
@@ -62,12 +68,13 @@ class LearnedMask(TaughtPass, Pass):
     """
 
     scheme: str
+    refit: bool = True
     temperature: float = 1.0
     hidden: float = 0.0
     steps: int = 200
     batch: int = 8
     accumulate: int = 1
-    learning_rate: float = 0.3
+    learning_rate: float = 0.15
     schedule: Shape = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -89,8 +96,8 @@ class LearnedMask(TaughtPass, Pass):
 
     @property
     def more_copies(self) -> int:
-        """Return those of the logits."""
-        return math.ceil(_COPIES * self._pattern.choices / self._pattern.size)
+        """Return those of the logits, and that of the start."""
+        return math.ceil(_COPIES * self._pattern.choices / self._pattern.size) + self.refit
 
     @property
     def _pattern(self) -> KeptOfGroup:
@@ -99,29 +106,39 @@ class LearnedMask(TaughtPass, Pass):
         return found
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse rows that are not whole groups, too."""
+        """Refuse linears that will have zeros, and rows that are not whole groups, too."""
         super().requires(graph, ctx)
-        for site in self.chosen(graph)[0]:
-            with error_context(site):
-                self._pattern.stored(site.in_features)
+        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme, self._pattern)
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Say which linears are trained and will have zeros, and add what the start takes."""
+        sites = self.chosen(graph)[0]
+        before = self._start(sites).plan(clone_graph(graph), ctx) if self.refit else []
+        plan_zeros(graph, {site.name: Format.parse(self.scheme) for site in sites})
+        return plans_with_start(before, super().plan(graph, ctx))
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Train from what ALPS makes of the weights, or from Wanda's masks."""
+        refuse_unfit(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
+        if not self.refit:
+            return super().run(graph, ctx)
+        with pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out) as start:
+            return self.run_prepared(graph, ctx, partial(self.prepare, start=start))
 
     def prepare(
-        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
+        self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device, start: Refitted = None
     ) -> tuple[TrainableGraph, Objective]:
-        """Return the graph with logits in the place of the linears' weights, and the distance to the dense model."""
+        """Return the graph with logits in the place of weights, and the distance to the dense model."""
         model, objective = super().prepare(graph, ctx, names, device)
-        sites, start = self.chosen(graph)[0], {}
-        squares = self.input_squares(graph, ctx, sites)
-        for site in sites:
-            weight = graph.get_parameter(site.weight_name).detach().float()
-            if left_entries(weight, self._pattern) is not None:
-                raise CompressorError(
-                    f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
-                    "chosen; put the pass in front of those that prune"
-                )
-            start[site.weight_name] = largest_of_groups(weight.square() * squares[site.weight_name], self._pattern)
-        model.stand_in(list(start), lambda frozen: Choices(frozen, start, self._pattern, self.steps, ctx.seed))
+        sizes = {name: (value != 0).float() for name, value in (start or {}).items()}
+        for name, squares in self.input_squares(graph, ctx, self.chosen(graph)[0]).items() if start is None else ():
+            sizes[name] = graph.get_parameter(name).detach().float().square() * squares
+        kept = {name: largest_of_groups(size, self._pattern) for name, size in sizes.items()}
+        model.stand_in(list(kept), lambda frozen: Choices(frozen, kept, self._pattern, self.steps, ctx.seed, start))
         return model, objective
+
+    def _start(self, sites: Sequence[Site]) -> Alps:
+        return Alps(self.scheme, targets=tuple(site.name for site in sites), pack=False)
 
     def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
         """Return the choices."""

@@ -14,6 +14,7 @@ from compressor.formats.format import Format
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.site_plan import SitePlan, plan_zeros
 from compressor.training.device import DeviceName
 from compressor.training.settings import Shape
 from compressor.training.teacher import TaughtPass
@@ -95,6 +96,11 @@ class SparseTrain(TaughtPass, Pass):
         if not 1 <= self.project_every <= 10**9:
             raise UsageError(f"sparse_train: project_every {self.project_every} is not a whole number from 1")
         super().__post_init__()
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Say which linears are trained and will have zeros."""
+        plan_zeros(graph, {site.name: Format.parse(self.scheme) for site in self.chosen(graph)[0]})
+        return super().plan(graph, ctx)
 
     @property
     def more_copies(self) -> int:

@@ -21,6 +21,7 @@ from compressor.numerics.range_search import Work
 from compressor.numerics.scale_search import scaled_work, scaled_working_bytes
 from compressor.pipeline.sites import patterns, site_notes
 
+_ZEROS = "planned zeros"  # key of a linear's node
 _FACTORS, _ROTATED_BYTES = 48, 80  # of a rotation: columns of its factors, bytes moved per element of a weight
 
 
@@ -114,6 +115,26 @@ def plan_untouched(graph: GraphModule) -> list[SitePlan]:
         size = weight.numel() * weight.element_size()
         plans.append(SitePlan(site.name, site.out_features, site.in_features, "", size, size, "stays as it is"))
     return plans
+
+
+def plan_zeros(graph: GraphModule, formats: Mapping[str, Format]) -> list[SitePlan]:
+    """Return what :func:`plan_untouched` does, and note on the graph which linears will have zeros.
+
+    Args:
+        formats: formats whose zeros a pass leaves in dense weights, by name of the linear.
+    """
+    for site in weight_sites(graph):
+        if site.name in formats:
+            site.node.meta[_ZEROS] = formats[site.name].name
+    return plan_untouched(graph)
+
+
+def planned_zeros(site: Site) -> str:
+    """Return the name of the format whose zeros an earlier pass will leave in a linear's dense weight; empty if none.
+
+    Only a graph that passes have planned on tells.
+    """
+    return str(site.node.meta.get(_ZEROS, ""))
 
 
 def why_unmatched(site: Site) -> str:

@@ -40,7 +40,7 @@ from compressor.pipeline.calibrated_sites import Quantized, enough_dampening, qu
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks, cached_tensors
-from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites, plan_untouched
+from compressor.pipeline.site_plan import CalibrationNeeds, SitePlan, plan_sites, plan_zeros
 from compressor.pipeline.sites import by_segment, choose_sites, error_context, summarise_formats
 from compressor.search.knapsack import require_solver
 from compressor.search.sparsity import by_budget, by_outliers, check_schemes, stored_bytes
@@ -196,7 +196,7 @@ class BlockPruning(Pass):
             )
         if self.pack:
             return plan_sites(graph, formats, self.ignore, self._work, pruning_bytes, needs)
-        plans = plan_untouched(graph)
+        plans = plan_zeros(graph, formats)
         for number, plan in enumerate(plans):
             if (fmt := formats.get(plan.site)) is not None:
                 shape = (plan.out_features, plan.in_features)

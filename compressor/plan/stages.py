@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
@@ -29,7 +30,7 @@ from compressor.plan.durations import (
 from compressor.plan.memory import Amounts, StageMemory, memory_stages
 from compressor.plan.prices import Prices
 from compressor.plan.roofline import PROMPT_TOKENS, Roofline
-from compressor.plan.streaming import Streaming, plan_calibration, plan_forward, plan_training
+from compressor.plan.streaming import Streaming, one_after_another, plan_calibration, plan_forward, plan_training
 from compressor.recipe.data_spec import DataSource
 from compressor.recipe.recipe import Recipe
 
@@ -228,11 +229,12 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
     if spec is None or not (step.runs_samples or step.training or any(site.needs for site in step.sites)):
         return None
     length = 0 if info.kind == "module" else _SPOKEN_TOKENS if info.hears else spec.sequence_length
+    found: list[Streaming] = []
     if any(site.needs for site in step.sites):
-        return plan_calibration(graph, step.sites, spec.samples, length)
+        found.append(plan_calibration(graph, step.sites, spec.samples, length))
     if step.training is not None:
-        return plan_training(graph, step.training, step.sites, length)
-    return plan_forward(graph, spec.samples, length)
+        found.append(plan_training(graph, step.training, step.sites, length))
+    return reduce(one_after_another, found) if found else plan_forward(graph, spec.samples, length)
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:

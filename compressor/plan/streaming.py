@@ -79,7 +79,7 @@ def plan_calibration(graph: GraphModule, plans: Sequence[SitePlan], samples: int
         for round_ in step.rounds:
             pricing.show(cut[step.index], [[sites[name] for name in group] for group in round_])
     priced = pricing.result()
-    return _one_after_another(_plan_backwards(graph, samples, length), priced) if needs.gradients else priced
+    return one_after_another(_plan_backwards(graph, samples, length), priced) if needs.gradients else priced
 
 
 class _Pricing:
@@ -200,7 +200,8 @@ def _plan_gradients(graph: GraphModule, plans: Sequence[SitePlan], samples: int,
     return dataclasses.replace(found, work=dict(work), working_bytes=working)
 
 
-def _one_after_another(first: Streaming, second: Streaming) -> Streaming:
+def one_after_another(first: Streaming, second: Streaming) -> Streaming:
+    """Return the cost of one after the other: work adds up, memory is that of the larger."""
     return Streaming(
         dict(Counter(first.work) + Counter(second.work)),
         max(first.hidden_bytes, second.hidden_bytes),

@@ -18,11 +18,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from compressor.errors import UsageError
 from compressor.progress import Task
 from compressor.training.adamw import AdamW, clip
 from compressor.training.checkpoints import Checkpoints
-from compressor.training.settings import Settings
+from compressor.training.settings import Settings, split
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.zeros.masks import Masks
 
@@ -72,13 +71,9 @@ class Training:
         checkpoints: Checkpoints,
         seed: int,
     ) -> None:
-        if len(samples) < 2:
-            raise UsageError(f"{len(samples)} sample leaves none to be held out; give more calibration samples")
         self._model, self._objective, self._settings, self._masks = model, objective, settings, masks
         self._checkpoints, self._seed = checkpoints, seed
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-        count = min(len(samples) - 1, max(1, round(settings.held_out * len(samples))))
-        self._held_out, self._samples = samples[order[:count]], samples[order[count:]]
+        self._held_out, self._samples = split(samples, settings.held_out, seed)
         self._optimiser = AdamW(model.weights, settings.weight_decay)
         self._orders: dict[int, Tensor] = {}
         self.history = History()

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+from torch import Tensor
+
 from compressor.errors import UsageError
 
 Shape: TypeAlias = Literal["cosine", "linear"]
@@ -56,6 +59,19 @@ class Settings:
         done = (step - rising) / max(1, self.steps - rising)
         fraction = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * fraction
+
+
+def split(samples: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the samples that are held out, drawn by the seed, and those that are trained on.
+
+    Raises:
+        UsageError: there are too few samples to hold some out.
+    """
+    if len(samples) < 2:
+        raise UsageError(f"{len(samples)} sample leaves none to be held out; give more calibration samples")
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+    count = min(len(samples) - 1, max(1, round(held_out * len(samples))))
+    return samples[order[:count]], samples[order[count:]]
 
 
 def staged(step: int, steps: int, stages: int = 3) -> float:

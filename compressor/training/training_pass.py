@@ -132,12 +132,25 @@ class TrainingPass(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train, and put the best weights in the place of the old ones."""
+        return self.run_prepared(graph, ctx, self.prepare)
+
+    def run_prepared(
+        self,
+        graph: GraphModule,
+        ctx: Context,
+        begin: Callable[[GraphModule, Context, Sequence[str], Device], tuple[TrainableGraph, Objective]],
+    ) -> GraphModule:
+        """Train what is prepared in another way.
+
+        Args:
+            begin: in the place of :meth:`prepare`.
+        """
         samples, sites, names = ctx.calibration(self.name), *self.chosen(graph)
         assert isinstance(samples.ids, Tensor)  # `requires` refuses models whose samples are not
         key = self.key(ctx)
         device = Device(self.device)
         with device.computing(self.name, self.less_memory), ctx.reporter.task(self.name, self.steps) as task:
-            prepare = functools.partial(self.prepare, graph, ctx, names, device)
+            prepare = functools.partial(begin, graph, ctx, names, device)
             tensors, history = self.train(graph, ctx, sites, samples.ids, key, task, prepare)
         ctx.notes += self._notes(history)
         self.replace(graph, ctx, sites, tensors)
@@ -231,7 +244,7 @@ class TrainingPass(Pass):
         ended = f"; it ended after step {history.step}: {history.why}" if history.why else ""
         if history.best_step == 0:
             loss = f"{history.begun:.4g}"
-            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: nothing changes{ended}"]
+            return [f"{self.name}: no state had a smaller held-out loss than the start, {loss}: it stays{ended}"]
         first = f"after step {history.begun_step}" if history.begun_step else "at the start"
         return [
             f"{self.name}: held-out loss {history.begun:.4g} {first}, {history.best:.4g} after step "

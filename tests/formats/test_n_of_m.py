@@ -77,5 +77,5 @@ def test_what_cannot_be(name: str, what: str) -> None:
 
 
 def test_rows_that_are_no_groups_are_refused() -> None:
-    with pytest.raises(UsageError, match="2:4: rows of 30 weights are no groups of 4"):
+    with pytest.raises(UsageError, match="2:4: rows of 30 weights do not divide into groups of 4"):
         Format.parse("W8A16_2:4").packed_bytes(16, 30)

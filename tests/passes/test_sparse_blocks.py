@@ -105,7 +105,7 @@ def test_a_weight_that_has_the_pattern_keeps_it(scheme: str, llama: GraphModule)
 
 
 def test_rows_that_are_no_groups_are_named(llama: GraphModule) -> None:
-    with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights are no groups of 7"):
+    with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights do not divide into groups of 7"):
         Wanda("W8A16_1:7").plan(clone_graph(llama), Context())
 
 

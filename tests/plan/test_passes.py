@@ -32,6 +32,31 @@ REFUSED = {
     "group size": ("x86", ["rtn: {scheme: W4A16, group_size: 4096}"], "divides the inputs of none"),
     "no samples": ("x86", ["rtn: {scheme: W8A8_STATIC}"], "the recipe has none; add `calibration:`"),
     "order": ("x86", ["bias_correction", "rtn: {scheme: W4A16_G32}"], "no linear is packed"),
+    "pruned": (
+        "x86",
+        ["wanda: {scheme: W8A16_1:4, pack: false}", "learned_mask: {scheme: W8A16_2:4}"],
+        "layers.0.self_attn.q_proj has the zeros of W8A16_1:4 already, and which weights become zero is what",
+    ),
+    "trained to zeros": (
+        "x86",
+        ["sparse_train: {scheme: W8A16_B16x1@90, ignore: lm_head}", "learned_mask: {scheme: W8A16_2:4}"],
+        "q_proj has the zeros of W8A16_B16x1@90 already",
+    ),
+    "learned twice": (
+        "x86",
+        ["learned_mask: {scheme: W8A16_2:4, targets: lm_head}", "learned_mask: {scheme: W8A16_2:4}"],
+        "lm_head has the zeros of W8A16_2:4 already",
+    ),
+    "packed": (
+        "x86",
+        ["wanda: {scheme: W8A16_2:4}", "learned_mask: {scheme: W8A16_2:4}"],
+        "an earlier pass has packed every linear that matches; put learned_mask before it",
+    ),
+    "rows": (
+        "x86",
+        ["learned_mask: {scheme: W8A16_1:7}"],
+        "weights do not divide into groups of 7",
+    ),
     "twice": ("x86", ["kv_cache: {scheme: INT8}", "kv_cache: {scheme: INT4}"], "the caches are INT8 already"),
 }
 """Target, passes, and why: of those the last is refused, but for the order, whose first is."""

@@ -25,7 +25,7 @@ from compressor.formats.packing import dequantize, meta_packed
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
-from compressor.numerics.sparsity.n_of_m import Pattern
+from compressor.numerics.sparsity.n_of_m import Pattern, largest_of_groups
 from compressor.ops.linear import packed_product
 from compressor.passes.distill import Distill
 from compressor.passes.finetune import Finetune
@@ -40,6 +40,7 @@ from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.plan.streaming import plan_training
 from compressor.training.device import Device, gpu_facts
 from compressor.training.trainable import TrainableGraph
+from compressor.training.zeros.choices import Choices
 from compressor.training.zeros.gates import Gates
 from compressor.training.zeros.masks import GrowingBlocks
 
@@ -57,7 +58,7 @@ TRAININGS: dict[str, list[Pass]] = {
     "blocks": [PRUNE, Distill(**QUICK, by_block=True)],
     "cubic": [SparseTrain("W8A16_B16x1@50", **QUICK)],
     "admm": [SparseTrain("W8A16_B16x1@50", **QUICK, method="admm", project_every=2)],
-    "learned_mask": [LearnedMask("W8A16_2:4", **{**QUICK, "learning_rate": 0.3})],
+    "learned_mask": [LearnedMask("W8A16_2:4", **{**QUICK, "learning_rate": 0.3}, refit=False)],
     "polarised_gates": [PolarisedGates("W8A16_B1x1@50", **QUICK)],
     "relu_sparse": [ReluSparse(**QUICK)],
     "experts": [Finetune(**QUICK)],
@@ -196,6 +197,14 @@ def test_a_gpu_that_is_not_here_is_said_before_work() -> None:
             step.requires(graph, Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="finetune: device mps is none of cpu, cuda"):
         Finetune(device="mps")  # type: ignore[arg-type]
+
+
+def test_masks_of_refitted_weights_are_drawn_on_the_device() -> None:
+    weight, pattern = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), KeptOfGroup(2, 4)
+    kept = largest_of_groups(weight.abs(), pattern)
+    choices = Choices({"w": weight.to("meta")}, {"w": kept}, pattern, 4, 0, {"w": weight * kept})
+    with OneDevice():
+        assert {choices.fused()["w"].device, choices.stored()["w"].device} == {torch.device("meta")}
 
 
 def damaged(graph: GraphModule, noise: float = 0.5) -> GraphModule:

@@ -142,7 +142,7 @@ def test_never_worse_than_before(llama: GraphModule) -> None:
     before = parameters(graph)
     Pipeline([Finetune(steps=6, learning_rate=30.0, evaluate_every=2, patience=2)], [VerifyStages()]).run(graph, ctx)
     assert all(torch.equal(value, before[name]) for name, value in parameters(graph).items())
-    assert "nothing changes" in ctx.notes[0] and "it ended after step 4" in ctx.notes[0]
+    assert ": it stays; " in ctx.notes[0] and "it ended after step 4" in ctx.notes[0]
 
 
 def test_zeros_stay_zero_and_biases_need_not() -> None:

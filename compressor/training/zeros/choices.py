@@ -6,12 +6,14 @@ pattern allows, l_k their logits, g_k noise of Gumbel's distribution, s a sharpn
     w * sum_k softmax((s l + g) / t)_k m_k
 
 runs, a differentiable draw of one mask; s rises and t falls, until a draw is one mask, and always the likeliest.
-What counts, and what is stored in the end, is w * m_k with the largest l_k.
+What counts, and what is stored in the end, is w * m_k with the largest l_k.  Where weights were refitted to the first
+masks (ALPS), w is the refitted value of those that they keep, and the dense one of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +25,13 @@ from compressor.numerics.products.deterministic import apply, product
 _SHARPNESS = (1.0, 5.0)
 _TEMPERATURE = (4.0, 0.05)
 """At the first and the last step: the paper's, its sharpness in units of the deviation of its first logits."""
+_COLD_SHARPNESS, _COLD_TEMPERATURE = (3.0, 5.0), (1.0, 0.05)
+"""Where weights are refitted: nearly all draws of the first step are the start's masks."""
 _PRIOR = 3.0  # what a logit gains, as in the paper, by each weight that its mask shares with the one at the start
+
+Refitted: TypeAlias = Mapping[str, Tensor] | None
+"""Weights that were refitted to a start's masks, with zeros elsewhere, float [out, in], by name; None where they were
+not."""
 
 
 class Choices:
@@ -35,15 +43,30 @@ class Choices:
         pattern: N and M.
         steps: of the training.
         seed: of the noise, which follows from it, the step, and the batch in it.
+        refitted: as they count where ``start`` keeps them.  They make up for what it leaves out, so draws are near it
+            from the first step on.
 
     Attributes:
         leaves: the logits, float32 [out * groups, masks] of each weight.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor], pattern: KeptOfGroup, steps: int, seed: int
+        self,
+        weights: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+        pattern: KeptOfGroup,
+        steps: int,
+        seed: int,
+        refitted: Refitted = None,
     ) -> None:
-        self._weights, self._steps, self._seed, self._step, self._part = weights, steps, seed, 0, 0
+        self._sharpness, self._temperature = _SHARPNESS, _TEMPERATURE
+        if refitted is not None:
+            self._sharpness, self._temperature = _COLD_SHARPNESS, _COLD_TEMPERATURE
+        self._weights = dict(weights)
+        for name, values in (refitted or {}).items():
+            kept = start[name].to(weights[name].device)
+            self._weights[name] = torch.where(kept, values.to(weights[name]), weights[name])
+        self._steps, self._seed, self._step, self._part = steps, seed, 0, 0
         self.leaves = dict[str, Tensor]()
         sets = torch.tensor(combinations(pattern))
         self._masks = torch.zeros(len(sets), pattern.size).scatter(1, sets, 1.0)
@@ -55,7 +78,7 @@ class Choices:
     def fused(self) -> dict[str, Tensor]:
         """Return the weights by a draw of masks; another one for each batch."""
         done = min(1.0, self._step / max(1, self._steps - 1))
-        sharpness, temperature = (first + done * (last - first) for first, last in (_SHARPNESS, _TEMPERATURE))
+        sharpness, temperature = (first + done * (last - first) for first, last in (self._sharpness, self._temperature))
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self._step) * 1009 + self._part)
         self._part += 1
         found = {}
