@@ -7,8 +7,8 @@
 WEIGHTS and IMAGES are those of benchmarks/resnet.py: 256 images of the first half calibrate, without their labels; the
 accuracy is that on the second half.  MODEL and TEXTs are those of benchmarks/minilm.py: calibrated on 64 windows of 128
 tokens of the files' other sentences; the mean cosine to transformers' float32 embeddings over 200 texts.  Figures are
-those of the compressed graph in PyTorch, which kernels are held to by tests.  Rows go to
-benchmarks/results/sparse_quality_<network>.json and .md as they are measured.
+those of the compressed graph in PyTorch, which kernels are held to by tests.  Each row goes to
+benchmarks/results/sparse_quality_<network>.json once it is measured; the .md follows at the end.
 """
 
 from __future__ import annotations

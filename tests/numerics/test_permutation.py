@@ -62,7 +62,7 @@ def worth_of_all(goal: Goal, piece: Piece) -> list[float]:
 def test_orders_are_close_to_the_best_of_all(
     goal: Goal, channels: int, size: int, kept: float, across: bool, least: float
 ) -> None:
-    """Of what the best of all partings gains, the search gains this share at least, with any of four problems."""
+    """The search reaches at least this share of the gain of the best partition, on each of four problems."""
     for seed in range(4):
         piece = random_piece(channels, size, seed, kept, across)
         before, found = goal.value(piece, torch.arange(channels)), goal.search([piece], 100)

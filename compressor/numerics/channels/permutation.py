@@ -30,7 +30,7 @@ _PASSES, _TRIED = 12, 4  # times that blocks are chosen anew; channels of a clus
 
 @dataclass(frozen=True)
 class Piece:
-    """What one weight holds of some channels.
+    """Hold one weight's share of some channels.
 
     Attributes:
         values: float32 [channels, features]: what a later pass may lose; of groups, the weights.
@@ -57,7 +57,7 @@ class Piece:
 
 
 class Goal(Protocol):
-    """What an order of channels is good for."""
+    """Measure orders of channels, and search a good one."""
 
     def value(self, piece: Piece, order: Tensor) -> float:
         """Return what an order is worth to one weight: the more the better."""

@@ -1,4 +1,4 @@
-"""What an order of channels is good for: the free sets of a graph, and what the linears behind them hold."""
+"""Find the free sets of a graph whose order matters to a format, and the values of linears that a search compares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from compressor.numerics.channels.shared_scales import SharedScales
 from compressor.pipeline.sites import choose_sites
 
 Aim: TypeAlias = Literal["n_of_m", "blocks", "groups", "sort"]
-"""What an order is good for: patterns N:M, blocks, groups that share a scale, or prefixes."""
+"""Purpose of an order: patterns N:M, blocks, groups that share a scale, or prefixes."""
 FEATURES = 8192
 """Rows or columns that a search looks at; of more, every second, third, ... of each weight."""
 _NAMED = 3  # reasons that a message gives
@@ -59,7 +59,7 @@ class FreeLinears:
 
 @dataclass(frozen=True)
 class Orders:
-    """What channels are ordered for.
+    """Derive from a format which channels should be neighbours.
 
     Attributes:
         scheme: format of a later pass; None to sort by importance.
@@ -80,7 +80,7 @@ class Orders:
 
     @property
     def aim(self) -> Aim:
-        """What follows from the format."""
+        """Return the purpose that follows from the format."""
         if self.scheme is None:
             return "sort"
         if self._pattern is not None:
@@ -89,7 +89,7 @@ class Orders:
 
     @property
     def goal(self) -> Goal:
-        """What a search raises."""
+        """Return the measure that a search raises."""
         if self.scheme is None:
             return Sorted()
         if self._pattern is not None:
@@ -98,7 +98,7 @@ class Orders:
 
     @property
     def columns(self) -> int:
-        """Neighbours of a row that go together; 0 if the order of a weight's columns does not matter."""
+        """Return how many neighbours of a row go together; 0 if the order of a weight's columns does not matter."""
         if self.scheme is None:
             return 1
         if self._blocks is not None:
@@ -107,7 +107,7 @@ class Orders:
 
     @property
     def rows(self) -> int:
-        """Neighbours of a column that go together; 0 if the order of a weight's rows does not matter."""
+        """Return how many neighbours of a column go together; 0 if the order of a weight's rows does not matter."""
         return 0 if self._blocks is None else TILE_ROWS * self._blocks.tiles
 
     @property

@@ -1,4 +1,4 @@
-"""What another pass makes of the weights, from which a training begins: on the samples that it trains on."""
+"""Begin a training with the weights that another pass makes, from the samples that the training learns from."""
 
 from __future__ import annotations
 
