@@ -234,17 +234,15 @@ class KeptOfGroup:
             return f"has scales of {fmt.group_size} stored weights, which cut groups of {self.kept} apart"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
 
-    def stored(self, in_features: int) -> int:
+    def stored(self, columns: int) -> int:
         """Count the weights of a row that are stored.
 
         Raises:
             UsageError: groups do not fill the row.
         """
-        if in_features % self.size:
-            raise UsageError(
-                f"{self.suffix[1:]}: rows of {in_features} weights do not divide into groups of {self.size}"
-            )
-        return in_features // self.size * self.kept
+        if columns % self.size:
+            raise UsageError(f"{self.suffix[1:]}: rows of {columns} weights do not divide into groups of {self.size}")
+        return columns // self.size * self.kept
 
 
 @dataclass(frozen=True)
