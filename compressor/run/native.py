@@ -22,6 +22,7 @@ from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import reads_groups
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
+from compressor.codegen.lowering.kernel_set import cpu_kernels
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
 from compressor.errors import CompressorError, UsageError
@@ -175,7 +176,7 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
         UsageError: names the operator, or the weight and its format.
     """
     graph = as_lowered(graph)
-    check_operators(graph, Converter(isas[0], Tuner("off", 1, None, "")).table())
+    check_operators(graph, Converter(cpu_kernels(isas[0]), Tuner("off", 1, None, "")).table())
     formats = {}
     for site in packed_weight_sites(graph):
         fmt = Format.parse(str(site.node.args[3]))

@@ -18,8 +18,9 @@ from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, error_context, import_program, renamed_main
-from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
+from compressor.codegen.lowering.importer import Importer, import_program, renamed_main
+from compressor.codegen.lowering.kernel_set import cpu_kernels
+from compressor.codegen.lowering.phases import _PROBE, error_context, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
 from compressor.codegen.tir_pipeline import PIPELINE
@@ -142,7 +143,8 @@ def lower_graph(
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
         DriftError: the tuner's pinned schedules are those of other kernels.
     """
-    converter = Converter(isa, tuner)
+    kernels = cpu_kernels(isa)
+    converter = Converter(kernels, tuner)
     kind = graph.meta["model"].kind
     outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
     for entry in entries(graph):
@@ -157,7 +159,7 @@ def lower_graph(
         dump("fuse", listing(outcomes))
     mod = _add_probe(mod)
     with tvm_target:
-        mod = run_phases(mod, phases(), converter.smallest_packed, activations, dump)
+        mod = run_phases(mod, kernels.phases(), converter.smallest_packed, activations, dump)
     part = 0 if graph.meta["model"].generates else entry_bytes(program, tokens=kind == "encoder")
     parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
     used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}
