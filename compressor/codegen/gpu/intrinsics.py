@@ -1,0 +1,50 @@
+"""Device functions that TIR has no words for: C++ that TVM puts before the kernels which call them.
+
+A function with PTX has two bodies: ``#ifdef __CUDA_ARCH__`` with the instruction, and ``#else`` what it does, for the
+tests on a CPU (``tests/support/lockstep``).  There a function that reads other lanes' registers calls
+``lockstep_exchange(&mine, sizeof mine)``, which returns what all 32 lanes left, lane i's from byte 64 * i.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+WARP = 32  # lanes
+
+_WARP_SUM = """
+__device__ inline float compressor_warp_sum(float value) {
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+"""
+
+_WARP_MAX = """
+__device__ inline float compressor_warp_max(float value) {
+  for (int step = 16; step > 0; step /= 2) {
+    float other = __shfl_xor_sync(0xffffffffu, value, step);
+    value = other > value || other != other ? other : value;
+  }
+  return value;
+}
+"""
+
+
+def warp_sum(value: Any) -> Any:
+    """Return the sum of a float32 over a warp's lanes, the same bits in each; all 32 lanes must call it."""
+    return _call("compressor_warp_sum", value, source=_WARP_SUM)
+
+
+def warp_max(value: Any) -> Any:
+    """Return the largest float32 of a warp's lanes, NaN if one is NaN; all 32 lanes must call it."""
+    return _call("compressor_warp_max", value, source=_WARP_MAX)
+
+
+def barrier() -> Any:
+    """Return a statement that waits for all threads of the block."""
+    return T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def _call(name: str, *arguments: Any, source: str, kind: str = "float32") -> Any:
+    return T.cuda.func_call(name, *arguments, source_code=source, return_type=kind)
