@@ -138,6 +138,7 @@ class NativeBackend:
                 isa=library.isa.name,
                 faster=linked,
                 entry_bytes=library.entry_bytes if independent else None,
+                archs=library.isa.archs,
             )
             written = write_native(folder, parts)
         self._libraries.clear()  # they hold memory, which the rest of the run needs

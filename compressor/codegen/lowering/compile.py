@@ -19,11 +19,10 @@ from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.importer import Importer, import_program, renamed_main
-from compressor.codegen.lowering.kernel_set import cpu_kernels
+from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
 from compressor.codegen.lowering.phases import _PROBE, error_context, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.tuning import Tuner
 from compressor.graph.rules import Outcome, listing
 from compressor.host.machine import cpu_name
@@ -100,9 +99,9 @@ def compile_graph(
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
     with tvm_target, error_context("generate"):
-        executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None, tir_pipeline=PIPELINE)
+        executable, known = kernels_for(tvm_target, isa).generate(lowered.mod, tvm_target)
     evidence = "executed" if runs_here else "compiled"
-    kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
+    kernels = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries
     return Library(executable, parameters, used, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
@@ -143,7 +142,7 @@ def lower_graph(
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
         DriftError: the tuner's pinned schedules are those of other kernels.
     """
-    kernels = cpu_kernels(isa)
+    kernels = kernels_for(tvm_target, isa)
     converter = Converter(kernels, tuner)
     kind = graph.meta["model"].kind
     outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
@@ -157,13 +156,22 @@ def lower_graph(
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     if dump is not None:
         dump("fuse", listing(outcomes))
-    mod = _add_probe(mod)
+    mod = _add_probe(mod) if kernels.measures_memory else mod
     with tvm_target:
         mod = run_phases(mod, kernels.phases(), converter.smallest_packed, activations, dump)
     part = 0 if graph.meta["model"].generates else entry_bytes(program, tokens=kind == "encoder")
     parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
     used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}
     return Lowered(mod, parameters, used, list(converter.records), part)
+
+
+def kernels_for(tvm_target: tvm.target.Target, isa: Isa) -> KernelSet:
+    """Return the kernels for a target's kind of machine."""
+    if tvm_target.kind.name != "cuda":
+        return cpu_kernels(isa)
+    from compressor.codegen.gpu.kernel_set import gpu_kernels
+
+    return gpu_kernels(isa)
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:

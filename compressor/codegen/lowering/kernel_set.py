@@ -15,11 +15,16 @@ from compressor.codegen.kernels.attention import cached, packed
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.n_of_m import n_of_m_linear
+from compressor.codegen.kernels.n_of_m import supports as n_of_m_supports
 from compressor.codegen.kernels.skipping.linear import skipping_linear
+from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.phases import phases
+from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import KeptOfGroup, SkippedInputs
+from compressor.formats.format import Format
 
 Maker = Callable[..., tvm.tirx.PrimFunc]
+Generate = Callable[[tvm.IRModule, tvm.target.Target], tuple[Any, Callable[[str], dict[str, Any]]]]
 Phases = Callable[[], list[tuple[str, tvm.transform.Pass]]]
 
 
@@ -56,6 +61,10 @@ class KernelSet:
         packed: linears of stored codes.
         others: linears of formats that are laid out in another way, by the extra that says so; they have no schedule.
         missing: operators that CPUs have kernels for and this machine has none, with their families in words.
+        supports: says what the packed linears and embeddings do not read of a format; an empty text if they read all.
+        generate: (lowered module, TVM's target) -> TVM's executable, and a function from a kernel's name to what is
+            known of its code, for its record.
+        measures_memory: the library has a function that measures the memory's read bandwidth.
     """
 
     isa: Isa
@@ -65,6 +74,7 @@ class KernelSet:
     norm: Maker
     embedding: Maker
     packed_embedding: Maker
+    top_k: Maker
     cached_attention: Maker
     masked_attention: Maker
     cross_attention: Maker
@@ -72,6 +82,14 @@ class KernelSet:
     packed_attention: Maker
     others: Mapping[type[Any], Maker] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
+    supports: Callable[[Format], str]
+    generate: Generate
+    measures_memory: bool = True
+
+
+def _generate(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Any, Callable[[str], dict[str, Any]]]:
+    """Generate a CPU's code; nothing is known of it."""
+    return tvm.compile(mod, target, relax_pipeline=None, tir_pipeline=PIPELINE), lambda _name: {}
 
 
 def cpu_kernels(isa: Isa) -> KernelSet:
@@ -103,10 +121,13 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         norm=norm.norm,
         embedding=embedding.embedding,
         packed_embedding=partial(embedding.packed_embedding, isa=isa),
+        top_k=top_k,
         cached_attention=cached.cached_attention,
         masked_attention=cached.masked_attention,
         cross_attention=cross_attention,
         pack_cache=packed.pack_cache,
         packed_attention=packed.packed_attention,
+        supports=lambda fmt: packed_linear.supports(fmt, isa) or n_of_m_supports(fmt),
+        generate=_generate,
         others={KeptOfGroup: other(n_of_m_linear), SkippedInputs: other(skipping_linear)},
     )

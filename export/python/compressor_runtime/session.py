@@ -107,7 +107,7 @@ class Session:
         kept = (*self._caches, *self._states, *self._memory)
         if self._record is not None and tokens.shape[1] == len(rows) == 1 and not self._states:
             if self._steps_of_one and self._recorded is None:
-                self._recorded = self._record(self._batch, kept)
+                self._recorded = self._record(tokens, self._position, kept)
             self._steps_of_one += 1
             if self._recorded is not None:
                 return self._recorded(tokens, self._position)

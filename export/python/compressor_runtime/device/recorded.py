@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,22 +21,22 @@ from compressor_runtime.errors import BundleError
 from compressor_runtime.vm import Vm, tvm_ffi
 
 _ALLOCATE = "vm.builtin.alloc_storage"
-_APART_BYTES = 256  # between inputs in one buffer: kernels take aligned addresses
 
 
 class Recorder:
-    """A second virtual machine over a bundle's kernels, whose storages can be held."""
+    """A second virtual machine over a bundle's kernels, whose storages outlive its calls."""
 
     def __init__(self, vm: Vm, gpu: Gpu, parameters: Any) -> None:
         self.vm, self.gpu, self.parameters = vm, gpu, parameters
-        self.held: list[Any] | None = None
+        self._held: list[Any] = []
+        self._again: Iterator[Any] | None = None  # storages of the call before, for one that asks for the same
         allocate = tvm_ffi.get_global_func(_ALLOCATE)
 
         def allocate_and_hold(*arguments: Any) -> Any:
-            storage = allocate(*arguments)
-            if self.held is not None:
-                self.held.append(storage)
-            return storage
+            if self._again is not None:
+                return next(self._again)
+            self._held.append(allocate(*arguments))
+            return self._held[-1]
 
         # A machine looks its functions up when it is made.
         tvm_ffi.register_global_func(_ALLOCATE, allocate_and_hold, override=True)
@@ -46,66 +45,60 @@ class Recorder:
         finally:
             tvm_ffi.register_global_func(_ALLOCATE, allocate, override=True)
 
-    @contextmanager
-    def holding(self) -> Iterator[list[Any]]:
-        """Collect the storages that calls within the block compute in."""
-        found: list[Any] = []
-        self.held = found
-        try:
-            yield found
-        finally:
-            self.held = None
+    def call(self, *arguments: Any) -> tuple[Any, list[Any]]:
+        """Call the library's ``main``; return its result, and the storages that it computed in."""
+        self._held = []
+        return self.main(*arguments, self.parameters), self._held
 
-    def record(self, batch: int, kept: Sequence[Any]) -> RecordedStep:
-        """Record a step of one token for each of ``batch`` sequences, on the given caches.
+    def call_again(self, storages: Sequence[Any], *arguments: Any) -> Any:
+        """Call it once more, in the storages of a call with arguments of the same shapes."""
+        self._again = iter(storages)
+        try:
+            return self.main(*arguments, self.parameters)
+        finally:
+            self._again = None
+
+    def record(self, ids: NDArray[np.int64], position: int, kept: Sequence[Any]) -> RecordedStep:
+        """Record the step that appends ``ids`` [B, 1] at ``position`` to the given caches; it is not done yet.
+
+        Recording writes these tokens' keys and values, as the step itself will.
 
         Raises:
             BundleError: the step does what cannot be recorded, or the GPU has no memory left.
         """
-        made: RecordedStep = self.vm.call(RecordedStep, self, batch, kept)
+        made: RecordedStep = self.vm.call(RecordedStep, self, ids, position, kept)
         return made
 
 
 class RecordedStep:
     """A step of one token that was recorded; it writes the caches that it was recorded on."""
 
-    def __init__(self, recorder: Recorder, batch: int, kept: Sequence[Any]) -> None:
-        self._recorder, self._kept, gpu = recorder, tuple(kept), recorder.gpu
+    def __init__(self, recorder: Recorder, ids: NDArray[np.int64], position: int, kept: Sequence[Any]) -> None:
+        self._recorder, self._kept, gpu, batch = recorder, tuple(kept), recorder.gpu, len(ids)
         self._graph = self._pinned = 0
-        places = [_padded(8 * batch), _padded(8), _padded(8)]
-        self._input_bytes = sum(places)
-        buffer = gpu.zeros((self._input_bytes // 8,), np.dtype(np.int64))
-        view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
-        starts, shapes = (0, places[0], places[0] + places[1]), ((batch, 1), (1,), (1,))
-        self._views = [
-            view(buffer, tvm_ffi.Shape(shape), tvm_ffi.dtype("int64"), start)
-            for shape, start in zip(shapes, starts, strict=True)
-        ]
-        self._buffer = buffer
+        self._inputs = [gpu.put(given) for given in (ids, np.array([position]), np.array([0]))]
         self._thread = ThreadPoolExecutor(1, "compressor-graph")
         self._thread.submit(self._record).result()
         self._output_shape = tuple(int(n) for n in self._output.shape)
         output_bytes = 4 * int(np.prod(self._output_shape))
-        self._pinned = gpu.driver.pinned(self._input_bytes + output_bytes)
-        words = (ctypes.c_int64 * (self._input_bytes // 8)).from_address(self._pinned)
-        given = np.ctypeslib.as_array(words)
-        given[:] = 0  # the index of the token whose logits are wanted, too
-        self._ids, self._position = given[:batch], given[places[0] // 8 :][:1]
-        floats = (ctypes.c_float * (output_bytes // 4)).from_address(self._pinned + self._input_bytes)
+        self._pinned = gpu.driver.pinned(8 * (batch + 1) + output_bytes)
+        words = np.ctypeslib.as_array((ctypes.c_int64 * (batch + 1)).from_address(self._pinned))
+        self._ids, self._position = words[:batch], words[batch:]
+        self._result = self._pinned + words.nbytes
+        floats = (ctypes.c_float * (output_bytes // 4)).from_address(self._result)
         self._logits: NDArray[np.float32] = np.ctypeslib.as_array(floats).reshape(self._output_shape)
 
     def _record(self) -> None:
         recorder, gpu = self._recorder, self._recorder.gpu
-        arguments = (*self._views, *self._kept, recorder.parameters)
-        with recorder.holding() as self._held, gpu.running():
-            recorder.main(*arguments)  # so that memory is allocated, which it must not be while the stream captures
+        arguments = (*self._inputs, *self._kept)
+        with gpu.running():
+            _, self._storages = recorder.call(*arguments)  # nothing may be allocated while the stream captures
             gpu.driver.wait(gpu.stream)
-            self._held.clear()
             gpu.driver.begin_capture(gpu.stream)
             failed: Exception | None = None
             try:
-                self._output = recorder.main(*arguments)
-            except RuntimeError as error:
+                self._output = recorder.call_again(self._storages, *arguments)
+            except (RuntimeError, TypeError, ValueError) as error:
                 failed = error
             try:
                 self._graph = gpu.driver.end_capture(gpu.stream)
@@ -123,10 +116,10 @@ class RecordedStep:
         gpu, driver = self._recorder.gpu, self._recorder.gpu.driver
         self._ids[:], self._position[0] = ids[:, 0], position
         driver.use()
-        driver.copy(self._buffer.data_ptr(), self._pinned, self._input_bytes, TO_DEVICE, gpu.stream)
+        for tensor, given in zip(self._inputs, (self._ids, self._position), strict=False):
+            driver.copy(tensor.data_ptr(), given.ctypes.data, given.nbytes, TO_DEVICE, gpu.stream)
         driver.launch(self._graph, gpu.stream)
-        at = self._pinned + self._input_bytes
-        driver.copy(at, self._output.data_ptr(), self._logits.nbytes, FROM_DEVICE, gpu.stream)
+        driver.copy(self._result, self._output.data_ptr(), self._logits.nbytes, FROM_DEVICE, gpu.stream)
         driver.wait(gpu.stream)
         return self._logits.copy()
 
@@ -146,8 +139,4 @@ class RecordedStep:
         self.close()
 
 
-Record = Callable[[int, Sequence[Any]], RecordedStep]
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _APART_BYTES) * _APART_BYTES
+Record = Callable[[NDArray[np.int64], int, Sequence[Any]], RecordedStep]
