@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,16 @@ def capability_here() -> tuple[int, int] | None:
         return Driver(0).capability
     except BundleError:
         return None
+
+
+def why_not_here(archs: Sequence[str]) -> str:
+    """Return why GPU 0 does not run code for ``archs``, without loading any; an empty text where it does."""
+    capability = capability_here()
+    if capability is None:
+        return f"the kernels run on NVIDIA GPUs ({', '.join(archs)}), and there is none here"
+    number = ".".join(map(str, capability))
+    served = serves(archs, capability)
+    return "" if served else f"the kernels are for {', '.join(archs)}, and the GPU has compute capability {number}"
 
 
 class Driver:
