@@ -22,6 +22,7 @@ import tvm
 import tvm_ffi
 from tvm.target import Target
 
+from compressor.codegen.tir_pipeline import PIPELINE
 from lockstep.compile import compile_kernels, compiler, home
 
 TARGET = {
@@ -109,7 +110,7 @@ class Kernel:
     def __init__(self, func: tvm.tirx.PrimFunc) -> None:
         self.driver = start()
         module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-        self.executable = tvm.compile(module, target=target())
+        self.executable = tvm.compile(module, target=target(), tir_pipeline=PIPELINE)
         self.text = cuda_text(self.executable)
 
     def __call__(self, *operands: Any) -> list[np.ndarray]:
