@@ -30,6 +30,19 @@ __device__ inline float compressor_warp_max(float value) {
 }
 """
 
+_WARP_BEST = """
+__device__ inline int compressor_warp_best(float value, int place) {
+  for (int step = 16; step > 0; step /= 2) {
+    float other = __shfl_xor_sync(0xffffffffu, value, step);
+    int there = __shfl_xor_sync(0xffffffffu, place, step);
+    bool above = other > value || (other != other && value == value);
+    bool below = value > other || (value != value && other == other);
+    if (there >= 0 && (place < 0 || above || (!below && there < place))) value = other, place = there;
+  }
+  return place;
+}
+"""
+
 
 def warp_sum(value: Any) -> Any:
     """Return the sum of a float32 over a warp's lanes, the same bits in each; all 32 lanes must call it."""
@@ -39,6 +52,14 @@ def warp_sum(value: Any) -> Any:
 def warp_max(value: Any) -> Any:
     """Return the largest float32 of a warp's lanes, NaN if one is NaN; all 32 lanes must call it."""
     return _call("compressor_warp_max", value, source=_WARP_MAX)
+
+
+def warp_best(value: Any, place: Any) -> Any:
+    """Return the place (int32) of a warp's largest float32, NaN being above all and the first of equals the best.
+
+    Lanes whose place is negative take no part, but must call it as well.
+    """
+    return _call("compressor_warp_best", value, place, source=_WARP_BEST, kind="int32")
 
 
 def barrier() -> Any:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 FLAGS = [
     "-std=c++20", "-O1", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
-    "-U_FORTIFY_SOURCE",
+    "-U_FORTIFY_SOURCE", "-fno-gnu-unique",  # modules with kernels of the same name are apart
 ]  # fmt: skip
 HERE = Path(__file__).parent
-INCLUDED = ["cuda", "cuda_fp16", "cuda_bf16", "cuda_fp8", "mma"]  # what TVM's text includes: all in our header
+# What the text includes; our header has it all.
+INCLUDED = ["cuda", "cuda_fp16", "cuda_bf16", "cuda_fp8", "math_constants", "mma"]
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(')
 _ALIGNED = re.compile(r"__shared__ alignas\((\d+)\)")  # g++ takes no standard attribute there
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")

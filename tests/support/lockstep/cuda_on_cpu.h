@@ -35,6 +35,8 @@ constexpr int warpSize = 32;
 
 #define CUDART_INF_F std::numeric_limits<float>::infinity()
 #define CUDART_NAN_F std::numeric_limits<float>::quiet_NaN()
+#define CUDART_INF std::numeric_limits<double>::infinity()
+#define CUDART_NAN std::numeric_limits<double>::quiet_NaN()
 
 inline void __syncthreads() { lockstep_barrier(); }
 inline void __threadfence() {}

@@ -3,6 +3,7 @@
 // A fiber that has finished a thread goes on with the next one that nobody has begun, so a kernel without barriers is
 // a plain loop.  makecontext() makes a fiber's stack; switches are _setjmp and _longjmp, which need no system call.
 #include <setjmp.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -110,6 +111,32 @@ void live() {
   }
 }
 
+// A kernel that touches memory which is not there ends its launch, not the process.
+class Guard {
+ public:
+  Guard() {
+    static char stack[64 << 10];
+    const stack_t own{stack, 0, sizeof stack};
+    sigaltstack(&own, &before_);
+    struct sigaction action {};
+    action.sa_handler = [](int) {
+      std::snprintf(failure, sizeof failure, "illegal address or division (thread %u)", current->thread);
+      _longjmp(scheduler, 1);
+    };
+    action.sa_flags = SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &actions_[i]);
+  }
+  ~Guard() {
+    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &actions_[i], nullptr);
+    sigaltstack(&before_, nullptr);
+  }
+
+ private:
+  static constexpr int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
+  stack_t before_;
+  struct sigaction actions_[3];
+};
+
 unsigned lanes(unsigned warp) { return threads - warp * 32 < 32 ? threads - warp * 32 : 32; }
 
 }  // namespace
@@ -153,6 +180,7 @@ const char* lockstep_run_block(const lockstep_kernel& run, void** given, unsigne
   failure[0] = 0;
   warps.resize((count + 31) / 32);
   for (Warp& warp : warps) std::memset(warp.left, 0, sizeof warp.left), warp.turn = 0, warp.waiting.clear();
+  const Guard guard;
   if (!_setjmp(scheduler)) go_on();
   if (!failure[0]) return nullptr;
   // Fibers in the middle of a kernel cannot be used again; their stacks are few, and stay.
