@@ -13,6 +13,7 @@ from compressor.codegen.gpu.linear import products
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
 from compressor.codegen.gpu.linear.fragments import Fragments
+from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
@@ -67,6 +68,8 @@ def fused_linear(
     one = FewTokens(body, operands, schedule.one, 1, True)
     least = FewTokens(body, operands, schedule.few, 1, False)
     few = FewTokens(body, operands, schedule.few, FEW * fragments.halves // 8, False)
+    many = ManyTokens(body, operands, schedule.many)
+    prepare_many, run_many = preparing(fragments, prologue, many.all_steps, many.index, operands), many.macro()
     run_one, run_least, run_few = (kernel.macro(prologue if kernel.is_one else None) for kernel in (one, least, few))
     prepare_least, prepare_few = (preparing(fragments, prologue, k.steps, k.index, operands) for k in (least, few))
 
@@ -80,17 +83,22 @@ def fused_linear(
         given = T.meta_var([by_token(buffer) for buffer in given3])
         if d0 * d1 == 1:
             run_one(given, norm, None, None, tokens)
+        elif d0 * d1 <= least.tokens:
+            words = T.alloc_buffer((least.room,), "uint32")
+            factor = T.alloc_buffer((least.tokens, fragments.act_groups), "float32")
+            prepare_least(given, norm, words, factor, tokens)
+            run_least(given, norm, words, factor, tokens)
+        elif d0 * d1 <= few.tokens:
+            words = T.alloc_buffer((few.room,), "uint32")
+            factor = T.alloc_buffer((few.tokens, fragments.act_groups), "float32")
+            prepare_few(given, norm, words, factor, tokens)
+            run_few(given, norm, words, factor, tokens)
         else:
-            if d0 * d1 <= least.tokens:
-                words = T.alloc_buffer((least.room,), "uint32")
-                factor = T.alloc_buffer((least.tokens, fragments.act_groups), "float32")
-                prepare_least(given, norm, words, factor, tokens)
-                run_least(given, norm, words, factor, tokens)
-            else:
-                words = T.alloc_buffer((few.room,), "uint32")
-                factor = T.alloc_buffer((few.tokens, fragments.act_groups), "float32")
-                prepare_few(given, norm, words, factor, tokens)
-                run_few(given, norm, words, factor, tokens)
+            words = T.alloc_buffer((many.room(d0 * d1),), "uint32")
+            slots = T.meta_var((d0 * d1 + (many.tiling.tokens - 1)) // many.tiling.tokens * many.tiling.tokens)
+            factor = T.alloc_buffer((slots, fragments.act_groups), "float32")
+            prepare_many(given, norm, words, factor, tokens)
+            run_many(words, factor, tokens)
 
     return kernel.with_attr(EXPLICIT_BARRIERS, True)
 
