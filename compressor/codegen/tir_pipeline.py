@@ -20,41 +20,34 @@ def has_blocks(func: tirx.PrimFunc) -> bool:
     return any(name != "root" for name in names)
 
 
-EXPLICIT_BARRIERS = "compressor.explicit_barriers"
-"""Attribute of functions for a GPU that say where the threads of a block wait for each other, and wait nowhere else."""
-_SMALLER_BUFFERS = "s_tir.CompactBufferAllocation"
-"""The search for smaller buffers bounds every index, for up to 80% of the time of code generation."""
-_BARRIERS = "s_tir.ThreadSync"
-"""The search for missing barriers takes copies that are under way for reads, and refuses barriers it cannot place."""
+_SKIPPED = ("s_tir.CompactBufferAllocation", "s_tir.ThreadSync")
 
 
 @pass_instrument
-class _Skipped:
-    """Skip passes."""
+class _AsWritten:
+    """Skip what our own kernels do not need.
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    The search for smaller buffers bounds every index, for up to 80% of the time of code generation.  Barriers between
+    the threads of a block stand where a kernel has them; TVM would add others, and refuses conditions around them.
+    """
 
     def should_run(self, _mod: Any, info: Any) -> bool:
-        return info.name not in self.names
+        return info.name not in _SKIPPED
 
 
 def _pipeline() -> tuple[Any, Any, Any]:
     lower, finish_host, finish_device = tirx.get_tir_pipeline("default")
 
     def lower_kernels(mod: tvm.IRModule, context: Any) -> tvm.IRModule:
-        kinds: dict[tuple[str, ...], dict[Any, Any]] = {(): {}, (_SMALLER_BUFFERS,): {}, (_SMALLER_BUFFERS, _BARRIERS): {}}
-        for var, func in mod.functions.items():
-            is_explicit = EXPLICIT_BARRIERS in (func.attrs or {})
-            ours = (_SMALLER_BUFFERS, _BARRIERS) if is_explicit else (_SMALLER_BUFFERS,)
-            kinds[() if has_blocks(func) else ours][var] = func
-        done = tvm.IRModule({}, attrs=mod.attrs)
-        for names, functions in kinds.items():
-            instruments = [*context.instruments, *([_Skipped(*names)] if names else [])]
-            with tvm.transform.PassContext(
-                context.opt_level, context.required_pass, context.disabled_pass, instruments, dict(context.config)
-            ):
-                done.update(lower(tvm.IRModule(functions, attrs=mod.attrs)) if functions else done)
+        ours = {var: func for var, func in mod.functions.items() if not has_blocks(func)}
+        others = {var: func for var, func in mod.functions.items() if var not in ours}
+        instruments = [*context.instruments, _AsWritten()]
+        with tvm.transform.PassContext(
+            context.opt_level, context.required_pass, context.disabled_pass, instruments, dict(context.config)
+        ):
+            done = lower(tvm.IRModule(ours, attrs=mod.attrs))
+        if others:
+            done.update(lower(tvm.IRModule(others, attrs=mod.attrs)))
         return done
 
     apply = tvm.transform.module_pass(lower_kernels, opt_level=0, name="LowerKernels")

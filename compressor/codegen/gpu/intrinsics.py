@@ -13,16 +13,16 @@ from tvm.script import tirx as T
 
 WARP = 32  # lanes
 
-_WARP_SUM = """
-__device__ inline float compressor_warp_sum(float value) {
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+_LANE_SUM = """
+__device__ inline float compressor_lane_sum(float value, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
   return value;
 }
 """
 
-_WARP_MAX = """
-__device__ inline float compressor_warp_max(float value) {
-  for (int step = 16; step > 0; step /= 2) {
+_LANE_MAX = """
+__device__ inline float compressor_lane_max(float value, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
     float other = __shfl_xor_sync(0xffffffffu, value, step);
     value = other > value || other != other ? other : value;
   }
@@ -46,12 +46,22 @@ __device__ inline int compressor_warp_best(float value, int place) {
 
 def warp_sum(value: Any) -> Any:
     """Return the sum of a float32 over a warp's lanes, the same bits in each; all 32 lanes must call it."""
-    return _call("compressor_warp_sum", value, source=_WARP_SUM)
+    return lane_sum(value, WARP)
+
+
+def lane_sum(value: Any, lanes: int) -> Any:
+    """Return the sum of a float32 over each ``lanes`` lanes in a row, a power of two; all of a warp must call it."""
+    return _call("compressor_lane_sum", value, T.int32(lanes), source=_LANE_SUM)
+
+
+def lane_max(value: Any, lanes: int) -> Any:
+    """Return the largest float32 of each ``lanes`` lanes, NaN if one is NaN; as :func:`lane_sum`."""
+    return _call("compressor_lane_max", value, T.int32(lanes), source=_LANE_MAX)
 
 
 def warp_max(value: Any) -> Any:
     """Return the largest float32 of a warp's lanes, NaN if one is NaN; all 32 lanes must call it."""
-    return _call("compressor_warp_max", value, source=_WARP_MAX)
+    return lane_max(value, WARP)
 
 
 def warp_best(value: Any, place: Any) -> Any:

@@ -173,7 +173,7 @@ def top_k(n: int, k: int) -> tvm.tirx.PrimFunc:
         x = T.meta_var(parameter((rows, n), "float32"))
         index = T.meta_var(parameter((rows, k), "int64"))
         # TVM asks of every kernel of one operand whether it only reshapes, and expects a block.
-        with T.sblock("root"):  # noqa: SIM117
+        with T.sblock("root"):
             with T.launch_thread("blockIdx.x", rows) as m, T.launch_thread("threadIdx.x", WARP) as t:
                 taken = T.alloc_buffer((each,), "int32", scope="local")
                 best = T.alloc_buffer((2,), "int32", scope="local")  # of this lane, of all
@@ -182,7 +182,7 @@ def top_k(n: int, k: int) -> tvm.tirx.PrimFunc:
                 for j in range(k):
                     best[0] = T.int32(-1)
                     for i in range(each):
-                        if taken[i] == 0:  # noqa: SIM102  (TVM reads both sides of `and`)
+                        if taken[i] == 0:
                             if best[0] < 0 or _is_above(x[m, i * WARP + t], x[m, T.max(best[0], 0)]):
                                 best[0] = i * WARP + t
                     best[1] = warp_best(x[m, T.max(best[0], 0)], best[0])

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 FLAGS = [
-    "-std=c++20", "-O1", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
+    "-std=c++20", "-O1", "-fPIC", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-w",
     "-U_FORTIFY_SOURCE", "-fno-gnu-unique",  # modules with kernels of the same name are apart
 ]  # fmt: skip
 HERE = Path(__file__).parent

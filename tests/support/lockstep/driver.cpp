@@ -300,6 +300,13 @@ int cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int kind, voi
   return step(stream, [=] { return copy(to, from, bytes, kind); }, kind == 3);
 }
 
+int cudaMemsetAsync(void* to, int value, std::size_t bytes, void* stream) {
+  return step(stream, [=] {
+    if (bytes && room(to) < bytes) return fail(INVALID_VALUE, "what is filled is elsewhere");
+    return std::memset(to, value, bytes), int(SUCCESS);
+  });
+}
+
 int cudaMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t bytes, void* stream) {
   return cudaMemcpyAsync(to, from, bytes, 3, stream);
 }

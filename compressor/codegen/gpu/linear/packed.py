@@ -19,7 +19,6 @@ from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import by_token
-from compressor.codegen.tir_pipeline import EXPLICIT_BARRIERS
 from compressor.formats.format import Format
 
 FEW = 16
@@ -99,7 +98,7 @@ def fused_linear(
             prepare_many(given, norm, words, factor, tokens)
             run_many(words, factor, tokens)
 
-    return kernel.with_attr(EXPLICIT_BARRIERS, True)
+    return kernel
 
 
 def preparing(fragments: Fragments, prologue: Prologue | None, steps: int, index: Any, operands: Operands) -> Any:
