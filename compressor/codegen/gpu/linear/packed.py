@@ -17,7 +17,6 @@ from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
-from compressor.codegen.gpu.linear.tensor_cores import shared
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import by_token
 from compressor.formats.format import Format
@@ -35,6 +34,27 @@ class Schedule:
     one: Streaming = Streaming(16, 264, 8)
     few: Streaming = Streaming(8, 264, 4)
     many: Tiling = Tiling(2, 1, 2, 2, 8, 3, 1)
+
+
+def one_token_space() -> list[Streaming]:
+    """Return what one token may take; the default first."""
+    shapes = ((16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16))
+    return [Streaming(*shape) for shape in shapes]
+
+
+def few_tokens_space() -> list[Streaming]:
+    """Return what 2 to 16 tokens may take; the default first."""
+    shapes = ((8, 264, 4), (8, 528, 4), (16, 132, 4), (8, 264, 8), (4, 528, 4), (16, 264, 2), (8, 132, 8), (4, 1056, 8))
+    return [Streaming(*shape) for shape in shapes]
+
+
+def many_tokens_space() -> list[Tiling]:
+    """Return what more tokens may take; the default first."""
+    shapes = (
+        (2, 1, 2, 2, 8, 3, 1), (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 3, 1), (2, 2, 2, 2, 8, 3, 1), (4, 1, 2, 2, 8, 3, 1),
+        (2, 1, 4, 2, 8, 2, 1), (4, 2, 1, 2, 8, 4, 2), (4, 1, 2, 1, 8, 3, 2),
+    )  # fmt: skip
+    return [Tiling(*shape) for shape in shapes]
 
 
 def supports(fmt: Format) -> str:
@@ -110,7 +130,7 @@ def preparing(fragments: Fragments, prologue: Prologue | None, steps: int, index
     @T.inline
     def run(given, norm, words, factor, tokens):
         with T.launch_thread("blockIdx.x", tokens) as token, T.launch_thread("threadIdx.x", PREPARING) as thread:
-            scratch = T.meta_var(shared(((statements.scratch,), "float32"))[0])
+            scratch = T.meta_var(statements.memory())
             at = T.meta_var(Prepared(given, norm, operands.shared, words, factor, index))
             prepare(at, token, thread, scratch)
 
