@@ -206,9 +206,7 @@ class Preparation:
             scaled = [x[4 * i + j] * inverse for j in range(4)]
             for j in range(2):  # 0 and 2, 1 and 3
                 T.buffer_store(halves, half2(scaled[j], scaled[j + 2]), [j])
-                rest = [
-                    scaled[j + 2 * k] - low_half(T.shift_right(halves[j], T.uint32(16 * k))) for k in range(2)
-                ]
+                rest = [scaled[j + 2 * k] - low_half(T.shift_right(halves[j], T.uint32(16 * k))) for k in range(2)]
                 T.buffer_store(halves, half2(*rest), [2 + j])
             with T.If(i * self.threads + thread < self.quads), T.Then():
                 step, vector, lane, word = self.fragments.place(i * self.threads + thread)

@@ -153,7 +153,9 @@ class FewTokens:
         if not self.is_one:
             return [*shared(f"few_{self.fragments.fmt.name}", parts), words, factor, None]
         activations, factors = ((self.room,), "uint32"), ((1, self.fragments.act_groups), "float32")
-        return shared(f"one_{self.fragments.fmt.name}", parts, activations, factors, ((max(4, preparing.scratch),), "float32"))
+        return shared(
+            f"one_{self.fragments.fmt.name}", parts, activations, factors, ((max(4, preparing.scratch),), "float32")
+        )
 
     def macro(self, prologue: Prologue | None) -> Any:
         """Make a macro ``run(given, norm, words, factor, tokens)`` that launches the kernel.
@@ -167,7 +169,10 @@ class FewTokens:
 
         @T.inline
         def run(given, norm, words_, factor_, tokens):
-            with T.launch_thread("blockIdx.x", self.grid) as block, T.launch_thread("threadIdx.x", self.threads) as thread:
+            with (
+                T.launch_thread("blockIdx.x", self.grid) as block,
+                T.launch_thread("threadIdx.x", self.threads) as thread,
+            ):
                 lane, warp = T.meta_var((thread % WARP, thread // WARP))
                 words = T.alloc_buffer((loads * products.loads.words,), "int32", scope="local")
                 raw = T.alloc_buffer((self.next + 2 * self.pieces,), "int32", scope="local")

@@ -38,7 +38,16 @@ class Schedule:
 
 def one_token_space() -> list[Streaming]:
     """Return what one token may take; the default first."""
-    shapes = ((16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16))
+    shapes = (
+        (16, 264, 8),
+        (8, 528, 8),
+        (16, 264, 4),
+        (8, 264, 8),
+        (32, 132, 4),
+        (16, 528, 8),
+        (8, 1056, 4),
+        (8, 528, 16),
+    )
     return [Streaming(*shape) for shape in shapes]
 
 
