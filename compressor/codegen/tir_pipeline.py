@@ -20,12 +20,19 @@ def has_blocks(func: tirx.PrimFunc) -> bool:
     return any(name != "root" for name in names)
 
 
+_SKIPPED = ("s_tir.CompactBufferAllocation", "s_tir.ThreadSync")
+
+
 @pass_instrument
-class _KeepBuffers:
-    """Skip the search for smaller buffers: it bounds every index, for up to 80% of the time of code generation."""
+class _AsWritten:
+    """Skip what our own kernels do not need.
+
+    The search for smaller buffers bounds every index, for up to 80% of the time of code generation.  Barriers between
+    the threads of a block stand where a kernel has them; TVM would add others, and refuses conditions around them.
+    """
 
     def should_run(self, _mod: Any, info: Any) -> bool:
-        return bool(info.name != "s_tir.CompactBufferAllocation")
+        return info.name not in _SKIPPED
 
 
 def _pipeline() -> tuple[Any, Any, Any]:
@@ -34,7 +41,7 @@ def _pipeline() -> tuple[Any, Any, Any]:
     def lower_kernels(mod: tvm.IRModule, context: Any) -> tvm.IRModule:
         ours = {var: func for var, func in mod.functions.items() if not has_blocks(func)}
         others = {var: func for var, func in mod.functions.items() if var not in ours}
-        instruments = [*context.instruments, _KeepBuffers()]
+        instruments = [*context.instruments, _AsWritten()]
         with tvm.transform.PassContext(
             context.opt_level, context.required_pass, context.disabled_pass, instruments, dict(context.config)
         ):
