@@ -132,9 +132,7 @@ def measure(folder: Path) -> None:
 
     read = bandwidth()["read"]
     print(f"{torch.cuda.get_device_name()}: read {read / 1e12:.2f} TB/s\n")
-    print(
-        "| heads | cache | batch | past | tokens | error | us | of read bandwidth | TFLOP/s | bf16, fp32 of PyTorch, us |"
-    )
+    print("| heads | cache | batch | past | tokens | error | us | of bandwidth | TFLOP/s | PyTorch bf16, fp32, us |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for one in json.loads((folder / "cases.json").read_text()):
         kernel = ffi.load_module(str(folder / one["file"]))["kernel"]
