@@ -50,6 +50,10 @@ def inspect_path(path: Path) -> dict[str, Any]:
     }
 
 
+_OF_KERNELS = ("name", "evidence", "registers", "spill_bytes", "shared_bytes")
+"""What is told of a kernel: the last three of kernels for GPUs, of a thread and of a block."""
+
+
 def _inspect_bundle(path: Path) -> dict[str, Any]:
     from compressor_runtime.check import check_listed
     from compressor_runtime.manifest import WEB_FORMAT, any_manifest, field
@@ -98,10 +102,10 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "dense_weight_bytes": manifest["dense_weight_bytes"],
         "bundle_bytes": manifest["bundle_bytes"],
         **cache,
-        **{key: list(manifest[key]) for key in ("cpu_features", "engines") if key in manifest},
+        **{key: list(manifest[key]) for key in ("cpu_features", "engines", "cuda_capabilities") if key in manifest},
         "formats": _totals(manifest["sites"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
-        "kernels": [{"name": k["name"], "evidence": k["evidence"]} for k in manifest["kernels"]],
+        "kernels": [{key: k[key] for key in _OF_KERNELS if key in k} for k in manifest["kernels"]],
     }
 
 

@@ -35,6 +35,7 @@ class Isa:
             third where it is not.
         spread_eight: the same of eight bytes: (uint64, uint64 of eight bits, uint64).
         matrix_unit: ``amx`` where registers hold matrices of int8 or bfloat16.
+        archs: of GPUs, what the bundle has machine code for, as nvcc names them ("sm_90"), the least first.
     """
 
     name: str
@@ -54,3 +55,4 @@ class Isa:
     spread: Callable[[Any, Any, Any], Any] | None = None
     spread_eight: Callable[[Any, Any, Any], Any] | None = None
     matrix_unit: str = ""
+    archs: tuple[str, ...] = ()

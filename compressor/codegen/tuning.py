@@ -33,7 +33,12 @@ _WORKING_SET_BYTES = 48 << 20
 def kernels_digest() -> str:
     """Digest everything that decides a kernel's code: the kernel families, their parts, and the instruction sets."""
     folder = PACKAGE / "codegen"
-    files = [folder / "isa.py", *(folder / "kernels").rglob("*.py"), *(folder / "targets").glob("*.py")]
+    files = [
+        folder / "isa.py",
+        *(folder / "kernels").rglob("*.py"),
+        *(folder / "gpu").rglob("*.py"),
+        *(folder / "targets").glob("*.py"),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
 
 

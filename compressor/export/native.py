@@ -21,6 +21,11 @@ from compressor.version import installed_versions
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_GPU_NEEDS = """
+The kernels run on an NVIDIA GPU, in Linux on x86-64, with a driver of version 580 or later.  CUDA's run-time library
+comes with the package nvidia-cuda-runtime, under NVIDIA's licence; it is not part of this folder.
+"""
+
 
 @dataclass(frozen=True)
 class FasterLibrary:
@@ -52,6 +57,7 @@ class NativeParts:
         faster: libraries for CPUs that have more, best first.
         entries: of each entry of a library that has several, the indices of its parameters.
         entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
+        archs: GPUs that the kernels run on, as nvcc names them; none of kernels for CPUs.
     """
 
     name: str
@@ -65,6 +71,7 @@ class NativeParts:
     faster: Sequence[FasterLibrary] = ()
     entry_bytes: Any = None
     entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    archs: Sequence[str] = ()
 
 
 def write_native(folder: Path, parts: NativeParts) -> Written:
@@ -73,7 +80,7 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
     Raises:
         CompressorError: a parameter is missing, or writing failed.
     """
-    from compressor_runtime import SCHEMA_VERSION
+    from compressor_runtime import CUDA_SCHEMA_VERSION, SCHEMA_VERSION
 
     from compressor.host.tensor_files import DTYPES, write_safetensors
 
@@ -89,7 +96,7 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
     listed = [*((x.isa, x.name, x.cpu_features) for x in parts.faster), (parts.isa, "model.so", parts.cpu_features)]
     fields = {
         "format": "compressor bundle",
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": CUDA_SCHEMA_VERSION if parts.archs else SCHEMA_VERSION,
         "parameters": list(parts.parameters),
         "parameter_types": [
             {"dtype": type_names[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in parts.parameters
@@ -100,6 +107,8 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
     }
     if len(parts.entries) > 1:
         fields["entries"] = {name: list(indices) for name, indices in parts.entries.items()}
+    if parts.archs:
+        fields |= {"device": "cuda", "cuda_capabilities": list(parts.archs)}
     model = {} if parts.entry_bytes is None else {"entry_bytes": parts.entry_bytes}
     return Written(fields, parts.kernels, hashes, model)
 
@@ -110,24 +119,35 @@ def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     for name, source in runtime_files().items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    _copy_tvm_runtime(folder / "lib")
+    _copy_tvm_runtime(folder / "lib", ["libtvm_runtime.so", *(["libtvm_runtime_cuda.so"] if parts.archs else [])])
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {
         "name": parts.name,
         "tvm_ffi": versions["apache-tvm-ffi"],
-        "cpu_features": ", ".join(sorted(parts.cpu_features)) or "no special features",
+        "kernels_for": f"a CPU with: {', '.join(sorted(parts.cpu_features)) or 'no special features'}",
+        "more_packages": "",
+        "needs": "",
     }
+    if parts.archs:
+        words |= {
+            "kernels_for": f"NVIDIA GPUs: {', '.join(parts.archs)}",
+            "more_packages": " 'nvidia-cuda-runtime==13.0.*'",
+            "needs": _GPU_NEEDS,
+        }
     (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
 
 
-def _copy_tvm_runtime(folder: Path) -> None:
-    """TVM's run-time library and its licence, found without importing TVM."""
+def _copy_tvm_runtime(folder: Path, names: Sequence[str]) -> None:
+    """Copy TVM's run-time libraries and its licence, found without importing TVM."""
     spec = importlib.util.find_spec("tvm")
-    library = Path(spec.origin).parent / "lib" / "libtvm_runtime.so" if spec is not None and spec.origin else None
-    if library is None or not library.is_file():
-        raise ToolchainError(f"{library or 'tvm'}: not found; install the apache-tvm wheel that Compressor asks for")
     folder.mkdir()
-    shutil.copyfile(library, folder / library.name)
+    for name in names:
+        library = Path(spec.origin).parent / "lib" / name if spec is not None and spec.origin else None
+        if library is None or not library.is_file():
+            raise ToolchainError(
+                f"{library or 'tvm'}: not found; install the apache-tvm wheel that Compressor asks for"
+            )
+        shutil.copyfile(library, folder / library.name)
     for entry in importlib.metadata.files("apache-tvm") or ():
         if entry.name in ("LICENSE", "NOTICE"):
             shutil.copyfile(str(entry.locate()), folder / f"{entry.name}-apache-tvm")

@@ -92,10 +92,10 @@ class LibraryEntry(_Entry):
 
 
 class Manifest(_Entry):
-    """The manifest of schemas 1 and 2."""
+    """The manifest of schemas 1 and 2, and of schema 3, which kernels for GPUs have."""
 
     format: Literal["compressor bundle"]
-    schema_version: Literal[1, 2]
+    schema_version: Literal[1, 2, 3]
     kind: Literal["decoder", "encoder", "seq2seq", "module"]
     model: ModelEntry
     recipe: dict[str, Any]
@@ -109,6 +109,8 @@ class Manifest(_Entry):
     cpu_features: list[str]
     # Bundles from before there were several say nothing.
     libraries: Annotated[list[LibraryEntry], Field(min_length=1)] | None = None
+    device: Literal["cuda"] | None = None  # of schema 3 alone
+    cuda_capabilities: Annotated[list[str], Field(min_length=1)] | None = None
     versions: dict[str, str]
     weight_bytes: Bytes
     dense_weight_bytes: Bytes
@@ -119,6 +121,7 @@ class Manifest(_Entry):
 _FILES: Mapping[int, tuple[str, ...]] = {
     1: ("model.so", "weights.safetensors", "compressor_runtime.py", "lib/libtvm_runtime.so"),
     2: ("vectors.safetensors", "compressor_selfcheck.py"),
+    3: ("lib/libtvm_runtime_cuda.so",),
 }
 """Files that each schema version adds to those that a bundle must have."""
 
@@ -138,6 +141,8 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
     version = manifest.schema_version
     if version > 1 and manifest.parameter_types is None:
         raise VerificationError("parameter_types: field required")
+    if {version == 3} != {manifest.device is not None, manifest.cuda_capabilities is not None}:
+        raise VerificationError("device, cuda_capabilities: fields of schema 3, which must have both")
     wanted = [name for since, names in _FILES.items() if since <= version for name in names]
     if absent := [name for name in wanted if name not in manifest.files]:
         raise VerificationError(f"files: {', '.join(absent)} not listed")

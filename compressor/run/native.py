@@ -22,6 +22,7 @@ from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import reads_groups
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
+from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
 from compressor.errors import CompressorError, UsageError
@@ -99,9 +100,8 @@ class NativeBackend:
     ) -> None:
         """Generate the kernels for all instruction sets."""
         for isa in (None, *self._target.faster()):
-            library = compile_graph(
-                graph, self._target, isa=isa, tune=tune, threads=self._threads, pinned=pinned, dump=dump(isa)
-            )
+            options: dict[str, Any] = {"tune": tune, "threads": self._threads, "pinned": pinned, "dump": dump(isa)}
+            library = compile_graph(graph, self._target, isa=isa, kernels=self._kernels, **options)
             self._libraries.append(library)
             self.schedules |= library.schedules
             self.tried += library.tried
@@ -137,6 +137,7 @@ class NativeBackend:
                 isa=library.isa.name,
                 faster=linked,
                 entry_bytes=library.entry_bytes if independent else None,
+                archs=library.isa.archs,
             )
             written = write_native(folder, parts)
         self._libraries.clear()  # they hold memory, which the rest of the run needs
@@ -160,6 +161,10 @@ class NativeBackend:
             return f"kernels run under {self.launcher[0]}: their speed was not measured"
         return f"kernels are compiled for {self.isa.name}, which this machine lacks: nothing was measured"
 
+    def _kernels(self, isa: Isa) -> KernelSet:
+        """Return the kernels for an instruction set."""
+        return cpu_kernels(isa)
+
     def _check_library(self, folder: Path, isa: Isa) -> Check:
         """Run the kernels for one of several instruction sets."""
         if not self._target.executes(isa):
@@ -175,7 +180,7 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
         UsageError: names the operator, or the weight and its format.
     """
     graph = as_lowered(graph)
-    check_operators(graph, Converter(isas[0], Tuner("off", 1, None, "")).table())
+    check_operators(graph, Converter(cpu_kernels(isas[0]), Tuner("off", 1, None, "")).table())
     formats = {}
     for site in packed_weight_sites(graph):
         fmt = Format.parse(str(site.node.args[3]))

@@ -301,6 +301,7 @@ def _signature(bundle: Path, public_key: Path | None) -> Check:
 
 def _kernels(bundle: Path, manifest: Manifest, threads: int | None) -> tuple[Check, SmokeResult | None]:
     from compressor_runtime import BundleError, check_cpu
+    from compressor_runtime.device.driver import why_not_here
 
     if manifest.schema_version < 2:
         return _skipped("kernels", "no vectors: schema version 1; compress the model again"), None
@@ -308,6 +309,8 @@ def _kernels(bundle: Path, manifest: Manifest, threads: int | None) -> tuple[Che
         check_cpu(manifest.cpu_features, bundle)
     except BundleError as error:
         return _skipped("kernels", f"not re-executed here: {error}"), None
+    if manifest.cuda_capabilities is not None and (reason := why_not_here(manifest.cuda_capabilities)):
+        return _skipped("kernels", f"not re-executed here: {reason}"), None
     try:
         smoke = smoke_test(bundle, threads)
     except VerificationError as error:

@@ -144,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "decode_ms": decode_ms,
         "peak_rss_bytes": int(status.split()[0]) * 1024,
         "threads": bundle.threads,
+        "device": bundle.device.name,
         "runtime": compressor_runtime.__file__,
     }
     print(json.dumps(found, allow_nan=False))

@@ -60,6 +60,7 @@ from compressor.verify.bundle import verify_bundle
 CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
 ELSEWHERE = (
     "_webgpu",  # test_page.py
+    "_cuda",  # run/test_cuda.py, on a small model
     "_speech_x86",  # test_speech.py
     "_ctc_x86",
     "_clip_x86",  # test_pictures_with_texts.py

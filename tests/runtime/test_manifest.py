@@ -15,7 +15,7 @@ from compressor.runtime import BundleError, DamagedBundleError, RequestError, lo
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda m: m.update(schema_version=3), BundleError, "schema version 3, this run-time reads up to 2"),
+        (lambda m: m.update(schema_version=4), BundleError, "schema version 4, this run-time reads up to 3"),
         (lambda m: m.update(schema_version=0), DamagedBundleError, "schema_version 0, which there has never been"),
         (lambda m: m.update(kind="encoder"), DamagedBundleError, "`kind` has a value that cannot be"),
         (lambda m: m.update(kind="module"), DamagedBundleError, "`kind` has a value that cannot be"),

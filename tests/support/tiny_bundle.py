@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,12 @@ class TinyLanguageModel(nn.Module):
         return (state @ self.head.detach().float().numpy().T + self.bias.detach().numpy()) * self.scale.item()
 
 
-def build_library(file: Path) -> None:
-    """Kernels of TinyLanguageModel with the entry that lowering gives to decoders: caches written in place."""
+def build_library(file: Path, target: Any = None) -> None:
+    """Kernels of TinyLanguageModel with the entry that lowering gives to decoders: caches written in place.
+
+    Args:
+        target: TVM's target of a GPU; None takes this CPU.
+    """
     import tvm
     from tvm import relax
     from tvm.script import ir as I
@@ -110,8 +114,41 @@ def build_library(file: Path) -> None:
             logits = R.matmul(R.take(state[2], keep, axis=1), head)
             return R.multiply(R.add(logits, params[2]), params[3])
 
-    target = tvm.target.Target({"kind": "llvm"})
+    if target is not None:
+        Kernels["remember"] = _remember_on_a_gpu().with_attr("tirx.is_scheduled", 1)
+    target = target or tvm.target.Target({"kind": "llvm"})
     tvm.compile(Kernels, target, relax_pipeline=relax.get_default_pipeline(target)).export_library(str(file))
+
+
+def _remember_on_a_gpu() -> Any:
+    """Return the kernel ``remember`` of :func:`build_library`: a block a sequence, a thread a channel."""
+    from tvm.script import tirx as T
+
+    from compressor.codegen.kernels.linear.weights import parameter
+
+    @T.prim_func(s_tir=True)
+    def remember():
+        B = T.int64()
+        S = T.int64()
+        C = T.int64()
+        i = parameter((B, S), "int64")
+        p = parameter((S,), "int64")
+        table = parameter((VOCAB, WIDTH), "float32")
+        k = parameter((B, 1, C, WIDTH), "float32")
+        v = parameter((B, 1, C, WIDTH), "float32")
+        o = parameter((B, S, WIDTH), "float32")
+        with T.launch_thread("blockIdx.x", B) as b, T.launch_thread("threadIdx.x", WIDTH) as d:
+            for s in T.serial(S):
+                k[b, 0, p[s], d] = table[i[b, s], d]
+                v[b, 0, p[s], d] = T.float32(0)
+            state = T.alloc_buffer((1,), "float32", scope="local")
+            for s in T.serial(S):
+                state[0] = T.float32(0)
+                for t in T.serial(p[s] + 1):
+                    state[0] = state[0] * T.float32(0.5) + k[b, 0, t, d]
+                o[b, s, d] = state[0]
+
+    return remember
 
 
 def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
@@ -126,9 +163,13 @@ def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in stored.items()}
 
 
-def write_tiny_bundle(folder: Path, model: TinyLanguageModel) -> Path:
-    """Write the bundle of the tiny language model below a folder, as export writes it."""
-    build_library(folder / "kernels.so")
+def write_tiny_bundle(folder: Path, model: TinyLanguageModel, target: Any = None, archs: Sequence[str] = ()) -> Path:
+    """Write the bundle of the tiny language model below a folder, as export writes it.
+
+    Args:
+        target, archs: TVM's target of a GPU, and what the kernels were compiled for.
+    """
+    build_library(folder / "kernels.so", target)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -158,6 +199,7 @@ def write_tiny_bundle(folder: Path, model: TinyLanguageModel) -> Path:
         sites=[],
         kernels=[{"name": "main", "evidence": "executed"}],
         cpu_features=["sse2"],
+        archs=archs,
         dense_weight_bytes=0,
         tokenizer=folder,
     )

@@ -184,7 +184,7 @@ def test_measurements_and_signatures_stand_outside_the_manifest(copy: Path) -> N
         (lambda m: m.update(bundle_bytes=True), "bundle_bytes"),
         (lambda m: m.update(kind="program"), "kind"),
         (lambda m: m.update(schema_version=0), "schema_version"),
-        (lambda m: m.update(schema_version=3), "schema version 3"),
+        (lambda m: m.update(schema_version=4), "schema version 4"),
         (lambda m: m["kernels"][0].update(evidence="proven"), "kernels.0.evidence: input should be 'executed'"),
         (lambda m: m["kernels"][0].pop("evidence"), "kernels.0.evidence"),
         (lambda m: m.update(kernels=[]), "kernels"),

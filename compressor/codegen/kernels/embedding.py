@@ -49,7 +49,7 @@ def packed_embedding(rows: int, width: int, fmt: Format, isa: Isa) -> tvm.tirx.P
     Parameters of the result: ids int64 [d0, d1], the parts of the table (:mod:`compressor.formats.format`), y float32
     [d0, d1, width].  Ids outside the table, which the run-time refuses, read its first or last row.
     """
-    row = _PackedRow(fmt, width, replace(isa, lanes=1, quick_lookup=False, lookup16=None))
+    row = PackedRow(fmt, width, replace(isa, lanes=1, quick_lookup=False, lookup16=None))
     stored = fmt.parts(rows, width)
     span, groups = fmt.chunk_columns, fmt.groups(width)
     group_chunks, (whole, rest) = -(-fmt.columns(width) // span), divmod(width, span)
@@ -78,7 +78,7 @@ def packed_embedding(rows: int, width: int, fmt: Format, isa: Isa) -> tvm.tirx.P
 
 
 @dataclass(frozen=True)
-class _PackedRow:
+class PackedRow:
     """Emit what turns the words of one row into numbers.
 
     Attributes:

@@ -18,11 +18,11 @@ from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, error_context, import_program, renamed_main
-from compressor.codegen.lowering.phases import _PROBE, phases, run_phases
+from compressor.codegen.lowering.importer import Importer, import_program, renamed_main
+from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
+from compressor.codegen.lowering.phases import _PROBE, error_context, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
 from compressor.codegen.target import NativeTarget, Target
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.codegen.tuning import Tuner
 from compressor.graph.rules import Outcome, listing
 from compressor.host.machine import cpu_name
@@ -74,6 +74,7 @@ def compile_graph(
     tune: str = "quick",
     threads: int | None = None,
     pinned: Mapping[str, Mapping[str, Any]] | None = None,
+    kernels: Callable[[Isa], KernelSet] = cpu_kernels,
     dump: Callable[[str, str], None] | None = None,
 ) -> Library:
     """Lower a graph and generate its kernels.
@@ -83,6 +84,7 @@ def compile_graph(
         tune: ``off``, ``quick`` or ``full``.
         threads: threads that candidates are timed on, part of the tuning key; None takes the physical cores.
         pinned: ``Library.schedules`` of a locked run, in place of timing; None times.
+        kernels: those of the target's kind of machine, for an instruction set.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
@@ -97,14 +99,15 @@ def compile_graph(
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
-    lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
+    own = kernels(isa)
+    lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):
-        executable = tvm.compile(lowered.mod, tvm_target, relax_pipeline=None, tir_pipeline=PIPELINE)
+        executable, known = own.generate(lowered.mod, tvm_target)
     evidence = "executed" if runs_here else "compiled"
-    kernels = [{**record, "evidence": evidence} for record in lowered.kernels]
+    records = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries
-    return Library(executable, parameters, used, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+    return Library(executable, parameters, used, records, isa, tuner.chosen, tuner.tried, tuner.notes, part)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Lowered:
 def lower_graph(
     graph: GraphModule,
     tvm_target: tvm.target.Target,
-    isa: Isa,
+    kernels: KernelSet,
     tuner: Tuner,
     dump: Callable[[str, str], None] | None = None,
 ) -> Lowered:
@@ -136,13 +139,14 @@ def lower_graph(
 
     Args:
         tvm_target: that phases ask for limits.
+        kernels: that operators become calls of, and the phases.
         tuner: that chooses the kernels' schedules.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
         DriftError: the tuner's pinned schedules are those of other kernels.
     """
-    converter = Converter(isa, tuner)
+    converter = Converter(kernels, tuner)
     kind = graph.meta["model"].kind
     outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
     for entry in entries(graph):
@@ -155,9 +159,9 @@ def lower_graph(
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     if dump is not None:
         dump("fuse", listing(outcomes))
-    mod = _add_probe(mod)
+    mod = _add_probe(mod) if kernels.measures_memory else mod
     with tvm_target:
-        mod = run_phases(mod, phases(), converter.smallest_packed, activations, dump)
+        mod = run_phases(mod, kernels.phases(), converter.smallest_packed, activations, dump)
     part = 0 if graph.meta["model"].generates else entry_bytes(program, tokens=kind == "encoder")
     parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
     used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}

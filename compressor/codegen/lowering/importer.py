@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,23 +13,9 @@ from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from compressor.codegen.lowering.converters.picking import picks_by_mask
-from compressor.errors import CaptureError, CompressorError, VerificationError, first_line
+from compressor.codegen.lowering.phases import error_context
+from compressor.errors import CaptureError, CompressorError, first_line
 from compressor.graph.provenance import module_path, source_line
-
-
-@contextmanager
-def error_context(phase: str) -> Iterator[None]:
-    """Turn errors of TVM into a VerificationError that names the phase; leave ours as they are."""
-    try:
-        yield
-    except CompressorError:
-        raise
-    except Exception as error:  # TVM's importer and its passes raise whatever they stumble over
-        reason = first_line(error)
-        raise VerificationError(
-            f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
-        ) from error
-
 
 _NOT_LOWERED = ("sort", "argsort", "topk", "lstm", "gru")
 """Operators that TVM imports and cannot generate code for, or only for one length."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -11,8 +12,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_walk
 
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
-from compressor.codegen.lowering.importer import error_context
-from compressor.errors import VerificationError
+from compressor.errors import CompressorError, VerificationError, first_line
 
 _CONSTANT_BYTES_ALLOWED = 1 << 16
 """Rotary frequencies and the like may be constants; weights may not."""
@@ -20,6 +20,20 @@ _CONSTANT_BYTES_ALLOWED = 1 << 16
 
 _PROBE = "read_bandwidth"
 """The function with which a bundle measures the memory it runs on."""
+
+
+@contextmanager
+def error_context(phase: str) -> Iterator[None]:
+    """Turn errors of TVM into a VerificationError that names the phase; leave ours as they are."""
+    try:
+        yield
+    except CompressorError:
+        raise
+    except Exception as error:  # TVM's importer and its passes raise whatever they stumble over
+        reason = first_line(error)
+        raise VerificationError(
+            f"lowering, phase {phase}: TVM cannot lower this model: {reason}; report it with the output of --dump"
+        ) from error
 
 
 def phases() -> list[tuple[str, tvm.transform.Pass]]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from compressor_runtime import allow_tiles
 
 from compressor.codegen.isa import Isa
-from compressor.errors import ToolchainError, UsageError
+from compressor.codegen.linker import find_compiler, link_shared
+from compressor.errors import UsageError
 from compressor.host.machine import host_flags
 
 if TYPE_CHECKING:
@@ -74,7 +71,7 @@ class X86:
 
     def check_toolchain(self) -> None:
         """Raise ToolchainError unless there is a linker."""
-        _compiler()
+        find_compiler()
 
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link with the C++ compiler on PATH, else with the ``ziglang`` package's.
@@ -82,22 +79,7 @@ class X86:
         Raises:
             ToolchainError: there is neither, or the link failed.
         """
-        command = [*_compiler(), "-shared", "-fPIC", "-o", output, *objects]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ToolchainError(f"linking the kernels failed: {' '.join(command)}\n{done.stderr.strip()}")
-
-
-def _compiler() -> list[str]:
-    for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
-            return [path]
-    if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.28"]
-    raise ToolchainError(
-        "no C++ compiler to link the kernels with: none of c++, g++, clang++ is on PATH and the package ziglang is not "
-        "installed; install one, for instance `apt-get install g++` or `pip install 'compressor[zig]'`"
-    )
+        link_shared(output, objects)
 
 
 # Instructions; TVM is imported when a kernel is written.

@@ -19,8 +19,9 @@ from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.lowering.fusion import fuse
-from compressor.codegen.lowering.importer import Importer, error_context, import_program, renamed_main
-from compressor.codegen.lowering.phases import run_phases
+from compressor.codegen.lowering.importer import Importer, import_program, renamed_main
+from compressor.codegen.lowering.kernel_set import cpu_kernels
+from compressor.codegen.lowering.phases import error_context, run_phases
 from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
 from compressor.codegen.web.converters.converter import WebConverter
@@ -128,7 +129,7 @@ def compile_wasm(
         UsageError: the target has no kernel for an operator or a format.
         VerificationError: a phase turned packed weights into dense ones, or the module cannot be linked.
     """
-    converter = Converter(isa, Tuner("off", 1, None, isa.name))
+    converter = Converter(cpu_kernels(isa), Tuner("off", 1, None, isa.name))
     target = wasm_target(isa)
     module = WasmModule(isa)
     mod, named, activations, outcomes = _import(graph, converter, Importer, _fuse)

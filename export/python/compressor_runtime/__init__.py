@@ -15,12 +15,13 @@ from compressor_runtime.command import main
 from compressor_runtime.cpu import allow_tiles, available_cores, check_cpu, choose_library, missing_features
 from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBundleError, RequestError
 from compressor_runtime.generation import Generation, TextStream, choose
-from compressor_runtime.manifest import SCHEMA_VERSION, read_manifest
+from compressor_runtime.manifest import CUDA_SCHEMA_VERSION, SCHEMA_VERSION, read_manifest
 from compressor_runtime.session import Session
 from compressor_runtime.tensors import read_safetensors
 from compressor_runtime.vm import configure_threads
 
 __all__ = [
+    "CUDA_SCHEMA_VERSION",
     "PIECE_BYTES",
     "SCHEMA_VERSION",
     "BrowserBundleError",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Generator, Iterable
 from functools import cached_property, partial
 from itertools import pairwise
@@ -17,11 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 from compressor_runtime.arguments import array, check_inputs, real, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
+from compressor_runtime.device.choice import choose_device
+from compressor_runtime.device.gpu import Gpu
+from compressor_runtime.device.host import Host
+from compressor_runtime.device.recorded import Record, Recorder
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
 from compressor_runtime.generation import Generation, TextStream, choose, next_tokens
 from compressor_runtime.manifest import (
     GENERATING,
-    LIBRARY,
     MEASUREMENTS,
     TOKENIZER,
     checked_model,
@@ -35,7 +37,7 @@ from compressor_runtime.session import Session
 from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
 from compressor_runtime.source.frames import frame_tokens, labels_frames
 from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
-from compressor_runtime.tensors import aligned_zeros, read_parameters, to_tvm
+from compressor_runtime.tensors import read_parameters
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
 Prompt: TypeAlias = str | os.PathLike[str] | ArrayLike
@@ -43,7 +45,9 @@ _PART_BYTES = 3 << 19
 """Bytes a thread of the largest value in a part of a batch: three quarters of a second-level cache."""
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str | None = None) -> Bundle:
+def load(
+    path: str | os.PathLike[str], *, threads: int | None = None, isa: str | None = None, device: str | None = None
+) -> Bundle:
     """Load a bundle, after every file has been compared with its size and SHA-256 in the manifest.
 
     Args:
@@ -51,8 +55,9 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
         threads: worker threads of the kernels, and of this comparison; None takes the physical cores that this process
             may use.
         isa: instruction set of the kernels; None takes the best of those in the bundle that this CPU has.
+        device: "cpu", "cuda" or "cuda:1"; None takes what the kernels are for.
     Raises:
-        BundleError: no bundle, a newer schema, or a CPU without the instructions the kernels need.
+        BundleError: no bundle, a newer schema, or a CPU, a GPU or a driver without what the kernels need.
         DamagedBundleError: a file is missing, or differs from the manifest.
         RequestError: more threads than processors, or kernels that the bundle does not have.
     """
@@ -62,26 +67,29 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, isa: str |
     except TypeError as error:
         raise RequestError(f"path={path!r:.100}: give the folder of a bundle") from error
     manifest = read_manifest(root)
-    library = choose_library(root, manifest, isa)
+    library, driver = choose_library(root, manifest, isa), choose_device(root, manifest, device)
     check_files(root, manifest, threads)
     load_tvm_runtime(root, manifest)
-    return Bundle(root, manifest, threads, library)
+    return Bundle(root, manifest, threads, library, Host() if driver is None else Gpu(driver))
 
 
 class Bundle:
     """A loaded bundle; made by :func:`load`.  Threads may share it: calls into its kernels take turns."""
 
-    def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str = LIBRARY) -> None:
-        self.path, self.manifest, self.threads, self.library = root, manifest, threads, library
+    def __init__(self, root: Path, manifest: dict[str, Any], threads: int, library: str, device: Host | Gpu) -> None:
+        self.path, self.manifest, self.threads, self.library, self.device = root, manifest, threads, library, device
         self.kind: str = field(manifest, "kind", str)  # "decoder", "encoder", "seq2seq" or "module"
         self.model = checked_model(manifest)
         self.limit: int = self.model["max_positions"] or sys.maxsize  # 0: the model states none
         if (self.kind == "seq2seq" or "encoder_source" in self.model) and wrong_source(self.model):
             raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
-        arrays = [to_tvm(array) for array in read_parameters(root, manifest)]
+        arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
-        self.vm = Vm(member(root, library), threads)
+        self.vm = Vm(member(root, library), threads, device)
+        self._record: Record | None = None
+        if isinstance(device, Gpu) and self.kind in GENERATING:
+            self._record = Recorder(self.vm, device, self._parameters["main"]).record
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -148,12 +156,12 @@ class Bundle:
 
     def _run_parts(self, arrays: list[NDArray[Any]], entry: str) -> Any:
         if entry != "main":
-            return self.call(*map(to_tvm, arrays), entry=entry)
+            return self.call(*map(self.device.put, arrays), entry=entry)
         count = self._parts(arrays)
         if count <= 1:
-            return self.call(*map(to_tvm, arrays))
+            return self.call(*map(self.device.put, arrays))
         bounds = [len(arrays[0]) * i // count for i in range(count + 1)]
-        parts = [self.call(*(to_tvm(x[i:j]) for x in arrays)) for i, j in pairwise(bounds)]
+        parts = [self.call(*(self.device.put(x[i:j]) for x in arrays)) for i, j in pairwise(bounds)]
         if isinstance(parts[0], list):
             return [np.concatenate(of_one) for of_one in zip(*parts, strict=True)]
         return np.concatenate(parts)
@@ -161,7 +169,7 @@ class Bundle:
     def _parts(self, arrays: list[NDArray[Any]]) -> int:
         """Return how many parts a batch is divided into; 1 also for lengths that differ, which the kernels refuse."""
         entry_bytes: int = self.model.get("entry_bytes", 0)
-        if len({x.shape[:1] for x in arrays}) != 1 or not arrays[0].ndim or not entry_bytes:
+        if not self.device.divides or len({x.shape[:1] for x in arrays}) != 1 or not arrays[0].ndim or not entry_bytes:
             return 1
         each = entry_bytes * (int(arrays[0].shape[1]) if self.kind == "encoder" else 1)
         return -(-len(arrays[0]) // max(1, self.threads * _PART_BYTES // max(1, each)))
@@ -218,12 +226,13 @@ class Bundle:
             RequestError: no model that generates, no source or one too many, or a source that the encoder cannot read.
         """
         self._check_generates()
+        memory: list[Any] = []
         if self.kind == "seq2seq":
-            memory = encode_source(self.model, partial(self.call, entry="encode"), source, source_mask, batch)
-            return Session(self.model, self.limit, self.call, batch, capacity, memory)
-        if source is not None or source_mask is not None:
+            encode = partial(self.call, entry="encode")
+            memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
+        elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        return Session(self.model, self.limit, self.call, batch, capacity)
+        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record)
 
     def generate(
         self,
@@ -325,21 +334,14 @@ class Bundle:
         return ids or [self.model["bos_id"]]
 
     def read_bandwidth(self, size_bytes: int = 256 << 20, repeats: int = 10) -> float:
-        """Return the bytes per second at which the bundle's threads read memory; the best of the repeats.
+        """Return the bytes per second at which the kernels' memory is read; the best of the repeats.
 
-        Each repeat reads ``size_bytes`` in blocks of 16 KiB.
+        Each repeat reads ``size_bytes``.  On a GPU it also writes as many, and both are counted.
         """
-        words = aligned_zeros((64, size_bytes >> 14, 4, 16), np.dtype(np.int32))
-        words.fill(1)  # untouched pages would all be one page of zeros
-        tensor, seconds = to_tvm(words), []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            self.vm.call(self.vm.functions["read_bandwidth"], tensor)
-            seconds.append(time.perf_counter() - begin)
-        return words.nbytes / min(seconds)
+        return self.device.read_bandwidth(self.vm, size_bytes, repeats)
 
     def call(self, *tensors: Any, entry: str = "main") -> Any:
-        """Call the library with 64-byte aligned tensors and the parameters; return the result as numpy, not copied."""
+        """Call the library with tensors of the device and the parameters; return the result as numpy."""
         function = self.vm.main if entry == "main" else self.vm.functions[entry]
         result = self.vm.call(function, *tensors, self._parameters[entry])
-        return np.from_dlpack(result) if isinstance(result, tvm_ffi.Tensor) else [np.from_dlpack(r) for r in result]
+        return self.device.get(result) if isinstance(result, tvm_ffi.Tensor) else [*map(self.device.get, result)]

@@ -10,7 +10,18 @@ from typing import Any
 
 from compressor_runtime.cpu import available_cores
 from compressor_runtime.errors import BundleError, DamagedBundleError
-from compressor_runtime.manifest import LIBRARY, MANIFEST, TVM_RUNTIME, WEIGHTS, field, items, libraries, member
+from compressor_runtime.manifest import (
+    LIBRARY,
+    MANIFEST,
+    TVM_CUDA,
+    TVM_RUNTIME,
+    WEIGHTS,
+    field,
+    is_cuda,
+    items,
+    libraries,
+    member,
+)
 
 PIECE_BYTES = 16 << 20
 """A larger file's entry has ``pieces``, the SHA-256 of each so many bytes: threads share the work."""
@@ -28,8 +39,8 @@ def check_files(root: Path, manifest: dict[str, Any], threads: int | None = None
         BundleError: a file cannot be read.
         DamagedBundleError: a file is missing, or differs from the manifest.
     """
-    files = field(manifest, "files", dict)
-    for name in (LIBRARY, *(field(entry, "file", str) for entry in libraries(manifest)), WEIGHTS, TVM_RUNTIME):
+    files, own = field(manifest, "files", dict), (TVM_CUDA,) if is_cuda(manifest) else ()
+    for name in (LIBRARY, *(field(entry, "file", str) for entry in libraries(manifest)), WEIGHTS, TVM_RUNTIME, *own):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")
     check_listed(root, files, threads)

@@ -13,8 +13,9 @@ from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBu
 MEASUREMENTS = "measurements.json"
 WEB_FORMAT = "compressor web bundle"
 SCHEMA_VERSION = 2  # 1 had no vectors
+CUDA_SCHEMA_VERSION = 3  # of bundles whose kernels run on a GPU: older run-times refuse them
 MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.safetensors", "tokenizer.json"
-TVM_RUNTIME = "lib/libtvm_runtime.so"
+TVM_RUNTIME, TVM_CUDA = "lib/libtvm_runtime.so", "lib/libtvm_runtime_cuda.so"
 LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 GENERATING = ("decoder", "seq2seq")  # kinds of models that predict tokens from caches
 DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
@@ -37,12 +38,19 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise BundleError(f"{root}: not a Compressor bundle; give the folder that `compress run` wrote")
     if field(manifest, "schema_version", int) == 0:
         raise DamagedBundleError(f"{root}: schema_version 0, which there has never been; copy the bundle again")
-    if manifest["schema_version"] > SCHEMA_VERSION:
+    if manifest["schema_version"] > CUDA_SCHEMA_VERSION:
         raise BundleError(
-            f"{root}: schema version {manifest['schema_version']}, this run-time reads up to {SCHEMA_VERSION}; "
+            f"{root}: schema version {manifest['schema_version']}, this run-time reads up to {CUDA_SCHEMA_VERSION}; "
             "use the compressor_runtime.py inside the bundle, or a newer Compressor"
         )
+    if is_cuda(manifest) is not (manifest["schema_version"] == CUDA_SCHEMA_VERSION):
+        raise DamagedBundleError(f"{MANIFEST}: `device` and `schema_version` do not agree; copy the bundle again")
     return manifest
+
+
+def is_cuda(manifest: dict[str, Any]) -> bool:
+    """Tell whether a bundle's kernels run on NVIDIA GPUs."""
+    return manifest.get("device") == "cuda"
 
 
 def any_manifest(root: Path) -> dict[str, Any]:

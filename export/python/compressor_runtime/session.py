@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from compressor_runtime.arguments import array, token_ids, whole
+from compressor_runtime.device.gpu import Gpu
+from compressor_runtime.device.host import Host
+from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
 from compressor_runtime.manifest import DENSE_CACHE
-from compressor_runtime.tensors import aligned_zeros, to_tvm
 
 
 class Session:
@@ -26,8 +27,13 @@ class Session:
         batch: int,
         capacity: int,
         memory: Sequence[Any] = (),  # of an encoder-decoder: what its steps read of the source
+        device: Host | Gpu | None = None,
+        record: Record | None = None,
     ) -> None:
         self._model, self._limit, self._call, self._memory = model, limit, call, tuple(memory)
+        self._device, self._record = device or Host(), record
+        self._recorded: RecordedStep | None = None
+        self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
         self._batch, self._capacity, self._position, self._stored = whole("batch", batch, 1), 0, 0, 0
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -92,11 +98,21 @@ class Session:
                 "list indices of these tokens"
             )
         self.make_room(count)
-        inputs = (tokens, np.arange(self._position, self._position + count), rows.astype(np.int64))
-        kept = (*self._caches, *self._states, *self._memory)
-        logits: NDArray[np.float32] = self._call(*(to_tvm(x) for x in inputs), *kept)
+        logits = self._logits(tokens, rows)
         self._position += count
         self._stored = self._position
+        return logits
+
+    def _logits(self, tokens: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[np.float32]:
+        kept = (*self._caches, *self._states, *self._memory)
+        if self._record is not None and tokens.shape[1] == len(rows) == 1 and not self._states:
+            if self._steps_of_one and self._recorded is None:
+                self._recorded = self._record(tokens, self._position, kept)
+            self._steps_of_one += 1
+            if self._recorded is not None:
+                return self._recorded(tokens, self._position)
+        inputs = (tokens, np.arange(self._position, self._position + tokens.shape[1]), rows.astype(np.int64))
+        logits: NDArray[np.float32] = self._call(*(self._device.put(x) for x in inputs), *kept)
         return logits
 
     def make_room(self, count: int) -> None:
@@ -121,22 +137,21 @@ class Session:
         self._check_memory(size_bytes, f"{self._batch} sequences of {capacity} tokens")
         dtype = np.dtype(np.float32 if model["cache_format"] == DENSE_CACHE else np.uint8)
         row_bytes = model["cache_bytes_per_token"] // max(1, 2 * model["layers"] * model["kv_heads"])
+        if self._recorded is not None:
+            self._recorded.close()
+            self._recorded = None
+        shape = (self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize)
         for index in range(2 * model["layers"]):
-            cache = aligned_zeros((self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize), dtype)
             if self._caches:
-                cache[:, :, : self._stored] = np.from_dlpack(self._caches[index])[:, :, : self._stored]
+                caches.append(self._device.grown(self._caches[index], shape, dtype, self._stored))
                 self._caches[index] = None  # at most one layer is held twice
-            caches.append(to_tvm(cache))
+            else:
+                caches.append(self._device.zeros(shape, dtype))
         self._caches, self._capacity = caches, capacity
 
     def _forget_states(self) -> None:
         shapes = self._model.get("states", [])
-        self._states = [to_tvm(aligned_zeros((self._batch, *shape), np.dtype(np.float32))) for shape in shapes]
+        self._states = [self._device.zeros((self._batch, *shape), np.dtype(np.float32)) for shape in shapes]
 
-    @staticmethod
-    def _check_memory(size_bytes: int, what: str) -> None:
-        if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise RequestError(
-                f"{what}: their keys, values and states take {size_bytes} bytes, more than this machine's memory; give "
-                "fewer or shorter ones"
-            )
+    def _check_memory(self, size_bytes: int, what: str) -> None:
+        self._device.check_room(size_bytes, f"{what}: their keys, values and states")

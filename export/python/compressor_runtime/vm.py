@@ -11,14 +11,15 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from compressor_runtime.check import sha256
 from compressor_runtime.errors import BundleError, RequestError
-from compressor_runtime.manifest import TVM_RUNTIME, member
+from compressor_runtime.manifest import TVM_CUDA, TVM_RUNTIME, is_cuda, member
 
 _HIDDEN = ("torch", "torch_c_dlpack_ext")
 
@@ -52,23 +53,45 @@ _configured = threading.local()  # .threads: how many this thread's pool of TVM 
 _machines: weakref.WeakSet[Vm] = weakref.WeakSet()
 
 
+class Device(Protocol):
+    """What a machine needs to know of where it computes.
+
+    Attributes:
+        vm_arguments: devices with their numbers and allocators, as TVM numbers them.
+        uses_threads: kernels run on TVM's threads.
+    """
+
+    vm_arguments: Sequence[int]
+    uses_threads: bool
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context to call kernels in."""
+
+
 class Vm:
-    """TVM's virtual machine over one library of kernels.  Threads may share it: calls take turns.
+    """TVM's virtual machine over one library of kernels, on one device.  Threads may share it: calls take turns.
 
     Attributes:
         functions: of the library, by name; the model's entry is ``main``.
     """
 
-    def __init__(self, library: Path, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, library: Path, threads: int, device: Device) -> None:
+        self._threads, self._device = threads, device
         try:
-            self.functions: Any = tvm_ffi.load_module(str(library.resolve()))["vm_load_executable"]()
-            self.functions["vm_initialization"](1, 0, 2)  # one device: the CPU, number 0, with the pooled allocator
+            self._module: Any = tvm_ffi.load_module(str(library.resolve()))
+            self.functions: Any = self.machine()
             self.main = self.functions["main"]
         except (RuntimeError, AttributeError) as error:
             raise BundleError(f"{library}: cannot be loaded: {error}") from error
         self.begin_again()
         _machines.add(self)
+
+    def machine(self) -> Any:
+        """Make a machine over the library, as functions by name; its constants go to the device."""
+        made = self._module["vm_load_executable"]()
+        with self._device.running():
+            made["vm_initialization"](*self._device.vm_arguments)
+        return made
 
     def begin_again(self) -> None:
         """Forget the threads of the process that this one was forked from."""
@@ -77,7 +100,9 @@ class Vm:
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """Call a function of the library on the threads of this machine, when no other call runs."""
-        with self._turn:
+        with self._turn, self._device.running():
+            if not self._device.uses_threads:
+                return function(*arguments)
             configured = self._executor is not None or getattr(_configured, "threads", None) == self._threads
             if not configured and not configure_threads(self._threads):
                 # This thread's pool was made smaller, by somebody's earlier kernels, and cannot grow: use another.
@@ -122,16 +147,21 @@ def load_tvm_runtime(root: Path, manifest: dict[str, Any]) -> None:
     Raises:
         BundleError: the library cannot be loaded.
     """
-    if tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True) is not None:
-        return
-    library = member(root, TVM_RUNTIME).resolve()
+    if tvm_ffi.get_global_func("runtime.config_threadpool", allow_missing=True) is None:
+        _load(root, manifest, TVM_RUNTIME)
+    if is_cuda(manifest) and tvm_ffi.get_global_func("device_api.cuda", allow_missing=True) is None:
+        _load(root, manifest, TVM_CUDA)
+
+
+def _load(root: Path, manifest: dict[str, Any], name: str) -> None:
+    library = member(root, name).resolve()
     try:
         tvm = importlib.util.find_spec("tvm")
     except (ImportError, ValueError):
         tvm = None
-    installed = Path(tvm.origin).parent / TVM_RUNTIME if tvm is not None and tvm.origin else None
+    installed = Path(tvm.origin).parent / name if tvm is not None and tvm.origin else None
     # The same library at the place where `import tvm` would look for it: so that this import still works afterwards.
-    if installed is not None and installed.is_file() and sha256(installed) == manifest["files"][TVM_RUNTIME]["sha256"]:
+    if installed is not None and installed.is_file() and sha256(installed) == manifest["files"][name]["sha256"]:
         library = installed
     try:
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import capture
-from compressor.codegen.lowering import compile as lower
+from compressor.codegen.lowering import kernel_set
 from compressor.codegen.lowering import phases as lowering_phases
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.importer import check_operators
@@ -176,9 +176,9 @@ def build_perceptron() -> nn.Module:
 
 
 def test_storage_is_checked_after_import_and_after_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name, _ in lower.phases()]
+    names = [name for name, _ in lowering_phases.phases()]
     assert len(set(names)) == len(names)
-    assert not any("FoldConstant" in str(phase.info) for _, phase in lower.phases())
+    assert not any("FoldConstant" in str(phase.info) for _, phase in lowering_phases.phases())
     seen: list[tuple[str, int | None]] = []
 
     def recording(mod: tvm.IRModule, phase: str, dense_elements: int | None, activations: frozenset[int]) -> None:
@@ -207,8 +207,8 @@ def test_a_phase_that_binds_weights_as_constants_is_caught(monkeypatch: pytest.M
         mod["main"] = mod["main"].bind_params(zeros)
         return mod
 
-    phases = lower.phases()
-    monkeypatch.setattr(lower, "phases", lambda: [("bind_weights", bind), *phases])
+    phases = lowering_phases.phases()
+    monkeypatch.setattr(kernel_set, "phases", lambda: [("bind_weights", bind), *phases])
     with pytest.raises(VerificationError, match="phase bind_weights: 262144 bytes of constants") as caught:
         compile_graph(graph, X86(), tune="off")
     assert caught.value.exit_code == 4
@@ -253,7 +253,7 @@ def test_a_dense_weight_at_run_time_is_caught_in_every_form(last: str) -> None:
     rows, columns = 64, 96
     mod = dequantizing(rows, columns, constant=False)
     with X86().tvm_target(X86("avx2").resolve()):
-        for name, phase in lower.phases():
+        for name, phase in lowering_phases.phases():
             if last == "import":
                 break
             mod = phase(mod)

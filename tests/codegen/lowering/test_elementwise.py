@@ -17,6 +17,8 @@ from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.lowering import compile as lower
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.kernel_set import cpu_kernels
+from compressor.codegen.lowering.phases import phases
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tuning import Tuner
 
@@ -84,9 +86,11 @@ def scheduled() -> tvm.IRModule:
     rows = Dim("rows", min=1)
     args = (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH))
     program = reexport(capture(Chain(), args, dynamic_shapes=({1: rows}, {1: rows})))
-    mod, _ = lower.import_program(program, Converter(isa, Tuner("off", 1, None, "")).table(), lower.Importer(False))
+    mod, _ = lower.import_program(
+        program, Converter(cpu_kernels(isa), Tuner("off", 1, None, "")).table(), lower.Importer(False)
+    )
     with X86().tvm_target(isa):
-        for name, phase in lower.phases():
+        for name, phase in phases():
             mod = phase(mod)
             if name == "schedule_elementwise":
                 return mod

@@ -68,7 +68,7 @@ class Prologue:
             return norm
 
         def value(inputs: list[Any], m: Any, at: Any, lanes: int) -> Any:
-            result = _ACTIVATIONS[self.kind](inputs[0][m, at], lanes)
+            result = ACTIVATIONS[self.kind](inputs[0][m, at], lanes)
             return result * inputs[1][m, at] if self.gated else result
 
         @T.inline
@@ -102,7 +102,7 @@ def _relu(x: Any, lanes: int) -> Any:
     return at_least(x, 0.0, lanes)
 
 
-_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
 
 
 def declare_inputs(prologue: Prologue | None, columns: int, d0: Any, d1: Any) -> tuple[list[Any], list[Any]]:

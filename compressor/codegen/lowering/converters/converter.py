@@ -11,10 +11,6 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.kernels import embedding, norm
-from compressor.codegen.kernels.attention import cached as attention
-from compressor.codegen.kernels.attention import packed as packed_cache
-from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.lowering.converters.experts import ExpertConverter
 from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
@@ -59,7 +55,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
         x, weight, eps = importer.retrieve_args(node)
         width = int(weight.ty.shape[0])
         name = f"rms_norm_{width}_{eps:g}".replace("-", "m").replace(".", "p")
-        make = lambda: (norm.norm(width, eps, False, False), {"family": "rms_norm"})  # noqa: E731
+        make = lambda: (self.kernels.norm(width, eps, False, False), {"family": "rms_norm"})  # noqa: E731
         return self.rowwise(importer, name, make, x, [weight], width)
 
     def _layer_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -73,7 +69,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
             return importer._layer_norm(node)
         width, has_bias = int(shape[0]), bias is not None
         name = f"layer_norm_{width}_{eps:g}{'_bias' if has_bias else ''}".replace("-", "m").replace(".", "p")
-        make = lambda: (norm.norm(width, eps, True, has_bias), {"family": "layer_norm"})  # noqa: E731
+        make = lambda: (self.kernels.norm(width, eps, True, has_bias), {"family": "layer_norm"})  # noqa: E731
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
@@ -92,7 +88,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
             name += f"_distances{distances}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            func = attention.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
+            func = self.kernels.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
             return func, {"family": "cached_attention"}
 
         args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes, biases) if part is not None)]
@@ -105,7 +101,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
         name = f"pack_cache_{shape[0]}x{shape[1]}_{fmt.name}{'_permuted' if permuted else ''}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return packed_cache.pack_cache(*shape, fmt, permuted), {"family": "pack_cache", "cache_format": fmt.name}
+            return self.kernels.pack_cache(*shape, fmt, permuted), {"family": "pack_cache", "cache_format": fmt.name}
 
         out = relax.TensorType([batch, kv_heads, new, fmt.row_bytes(shape[1])], "uint8")
         args = [x, order] if permuted else [x]
@@ -123,7 +119,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
             details = {"family": "packed_attention", "cache_format": fmt.name}
-            return packed_cache.packed_attention(*shape, has_sinks, fmt, permuted), details
+            return self.kernels.packed_attention(*shape, has_sinks, fmt, permuted), details
 
         args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, *orders) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
@@ -153,7 +149,8 @@ class Converter(ExpertConverter, RecurrenceConverter):
         name += f"_cap{cap:g}".replace(".", "p") if cap else ""
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            return attention.masked_attention(*shape, first, int(window), own, cap), {"family": "masked_attention"}
+            func = self.kernels.masked_attention(*shape, first, int(window), own, cap)
+            return func, {"family": "masked_attention"}
 
         out = relax.TensorType([batch, length, heads, width], "float32")
         kernel = self.kernel(importer, name, make)
@@ -168,7 +165,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
         shape, cap = (int(heads), int(k.ty.shape[1]), int(width), float(scale)), float(softcap)
         name = f"cross_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"_cap{cap:g}".replace(".", "p") if cap else ""
-        make = lambda: (cross_attention(*shape, cap), {"family": "cross_attention"})  # noqa: E731
+        make = lambda: (self.kernels.cross_attention(*shape, cap), {"family": "cross_attention"})  # noqa: E731
         out = relax.TensorType([batch, length, heads, width], "float32")
         call = relax.call_tir(self.kernel(importer, name, make), [q, k, v, mask], out_ty=out)
         return importer.block_builder.emit(call)
@@ -178,7 +175,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
         rows, width = (int(n) for n in table.ty.shape)
         storage = str(table.ty.dtype)
         name = f"embedding_{rows}x{width}_{storage}"
-        make = lambda: (embedding.embedding(rows, width, storage), {"family": "embedding"})  # noqa: E731
+        make = lambda: (self.kernels.embedding(rows, width, storage), {"family": "embedding"})  # noqa: E731
         return _look_up(importer, self.kernel(importer, name, make), ids, width, [table, ids])
 
     def _packed_embedding(self, node: fx.Node, importer: Any) -> Any:
@@ -188,7 +185,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
         name = f"packed_embedding_{rows}x{width}_{fmt.name.replace('.', 'p')}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            func = embedding.packed_embedding(rows, width, fmt, self.isa)
+            func = self.kernels.packed_embedding(rows, width, fmt)
             return func, {"family": "packed_embedding", "format": fmt.name}
 
         return _look_up(importer, self.kernel(importer, name, make), ids, width, [ids, *parts])

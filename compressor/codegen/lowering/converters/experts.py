@@ -13,7 +13,6 @@ from tvm import relax
 from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels import experts
 from compressor.codegen.kernels.experts import Routing
-from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.converters.linears import LinearConverter, dense_linear_name, packed_linear_name
 from compressor.formats.format import Format
 
@@ -59,7 +58,7 @@ class ExpertConverter(LinearConverter):
         n, k = int(n), int(k)
         count = prod(leading, start=tvm.tirx.IntImm("int64", 1))
         flat = x if len(leading) == 1 else bb.emit(relax.op.reshape(x, [count, n]))
-        kernel = self.kernel(importer, f"top_{k}_of_{n}", lambda: (top_k(n, k), {"family": "top_k"}))
+        kernel = self.kernel(importer, f"top_{k}_of_{n}", lambda: (self.kernels.top_k(n, k), {"family": "top_k"}))
         found = bb.emit(relax.call_tir(kernel, [flat], out_ty=relax.TensorType([count, k], "int64")))
         return found if len(leading) == 1 else bb.emit(relax.op.reshape(found, [*leading, k]))
 

@@ -12,24 +12,22 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
-from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.codegen.kernels.n_of_m import n_of_m_linear
-from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.lowering.convolutions import geometry_of
+from compressor.codegen.lowering.kernel_set import KernelSet
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
-from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS, TIMING_FILL
 from compressor.ops.patches import outputs
 
 TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""
+
+
+_OPAQUE = 8  # of TVM's kinds of functions: it is not fused with others, whatever TVM takes it for
 
 
 def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> str:
@@ -43,12 +41,6 @@ def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
     return f"packed_linear_{shape}_{name}{'_bias' if has_bias else ''}"
 
 
-_OWN_KERNELS: dict[type[KeptOfGroup | SkippedInputs], Any] = {
-    KeptOfGroup: n_of_m_linear, SkippedInputs: skipping_linear,
-}  # fmt: skip
-"""Kernels of formats that are laid out in another way; they have no schedule to choose."""
-
-
 class LinearConverter:
     """Calls of kernels for linears and convolutions; equal kernels are generated once.
 
@@ -57,8 +49,8 @@ class LinearConverter:
         smallest_packed: elements of the smallest packed weight, None before the first.
     """
 
-    def __init__(self, isa: Isa, tuner: Tuner) -> None:
-        self.isa, self.tuner = isa, tuner
+    def __init__(self, kernels: KernelSet, tuner: Tuner) -> None:
+        self.kernels, self.isa, self.tuner = kernels, kernels.isa, tuner
         self.records: list[dict[str, Any]] = []
         self.smallest_packed: int | None = None
         self._made: dict[str, Any] = {}
@@ -67,7 +59,7 @@ class LinearConverter:
         """Return the kernel of that name, made if there is none; ``make`` also returns the fields of its record."""
         if name not in self._made:
             func, details = make()
-            self._made[name] = importer.block_builder.add_func(func, name)
+            self._made[name] = importer.block_builder.add_func(func.with_attr("op_pattern", _OPAQUE), name)
             self.records.append({"name": name, "isa": self.isa.name, **details})
         return self._made[name]
 
@@ -79,16 +71,16 @@ class LinearConverter:
         has_bias = bias is not None
         name = dense_linear_name(rows, columns, storage, has_bias)
 
-        def build(schedule: dense_linear.Schedule) -> tvm.tirx.PrimFunc:
-            return dense_linear.dense_linear(rows, columns, storage, has_bias, schedule)
+        def build(schedule: Any) -> tvm.tirx.PrimFunc:
+            return self.kernels.dense.make(rows, columns, storage, has_bias, schedule)
 
         def operands(tokens: int) -> list[Any]:
             arrays = [np.zeros((1, tokens, columns), "float32"), np.zeros((rows, columns), storage)]
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            first = self._choose(f"{name}:1", dense_linear.gemv_space(), build, lambda: operands(1))
-            space = dense_linear.gemm_space(first.gemv_rows)
+            first = self._choose(f"{name}:1", self.kernels.dense.first(), build, lambda: operands(1))
+            space = self.kernels.dense.many(first)
             many = f"{name}:{TUNED_TOKENS}"
             schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
             return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule)}
@@ -128,17 +120,16 @@ class LinearConverter:
         name += "" if residual is None else "_plus"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            given, details = (rows, columns, fmt, has_bias, self.isa), {"family": "packed_linear", "format": fmt.name}
+            given = (rows, columns, fmt, has_bias)
+            details: dict[str, Any] = {"family": "packed_linear", "format": fmt.name}
             ends: dict[str, Any] = {"prologue": prologue, "has_residual": residual is not None}
-            own = next((kernel for extra, kernel in _OWN_KERNELS.items() if fmt.extra(extra) is not None), None)
+            others = self.kernels.others.items()
+            own = next((kernel for extra, kernel in others if fmt.extra(extra) is not None), None)
             if own is not None:
                 return own(*given, **ends), details
-            schedule = packed_linear.common_schedule(
-                self._schedule(rows[0], columns, fmt, has_bias), rows, fmt, self.isa
-            )
-            return packed_linear.fused_linear(*given, schedule, **ends), {
-                **details, "schedule": dataclasses.asdict(schedule),
-            }  # fmt: skip
+            schedule = self.kernels.packed.common(self._schedule(rows[0], columns, fmt, has_bias), rows, fmt)
+            details["schedule"] = dataclasses.asdict(schedule)
+            return self.kernels.packed.make(*given, schedule, **ends), details
 
         stored = [part for parts, bias, _ in weights for part in (*parts, *([bias] if has_bias else []))]
         added = [] if residual is None else [_folded(importer, residual)]
@@ -149,8 +140,8 @@ class LinearConverter:
         """Let the tuner choose a schedule for a weight alone."""
         tiles, name = -(-rows // TILE_ROWS), packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
 
-        def build(schedule: packed_linear.Schedule) -> tvm.tirx.PrimFunc:
-            return packed_linear.packed_linear(rows, columns, fmt, has_bias, self.isa, schedule)
+        def build(schedule: Any) -> tvm.tirx.PrimFunc:
+            return self.kernels.packed.make([rows], columns, fmt, has_bias, schedule)
 
         def operands(tokens: int) -> list[Any]:
             arrays = [np.ones((1, tokens, columns), "float32")]
@@ -162,11 +153,10 @@ class LinearConverter:
                     arrays.append(np.full(shape, fill, kind))
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
-        first = self._choose(f"{name}:1", packed_linear.gemv_space(tiles), build, lambda: operands(1))
-        space = packed_linear.gemm_space(tiles, first.gemv_tiles, fmt, self.isa)
+        first = self._choose(f"{name}:1", self.kernels.packed.first(tiles), build, lambda: operands(1))
+        space = self.kernels.packed.many(tiles, first, fmt)
         many = f"{name}:{TUNED_TOKENS}"
-        schedule: packed_linear.Schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
-        return schedule
+        return self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
 
     def _count_packed(self, elements: int) -> None:
         self.smallest_packed = min(elements, self.smallest_packed or elements)

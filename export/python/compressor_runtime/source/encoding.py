@@ -23,7 +23,14 @@ _SETTINGS = {
 """Numbers that each kind of features is computed with."""
 
 
-def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, mask: Any, batch: int) -> list[Any]:
+def encode_source(
+    model: dict[str, Any],
+    call: Callable[..., Any],
+    source: Any,
+    mask: Any,
+    batch: int,
+    put: Callable[[NDArray[Any]], Any] = to_tvm,
+) -> list[Any]:
     """Run the encoder, and return what the decoder reads of it in each step, as the kernels take it.
 
     Args:
@@ -31,6 +38,7 @@ def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, 
         call: the library's ``encode``.
         source: whole numbers [B, N]; of models of sound, what :func:`source_of` gives, one or several of one length.
         mask: [B, N], 1 for tokens and 0 for padding, at least one token a row; None for no padding.
+        put: takes arrays to where the kernels compute.
     Raises:
         RequestError: shapes that do not agree, ids out of range, or more tokens than the encoder has positions.
     """
@@ -43,10 +51,10 @@ def encode_source(model: dict[str, Any], call: Callable[..., Any], source: Any, 
         inputs = _tokens(facts, model["vocab_size"], source, mask)
     if len(inputs[0]) != batch:
         raise RequestError(f"a source of {len(inputs[0])} sequences, for a session of {batch}")
-    given = [to_tvm(x) for x in inputs]
+    given = [put(x) for x in inputs]
     found = call(*given)
     crossing = found if isinstance(found, list) else [found]
-    return [*given[1:], *(to_tvm(x) for x in crossing)]
+    return [*given[1:], *(put(x) for x in crossing)]
 
 
 def _tokens(facts: dict[str, Any], vocab_size: int, source: ArrayLike, mask: ArrayLike | None) -> list[NDArray[Any]]:

@@ -1,0 +1,133 @@
+"""Say which kernels and which phases a program is lowered with: those of CPUs here, those of GPUs in their folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import tvm
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import dense, embedding, norm
+from compressor.codegen.kernels.attention import cached, packed
+from compressor.codegen.kernels.attention.cross import cross_attention
+from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.kernels.n_of_m import n_of_m_linear
+from compressor.codegen.kernels.n_of_m import supports as n_of_m_supports
+from compressor.codegen.kernels.skipping.linear import skipping_linear
+from compressor.codegen.kernels.top_k import top_k
+from compressor.codegen.lowering.phases import phases
+from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.formats.extras import KeptOfGroup, SkippedInputs
+from compressor.formats.format import Format
+
+Maker = Callable[..., tvm.tirx.PrimFunc]
+Generate = Callable[[tvm.IRModule, tvm.target.Target], tuple[Any, Callable[[str], dict[str, Any]]]]
+Phases = Callable[[], list[tuple[str, tvm.transform.Pass]]]
+
+
+@dataclass(frozen=True)
+class LinearKernels:
+    """Kernels of linears, and the schedules that the tuner chooses from.
+
+    Attributes:
+        make: the kernel; its last positional argument is a schedule.
+        first: schedules that differ in what one token takes, the default first; of packed weights for a number of
+            tiles.
+        many: schedules that differ in what several tokens take, given the schedule chosen for one; of packed weights
+            for (tiles, that schedule, format).
+        common: (schedule, rows of each weight, format) -> the schedule of several weights in one kernel.
+    """
+
+    make: Maker
+    first: Callable[..., list[Any]]
+    many: Callable[..., list[Any]]
+    common: Callable[..., Any] = lambda schedule, _rows, _fmt: schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """Hold what converters and lowering know of a kind of machine.
+
+    The makers take what those of :mod:`compressor.codegen.kernels` take, without the instruction set, and their kernels
+    have the same parameters.
+
+    Attributes:
+        isa: in records of kernels, and for families that only CPUs have.
+        phases: from the imported program to what the virtual machine runs.
+        dense: linears of stored floats.
+        packed: linears of stored codes.
+        others: linears of formats that are laid out in another way, by the extra that says so; they have no schedule.
+        missing: operators that CPUs have kernels for and this machine has none, with their families in words.
+        supports: says what the packed linears and embeddings do not read of a format; an empty text if they read all.
+        generate: (lowered module, TVM's target) -> TVM's executable, and a function from a kernel's name to what is
+            known of its code, for its record.
+        measures_memory: the library has a function that measures the memory's read bandwidth.
+    """
+
+    isa: Isa
+    phases: Phases
+    dense: LinearKernels
+    packed: LinearKernels
+    norm: Maker
+    embedding: Maker
+    packed_embedding: Maker
+    top_k: Maker
+    cached_attention: Maker
+    masked_attention: Maker
+    cross_attention: Maker
+    pack_cache: Maker
+    packed_attention: Maker
+    others: Mapping[type[Any], Maker] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    supports: Callable[[Format], str]
+    generate: Generate
+    measures_memory: bool = True
+
+
+def _generate(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Any, Callable[[str], dict[str, Any]]]:
+    """Generate a CPU's code; nothing is known of it."""
+    return tvm.compile(mod, target, relax_pipeline=None, tir_pipeline=PIPELINE), lambda _name: {}
+
+
+def cpu_kernels(isa: Isa) -> KernelSet:
+    """Return the kernels for a CPU's instruction set."""
+
+    def fused_linear(
+        rows: Any, columns: Any, fmt: Any, has_bias: bool, schedule: Any, **ends: Any
+    ) -> tvm.tirx.PrimFunc:
+        return packed_linear.fused_linear(rows, columns, fmt, has_bias, isa, schedule, **ends)
+
+    def other(make: Maker) -> Maker:
+        def linear(rows: Any, columns: Any, fmt: Any, has_bias: bool, **ends: Any) -> tvm.tirx.PrimFunc:
+            return make(rows, columns, fmt, has_bias, isa, **ends)
+
+        return linear
+
+    return KernelSet(
+        isa=isa,
+        phases=phases,
+        dense=LinearKernels(
+            dense.dense_linear, dense.gemv_space, lambda schedule: dense.gemm_space(schedule.gemv_rows)
+        ),
+        packed=LinearKernels(
+            fused_linear,
+            packed_linear.gemv_space,
+            lambda tiles, schedule, fmt: packed_linear.gemm_space(tiles, schedule.gemv_tiles, fmt, isa),
+            lambda schedule, rows, fmt: packed_linear.common_schedule(schedule, rows, fmt, isa),
+        ),
+        norm=norm.norm,
+        embedding=embedding.embedding,
+        packed_embedding=partial(embedding.packed_embedding, isa=isa),
+        top_k=top_k,
+        cached_attention=cached.cached_attention,
+        masked_attention=cached.masked_attention,
+        cross_attention=cross_attention,
+        pack_cache=packed.pack_cache,
+        packed_attention=packed.packed_attention,
+        supports=lambda fmt: packed_linear.supports(fmt, isa) or n_of_m_supports(fmt),
+        generate=_generate,
+        others={KeptOfGroup: other(n_of_m_linear), SkippedInputs: other(skipping_linear)},
+    )
