@@ -1,8 +1,8 @@
 """Train a sentence encoder with 80% of the blocks of its linears left out, and measure what its bundle computes.
 
     python benchmarks/sparse_minilm.py pack MODEL FOLDER TEXT [TEXT ...]
-    python benchmarks/sparse_minilm.py train FOLDER WEIGHTS.npz [--device cuda] [--steps 3500] [--batch 96]
-    python benchmarks/sparse_minilm.py measure MODEL FOLDER WEIGHTS.npz TEXT [TEXT ...] [--threads 1] [--turns 25]
+    python benchmarks/sparse_minilm.py train FOLDER WEIGHTS.npz [--device cuda] [--seconds 100] [--batch 96]
+    python benchmarks/sparse_minilm.py measure MODEL WEIGHTS.npz TEXT [TEXT ...] [--threads 1] [--turns 25]
 
 MODEL and TEXTs are those of benchmarks/minilm.py, whose 200 texts are held out.  `pack` writes the weights in float16,
 of the table of tokens only the rows that occur, and 24,000 windows of 96 tokens of the other sentences, half of them
@@ -64,8 +64,8 @@ def pack(model: Path, folder: Path, files: list[Path]) -> None:
     print(f"{len(row):,} tokens, {len(used):,} different ones, {WINDOWS:,} windows of {LENGTH}")
 
 
-def train(folder: Path, weights: Path, options: dict[str, Any]) -> None:
-    """Run `sparse_train` and write all parameters but the table of tokens."""
+def train(folder: Path, weights: Path, seconds: float, options: dict[str, Any]) -> None:
+    """Run `sparse_train` with as many steps as there is time for, and write all parameters but the table of tokens."""
     config = transformers.BertConfig.from_pretrained(folder / "config.json")
     bert = transformers.BertModel(config, add_pooling_layer=True).eval().requires_grad_(False)
     content = dict(np.load(folder / "model.npz"))
@@ -76,15 +76,22 @@ def train(folder: Path, weights: Path, options: dict[str, Any]) -> None:
     assert not missing.missing_keys, missing
     ids = torch.from_numpy(np.load(folder / "windows.npy").astype(np.int64))
     graph = capture(bert)
-    step = SparseTrain(SCHEME, schedule="cosine", warmup=0.02, held_out=0.02, hidden=1.0, patience=0, **options)
-    begin = time.perf_counter()
     context = Context(samples=Samples(ids, ids.flatten(), tokens_sha256(ids), "sentences"))
     context.dense = graph
-    after = step.run(clone_graph(graph), context)
-    seconds = time.perf_counter() - begin
+
+    def run(steps: int) -> tuple[Any, float]:
+        every = {"evaluate_every": max(1, steps // 8), "checkpoint_every": 10**6}
+        step = SparseTrain(SCHEME, steps=steps, warmup=0.02, held_out=0.02, hidden=1.0, **every, **options)
+        begin = time.perf_counter()
+        return step.run(clone_graph(graph), context), time.perf_counter() - begin
+
+    run(8)  # compiles and allocates
+    few, more = run(8)[1], run(40)[1]
+    steps = int((seconds - few) / ((more - few) / 32))
+    after, took = run(steps)
     found = {name: value.detach().numpy() for name, value in after.named_parameters() if value.shape[0] < 30_000}
     np.savez_compressed(weights, **{name: value.astype(np.float16) for name, value in found.items()})
-    print(json.dumps({"seconds": seconds, **options, "notes": context.notes if hasattr(context, "notes") else None}))
+    print(json.dumps({"seconds": took, "steps": steps, **options, "notes": context.notes}))
 
 
 def measure(model: Path, weights: Path, files: list[Path], threads: int, turns: int) -> None:
@@ -148,7 +155,7 @@ def main() -> None:
     training.add_argument("folder", type=Path)
     training.add_argument("weights", type=Path)
     training.add_argument("--device", default="cpu")
-    training.add_argument("--steps", type=int, default=3500)
+    training.add_argument("--seconds", type=float, default=100.0)
     training.add_argument("--batch", type=int, default=96)
     training.add_argument("--learning-rate", type=float, default=5e-4)
     measuring.add_argument("model", type=Path)
@@ -160,9 +167,8 @@ def main() -> None:
     if given.command == "pack":
         pack(given.model, given.folder, given.text)
     elif given.command == "train":
-        every = max(1, given.steps // 8)
-        options = {"device": given.device, "steps": given.steps, "batch": given.batch, "checkpoint_every": 10**6}
-        train(given.folder, given.weights, {**options, "learning_rate": given.learning_rate, "evaluate_every": every})
+        options = {"device": given.device, "batch": given.batch, "learning_rate": given.learning_rate}
+        train(given.folder, given.weights, given.seconds, options)
     else:
         torch.set_num_threads(given.threads)
         measure(given.model, given.weights, given.text, given.threads, given.turns)
