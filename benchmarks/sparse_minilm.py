@@ -87,7 +87,7 @@ def train(folder: Path, weights: Path, seconds: float, options: dict[str, Any]) 
 
     run(8)  # compiles and allocates
     few, more = run(8)[1], run(40)[1]
-    steps = int((seconds - few) / ((more - few) / 32))
+    steps = max(60, int((seconds - few) / ((more - few) / 32)))
     after, took = run(steps)
     found = {name: value.detach().numpy() for name, value in after.named_parameters() if value.shape[0] < 30_000}
     np.savez_compressed(weights, **{name: value.astype(np.float16) for name, value in found.items()})
