@@ -19,6 +19,8 @@ from compressor.errors import ToolchainError
 
 HALF = "shader-f16"
 """WebGPU feature that lets shaders compute in float16."""
+TIMESTAMPS = "timestamp-query"
+"""WebGPU feature that gives the device's clock."""
 
 
 @cache
@@ -40,7 +42,7 @@ def device() -> Any:
         raise ToolchainError(
             f"no adapter for WebGPU ({error}); a software one is in Debian's mesa-vulkan-drivers and libvulkan1"
         ) from error
-    wanted = [HALF] if HALF in adapter.features else []
+    wanted = [feature for feature in (HALF, TIMESTAMPS) if feature in adapter.features]
     return adapter.request_device_sync(
         required_features=wanted, required_limits={"max-storage-buffers-per-shader-stage": 8}
     )

@@ -1,4 +1,4 @@
-const LANES: u32 = 8u;
+const LANES: u32 = 16u;
 const TILES: u32 = 1u;
 const TOKENS: u32 = 1u;
 @group(0) @binding(0) var<storage, read> x: array<vec4<f32>>;

@@ -26,8 +26,8 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
-ONE, MANY = {"LANES": 8, "TILES": 1, "TOKENS": 1}, {"LANES": 2, "TILES": 4, "TOKENS": 8}
-"""Shipped constants of decode and of prefill."""
+ONE, MANY = {"LANES": 16, "TILES": 1, "TOKENS": 1}, {"LANES": 16, "TILES": 2, "TOKENS": 8}
+"""Shipped constants of decode and of prefill, the best ones on an H200 (benchmarks/results/webgpu_device.md)."""
 FEW = 2
 """Tokens up to which the kernel for one token serves."""
 _ONE_CHOICES = {"LANES": (2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (1, 2)}
