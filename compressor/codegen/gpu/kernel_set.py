@@ -11,6 +11,7 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.linear import packed
+from compressor.codegen.gpu.linear.spaces import packed_choices
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
@@ -58,10 +59,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(_refused(_DENSE), lambda: [packed.Schedule()], lambda schedule: [schedule]),
-        packed=LinearKernels(
-            packed.fused_linear, lambda _tiles: [packed.Schedule()], lambda _tiles, schedule, _fmt: [schedule]
-        ),
+        dense=LinearKernels(_refused(_DENSE), lambda: []),
+        packed=LinearKernels(packed.fused_linear, packed_choices),
         norm=rows.norm,
         embedding=rows.embedding,
         packed_embedding=rows.packed_embedding,
