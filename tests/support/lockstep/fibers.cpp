@@ -1,7 +1,8 @@
 // Threads of a block as fibers of one thread of the CPU, each of which runs until it must wait for others.
 //
 // A fiber that has finished a thread goes on with the next one that nobody has begun, so a kernel without barriers is
-// a plain loop.  makecontext() makes a fiber's stack; switches are _setjmp and _longjmp, which need no system call.
+// a plain loop.  A warp goes on as long as it can, so that warps are as far apart as barriers let them.  makecontext()
+// makes a fiber's stack; switches are _setjmp and _longjmp, which need no system call.
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -120,21 +121,21 @@ class Guard {
     sigaltstack(&own, &before_);
     struct sigaction action {};
     action.sa_handler = [](int) {
-      std::snprintf(failure, sizeof failure, "illegal address or division (thread %u)", current->thread);
+      std::snprintf(failure, sizeof failure, "illegal or misaligned address, or division by 0 (thread %u)", current->thread);
       _longjmp(scheduler, 1);
     };
     action.sa_flags = SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &actions_[i]);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &action, &actions_[i]);
   }
   ~Guard() {
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &actions_[i], nullptr);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &actions_[i], nullptr);
     sigaltstack(&before_, nullptr);
   }
 
  private:
-  static constexpr int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
+  static constexpr int SIGNALS[4] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
   stack_t before_;
-  struct sigaction actions_[3];
+  struct sigaction actions_[4];
 };
 
 unsigned lanes(unsigned warp) { return threads - warp * 32 < 32 ? threads - warp * 32 : 32; }
@@ -159,7 +160,7 @@ const unsigned char* lockstep_exchange(const void* mine, unsigned bytes) {
   std::memcpy(left[lockstep_lane()], mine, bytes);
   warp.waiting.push_back(current);
   if (warp.waiting.size() == lanes(current->thread / 32)) {
-    ready.insert(ready.end(), warp.waiting.begin(), warp.waiting.end());
+    ready.insert(ready.begin(), warp.waiting.begin(), warp.waiting.end());
     warp.waiting.clear();
     ++warp.turn;
   }

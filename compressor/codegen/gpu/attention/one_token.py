@@ -9,6 +9,7 @@ device memory; the number of blocks depends on shapes alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class OneToken:
         width: of a head, at most 1024.
         scale: factor on the scores.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 means none.
+        unit: channels that rows of keys and values give at once, at most.
     """
 
     heads: int
@@ -43,6 +45,7 @@ class OneToken:
     width: int
     scale: float
     softcap: float
+    unit: int = 4
 
     @cached_property
     def repeat(self) -> int:
@@ -57,7 +60,7 @@ class OneToken:
     @cached_property
     def vec(self) -> int:
         """Return how many channels are read at once."""
-        return math.gcd(4, self.width)
+        return math.gcd(self.unit, self.width)
 
     @cached_property
     def columns(self) -> int:
@@ -106,9 +109,9 @@ class OneToken:
     def partial(self) -> Any:
         """Make a macro ``partial(q, keys, values, limits, added, seen, splits, sums, stats, batch)``: the first launch.
 
-        q float32 [B, H, 1, D], keys, values [B, Hkv, N, D]; ``limits()`` gives the first key and how many follow;
-        ``added(head, key)`` is added to a score; ``seen(b, key)`` hides a key; both may be None.  ``sums``
-        [B * H * splits, D] and ``stats`` [B * H * splits, 2] get the parts' results.
+        ``q``, ``keys`` and ``values`` are :class:`compressor.codegen.gpu.attention.rows.Rows`; ``limits()`` gives the
+        first key and how many follow; ``added(head, key)`` is added to a score; ``seen(b, key)`` tells whether a key is
+        not hidden; both may be None.  ``sums`` [B * H * splits, D] and ``stats`` [B * H * splits, 2] get the results.
         """
         groups, warps, spread = self.heads // self.group, THREADS // WARP, THREADS // self.spread
         load, score, softmax, weigh = self._load(), self._score(), self._softmax(warps), self._weigh(spread)
@@ -149,9 +152,8 @@ class OneToken:
             for n in range(-(-self.group * self.width // THREADS)):
                 at = T.meta_var(n * THREADS + t)
                 if at < self.group * self.width:
-                    query[at // self.width, at % self.width] = q[
-                        b, y * self.group + at // self.width, T.int64(0), at % self.width
-                    ]
+                    r, d = T.meta_var((at // self.width, at % self.width))
+                    query[r, d] = q.one(b, y * self.group + r, T.int64(0), d)
             if t < self.group:
                 found[t, 0] = T.float32(LOWEST)
                 found[t, 1] = T.float32(0)
@@ -176,7 +178,7 @@ class OneToken:
                 if c < self.columns:
                     for j in T.unroll(self.keys):
                         key = T.meta_var(T.min(bounds[2] + (j * at_once + t // self.lanes), bounds[1] - 1))
-                        rows[ramp(j * vec, vec)] = keys[b, kv, key, ramp(c * vec, vec)]
+                        keys.emit_load(rows, (j * vec,), b, kv, key, c * vec, vec)
                     for r in T.unroll(self.group):
                         one[ramp(0, vec)] = query[r, ramp(c * vec, vec)]
                         for j in T.unroll(self.keys):
@@ -242,7 +244,7 @@ class OneToken:
                     for step in T.unroll(self.steps):
                         c = T.meta_var(step * self.spread + t % self.spread)
                         if c < self.columns:
-                            row[ramp(0, vec)] = values[b, kv, bounds[2] + place, ramp(c * vec, vec)]
+                            values.emit_load(row, (0,), b, kv, bounds[2] + place, c * vec, vec)
                             for r in T.unroll(self.group):
                                 for e in T.unroll(vec):
                                     at = T.meta_var(r * size + step * vec + e)
@@ -276,16 +278,16 @@ class OneToken:
         return leave
 
     def merge(self) -> Any:
-        """Make a macro ``merge(q, new, out, limits, added, sinks, splits, sums, stats, batch)``: the second launch.
+        """Make a macro ``merge(q, new, out, order, limits, added, sinks, splits, sums, stats, batch)``: the second.
 
-        ``new`` is None, or the new token's keys and values [B, Hkv, 1, D], the caches that they are stored in, and
-        their place: it is one more part of the keys.
+        ``new`` is the :class:`NewToken`, one more part of the keys, or None; ``order`` [Hkv, D] tells which channel of
+        ``out`` each sum is, or is None.
         """
         threads = -(-self.width // WARP) * WARP
         dot = block_sum(threads)
 
         @T.inline
-        def merge(q, new, out, limits, added, sinks, splits, sums, stats, batch):
+        def merge(q, new, out, order, limits, added, sinks, splits, sums, stats, batch):
             with T.launch_thread("blockIdx.x", self.heads) as h, T.launch_thread("blockIdx.y", batch) as b:
                 with T.launch_thread("threadIdx.x", threads) as t:
                     scratch = T.alloc_buffer((1, threads // WARP), "float32", scope="shared")
@@ -293,13 +295,12 @@ class OneToken:
                     kv, d = T.meta_var((h // self.repeat, T.min(t, self.width - 1)))
                     own[1] = sinks[h] if sinks is not None else T.float32(LOWEST)
                     if new is not None:
-                        own[0] = T.Select(
-                            t < self.width, q[b, h, T.int64(0), d] * new[0][b, kv, T.int64(0), d], T.float32(0)
-                        )
+                        product = T.meta_var(q.one(b, h, T.int64(0), d) * new.keys.one(b, kv, T.int64(0), d))
+                        own[0] = T.Select(t < self.width, product, T.float32(0))
                         dot(own, scratch, 0, t)
                         own[0] = self.score(own[0])
                         if added is not None:
-                            own[0] = own[0] + added(h, new[4])
+                            own[0] = own[0] + added(h, new.place)
                         own[1] = T.max(own[1], own[0])
                     first, parts = T.meta_var(((b * self.heads + h) * splits, self._parts(limits()[1], splits)))
                     for s in range(parts):
@@ -309,17 +310,17 @@ class OneToken:
                     if new is not None:
                         own[0] = T.exp(own[0] - own[1])
                         own[2] = own[2] + own[0]
-                        own[3] = own[0] * new[1][b, kv, T.int64(0), d]
+                        own[3] = own[0] * new.values.one(b, kv, T.int64(0), d)
                     for s in range(parts):
                         own[0] = T.exp(stats[first + s, 0] - own[1])
                         own[2] = own[2] + own[0] * stats[first + s, 1]
                         own[3] = own[3] + own[0] * sums[first + s, d]
                     if t < self.width:
-                        out[b, T.int64(0), h, t] = own[3] / own[2]
-                        if new is not None:
-                            if h % self.repeat == 0:
-                                new[2][b, kv, new[4], t] = new[0][b, kv, T.int64(0), t]
-                                new[3][b, kv, new[4], t] = new[1][b, kv, T.int64(0), t]
+                        channel = T.meta_var(t if order is None else order[kv, t])
+                        out[b, T.int64(0), h, channel] = own[3] / own[2]
+                    if new is not None:
+                        if h % self.repeat == 0:
+                            new.emit_store(b, kv, t, threads)
 
         return merge
 
@@ -327,6 +328,31 @@ class OneToken:
         """Return how many parts have keys."""
         part = T.max(self.part(count, splits), T.int64(1))
         return (count + part - 1) // part
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """The keys and values of the token that attends.
+
+    Attributes:
+        keys, values: :class:`compressor.codegen.gpu.attention.rows.Rows`, of one token.
+        stored: pairs of buffers: new rows [B, Hkv, 1, .], and the cache [B, Hkv, T, .] that they go to.
+        place: where in the cache; in device memory.
+    """
+
+    keys: Any
+    values: Any
+    stored: Sequence[tuple[Any, Any]]
+    place: Any
+
+    def emit_store(self, b: Any, kv: Any, t: Any, threads: int) -> None:
+        """Emit stores of one head's rows by ``threads`` threads."""
+        for rows, cache in self.stored:
+            width = int(rows.shape[3])
+            with T.serial(0, -(-width // threads)) as n:
+                at = n * threads + t
+                with T.If(at < width), T.Then():
+                    T.buffer_store(cache, rows[b, kv, T.int64(0), at], [b, kv, self.place, at])
 
 
 def _power(count: int) -> int:

@@ -35,6 +35,7 @@ class Tiles:
     width: int
     scale: float
     softcap: float
+    unit: int = 4
 
     @cached_property
     def repeat(self) -> int:
@@ -54,7 +55,7 @@ class Tiles:
     @cached_property
     def vec(self) -> int:
         """Return how many channels are read at once."""
-        return math.gcd(4, self.width)
+        return math.gcd(self.unit, self.width)
 
     @cached_property
     def columns(self) -> int:
@@ -81,31 +82,32 @@ class Tiles:
         return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score
 
     def attend(self) -> Any:
-        """Make a macro ``attend(q, keys, values, out, limits, added, seen, sinks, blind, sizes)``: one launch.
+        """Make a macro ``attend(q, keys, values, out, order, limits, added, seen, sinks, blind, sizes)``: one launch.
 
-        ``q``, ``keys`` and ``values`` give a vector at (b, head, token, channels); out [B, S, H, D]; ``limits(first,
-        last)`` gives the keys from the first that some of these tokens may see to the one behind the last;
-        ``added(b, head, token, key)`` is added to a score; ``seen(b, token, key)`` tells which of these they see;
-        ``sinks`` [H] or None; where ``blind``, the outputs of tokens that see nothing are 0; ``sizes`` are batch and S.
+        ``q``, ``keys`` and ``values`` are :class:`compressor.codegen.gpu.attention.rows.Rows`; out [B, S, H, D], whose
+        channels ``order`` [Hkv, D] names, or None; ``limits(first, last)`` gives the keys from the first that some of
+        these tokens may see to the one behind the last; ``added(b, head, token, key)`` is added to a score;
+        ``seen(b, token, key)`` tells which of these they see; ``sinks`` [H] or None; where ``blind``, the outputs of
+        tokens that see nothing are 0; ``sizes`` are batch and S.
         """
         rows, each, size = self.rows, self.each, self.steps * self.vec
         copy, score, add, finish = self._copy(), self._score(), self._add(), self._finish()
 
         @T.inline
         def visit(query, held, weights, acc, stats, bounds, keys, values, added, seen, place, b, kv, t):
-            held_rows = T.meta_var(lambda source: lambda r, at: source(b, kv, bounds[2] + r, at))
+            token = T.meta_var(lambda r: (kv, bounds[2] + r))
             is_there = T.meta_var(lambda r: bounds[2] + r < bounds[1])
-            copy(held, held_rows(keys), is_there, t)
+            copy(held, keys, token, is_there, b, t)
             barrier()
             score(query, held, weights, acc, stats, bounds, added, seen, place, b, t)
             barrier()
-            copy(held, held_rows(values), is_there, t)
+            copy(held, values, token, is_there, b, t)
             barrier()
             add(weights, held, acc, t)
             barrier()
 
         @T.inline
-        def attend(q, keys, values, out, limits, added, seen, sinks, blind, sizes):
+        def attend(q, keys, values, out, order, limits, added, seen, sinks, blind, sizes):
             count = T.meta_var(self.blocks(sizes[1]))
             with T.launch_thread("blockIdx.x", count) as x, T.launch_thread("blockIdx.y", self.kv_heads) as kv:
                 with T.launch_thread("blockIdx.z", sizes[0]) as b, T.launch_thread("threadIdx.x", THREADS) as t:
@@ -122,8 +124,7 @@ class Tiles:
                     last = T.meta_var(sizes[1] * self.repeat - 1)
                     row = T.meta_var(lambda r: T.min(block * rows + r, last))
                     place = T.meta_var(lambda r: (kv * self.repeat + row(r) % self.repeat, row(r) // self.repeat))
-                    own_query = T.meta_var(lambda r, at: q(b, *place(r), at))
-                    copy(query, own_query, None, t)
+                    copy(query, q, place, None, b, t)
                     for i in T.unroll(each):
                         head = T.meta_var(place(t // SIDE * each + i)[0])
                         stats[i] = T.float32(LOWEST) if sinks is None else sinks[head]
@@ -134,7 +135,7 @@ class Tiles:
                         bounds[2] = bounds[0] + tile * rows
                         visit(query, held, weights, acc, stats, bounds, keys, values, added, seen, place, b, kv, t)
                     is_own = T.meta_var(lambda r: block * rows + r <= last)
-                    finish(acc, stats, out, place, is_own, blind, b, t)
+                    finish(acc, stats, out, order, kv, place, is_own, blind, b, t)
 
         return attend
 
@@ -143,18 +144,19 @@ class Tiles:
         rows, vec, columns = self.rows, self.vec, self.columns
 
         @T.inline
-        def copy(to, source, is_there, t):
+        def copy(to, source, place, is_there, b, t):
             for n in range(-(-rows * columns // THREADS)):
                 r = T.meta_var((n * THREADS + t) // columns)
-                at = T.meta_var(ramp((n * THREADS + t) % columns * vec, vec))
+                at = T.meta_var((n * THREADS + t) % columns * vec)
+                head, token = T.meta_var(place(r))
                 if n * THREADS + t < rows * columns:
                     if is_there is None:
-                        to[r, at] = source(r, at)
+                        source.emit_load(to, (r, at), b, head, token, at, vec)
                     else:
                         if is_there(r):
-                            to[r, at] = source(r, at)
+                            source.emit_load(to, (r, at), b, head, token, at, vec)
                         else:
-                            to[r, at] = splat_float(0, vec)
+                            to[r, ramp(at, vec)] = splat_float(0, vec)
 
         return copy
 
@@ -231,7 +233,7 @@ class Tiles:
         each, vec, size = self.each, self.vec, self.steps * self.vec
 
         @T.inline
-        def finish(acc, stats, out, place, is_own, blind, b, t):
+        def finish(acc, stats, out, order, kv, place, is_own, blind, b, t):
             for i in T.unroll(each):
                 r = T.meta_var(t // SIDE * each + i)
                 stats[i] = T.float32(1) / stats[each + i]
@@ -244,6 +246,7 @@ class Tiles:
                             for e in T.unroll(vec):
                                 head, token = T.meta_var(place(r))
                                 value = T.meta_var(acc[i * size + step * vec + e] * stats[i])
-                                out[b, token, head, c * vec + e] = value
+                                channel = T.meta_var(c * vec + e if order is None else order[kv, c * vec + e])
+                                out[b, token, head, channel] = value
 
         return finish
