@@ -163,11 +163,12 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 @main.command()
 @click.argument("recipe", required=False)
 @click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. target.cuda.arch=sm_90.")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. target.cuda.arch=sm_90."
-)
-@click.option(
-    "--export-batch", type=click.Path(path_type=Path), metavar="DIR", help="Compile all candidates into this new folder."
+    "--export-batch",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Compile all candidates into this new folder.",
 )
 @click.option(
     "--import-results", type=click.Path(path_type=Path), metavar="FILE", help="Take home what a batch measured."

@@ -70,7 +70,9 @@ class Entry:
     def relative(self, wanted: Mapping[str, Any]) -> float:
         """Return a candidate's time by the best's; infinity if it is not known."""
         known = [s for s in self.seconds if s is not None]
-        found = [s for fields, s in zip(self.schedules, self.seconds, strict=True) if fields == wanted and s is not None]
+        found = [
+            s for fields, s in zip(self.schedules, self.seconds, strict=True) if fields == wanted and s is not None
+        ]
         return found[0] / min(known) if found else math.inf
 
     @property
@@ -158,11 +160,9 @@ class DeviceTuner(Tuner):
         self._reasons[kernel] = reason
         fields = [fields_of(schedule) for schedule in space]
         candidates = [
-            {**one, "microseconds": None if s is None else round(s * 1e6, 2)} for one, s in zip(fields, times)
+            {**one, "microseconds": None if s is None else round(s * 1e6, 2)} for one, s in zip(fields, times, strict=False)
         ]
-        self.tried.append(
-            {"kernel": kernel, "timed_now": False, "candidates": candidates, "won": won, REASON: reason}
-        )
+        self.tried.append({"kernel": kernel, "timed_now": False, "candidates": candidates, "won": won, REASON: reason})
         return space[won]
 
     def _best(self, kernel: str, space: Sequence[Any], estimate: Any) -> tuple[int, str, list[float | None]]:

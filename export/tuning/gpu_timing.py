@@ -16,8 +16,8 @@ from compressor_runtime.device.driver import Driver
 from compressor_runtime.vm import tvm_ffi
 from numpy.typing import NDArray
 
-ROUNDS, ROUND_S = 9, 1e-3  # of each candidate; a round takes so long at least
-MOST_COPIES, LEAST_CALLS = 64, 16  # of the weights; of a graph
+ROUND_S = 1e-3  # that a round takes at least
+LEAST_CALLS = 16  # of a graph, or as many as there are copies of the weights
 TOLERANCE = 2e-5  # of the largest output
 _ATTRIBUTES = {
     "multiprocessors": 16,
@@ -32,10 +32,16 @@ Args = Sequence[Any]
 
 
 class Timer:
-    """A GPU, and TVM's run-time over it."""
+    """A GPU, and TVM's run-time over it.
 
-    def __init__(self, folder: Path, device: int) -> None:
-        self._folder, self.driver = folder, Driver(device)
+    Args:
+        folder: of the batch.
+        copies: of the weights, at most.
+        rounds: in which all candidates are timed in turns.
+    """
+
+    def __init__(self, folder: Path, device: int, copies: int, rounds: int) -> None:
+        self._folder, self.driver, self._copies, self._turns = folder, Driver(device), copies, rounds
         for name, function in (
             ("libtvm_runtime.so", "runtime.config_threadpool"),
             ("libtvm_runtime_cuda.so", "device_api.cuda"),
@@ -59,11 +65,11 @@ class Timer:
     def facts(self) -> dict[str, Any]:
         """Return the GPU's name, compute capability, sizes, clocks and bandwidth, as far as they are known."""
         name = ctypes.create_string_buffer(256)
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetName(name, 256, self.driver.index)
+        ctypes.CDLL(None).cuDeviceGetName(name, 256, self.driver.index)  # the driver's library is loaded
         version, (free, total) = ctypes.c_int(), self.driver.memory()
         with contextlib.suppress(Exception):
             self.driver.call("cudaDriverGetVersion", ctypes.byref(version))
-        self._bandwidth = self.gpu.read_bandwidth(None, min(1 << 29, free // 8), 3)
+        self._bandwidth = self.gpu.read_bandwidth(None, min(1 << 28, free // 16), 3)
         facts = {
             "name": name.value.decode(errors="replace"),
             "capability": list(self.driver.capability),
@@ -97,7 +103,7 @@ class Timer:
         weight_bytes = sum(arrays[i].nbytes for i in weights)
         wanted = -(-2 * self._l2_bytes // max(1, weight_bytes))
         free = self.driver.memory()[0]
-        copies = max(1, min(wanted, MOST_COPIES, int(free * 0.8) // max(1, weight_bytes)))
+        copies = max(1, min(wanted, self._copies, int(free * 0.8) // max(1, weight_bytes)))
         first = [self.gpu.put(array) for array in arrays]
         sets = [first, *([*first] for _ in range(copies - 1))]
         for own in sets[1:]:
@@ -139,7 +145,7 @@ class Timer:
 
     def _graph(self, function: Any, sets: Sequence[Args]) -> tuple[int, int]:
         """Record calls with one copy of the weights after another; return the graph and the number of calls."""
-        calls = len(sets) * -(-LEAST_CALLS // len(sets))
+        calls = len(sets) * -(-min(LEAST_CALLS, self._copies) // len(sets))
         self.driver.begin_capture(self.gpu.stream)
         try:
             for i in range(calls):
@@ -156,7 +162,7 @@ class Timer:
         for event in events:
             self.driver.call("cudaEventCreate", ctypes.byref(event))
         launches, times = {}, {name: list[float]() for name in graphs}
-        for turn in range(ROUNDS + 1):  # the first one says how often to launch
+        for turn in range(self._turns + 1):  # the first one says how often to launch
             for name, (graph, calls) in graphs.items():
                 begin(names[name][0])
                 count = launches.get(name, 1)

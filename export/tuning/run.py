@@ -13,28 +13,21 @@ kernel: a run that is stopped, or that reaches ``--seconds``, leaves results tha
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import os
 import queue
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 START_S, CANDIDATE_S = 120.0, 60.0  # that a worker may take to start, and for one candidate, before it is ended
-ROUNDS, LEAST_S, MOST_COPIES, LEAST_CALLS = 9, 1e-3, 64, 16
-TOLERANCE = 2e-5  # of the largest output
 _LINE = "@"  # begins what a worker says, among what libraries print
-Answer = Callable[[Mapping[str, Any], set[int]], "tuple[dict[str, Any], list[dict[str, Any]]]"]
 
 
 def sha256(data: bytes) -> str:
@@ -54,16 +47,18 @@ def main(arguments: Sequence[str] | None = None, worker: type[Any] | None = None
     parser.add_argument("--seconds", type=float, default=600.0, help="end after so many, with what there is [600]")
     parser.add_argument("--output", type=Path, default=Path("results.json"))
     parser.add_argument("--device", type=int, default=0, help="number of the GPU [0]")
+    parser.add_argument("--copies", type=int, default=64, help="copies of the weights, at most [64]")
+    parser.add_argument("--rounds", type=int, default=9, help="of which the median counts [9]")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     raw = (HERE / "batch.json").read_bytes()
     batch = json.loads(raw)
     if given.worker:
-        return serve(batch, given.device)
+        return serve(batch, given)
     if damaged := [name for name, digest in batch["files"].items() if not _is(name, digest)]:
         print(f"this batch is damaged: {', '.join(damaged)}; copy it anew", file=sys.stderr)
         return 2
-    with (worker or Worker)(given.device) as answer:
+    with (worker or Worker)(given) as answer:
         return _measure_all(batch, sha256(raw), answer, given.output, time.monotonic() + given.seconds)
 
 
@@ -139,8 +134,9 @@ def _measure_kernel(index: int, kernel: Mapping[str, Any], answer: Any, end: flo
 class Worker:
     """The process that calls kernels: an error of the GPU ends it, not the run."""
 
-    def __init__(self, device: int) -> None:
-        self._device, self._process = device, None  # type: int, subprocess.Popen[str] | None
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._options = [f"--{name}={getattr(given, name)}" for name in ("device", "copies", "rounds")]
+        self._process: subprocess.Popen[str] | None = None
         self._facts: dict[str, Any] = {}
 
     def __enter__(self) -> Worker:
@@ -160,7 +156,7 @@ class Worker:
             self._process = None
 
     def _start(self) -> None:
-        command = [sys.executable, str(HERE / "run.py"), "--worker", "--device", str(self._device)]
+        command = [sys.executable, str(HERE / "run.py"), "--worker", *self._options]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._said: queue.Queue[str | None] = queue.Queue()
         stream, said = self._process.stdout, self._said
@@ -185,9 +181,7 @@ class Worker:
             return None
         return None if line is None else dict(json.loads(line))
 
-    def __call__(
-        self, index: int, skipped: list[int], seconds: float
-    ) -> tuple[dict[str, Any] | None, int | None, str]:
+    def __call__(self, index: int, skipped: list[int], seconds: float) -> tuple[dict[str, Any] | None, int | None, str]:
         """Have a kernel measured: what was, or else the candidate that ended the worker (None: none did), and why."""
         end, blamed = time.monotonic() + seconds, None
         if self._process is None:
@@ -212,13 +206,13 @@ def say(**content: Any) -> None:
     print(_LINE + json.dumps(content), flush=True)
 
 
-def serve(batch: Mapping[str, Any], device: int) -> int:
+def serve(batch: Mapping[str, Any], given: argparse.Namespace) -> int:
     """Measure the kernels that stdin asks for, until it ends; an error is the last line."""
     sys.path.insert(0, str(HERE))
     try:
         from gpu_timing import Timer
 
-        timer = Timer(HERE, device)
+        timer = Timer(HERE, given.device, given.copies, given.rounds)
         say(facts=timer.facts())
         for line in sys.stdin:
             asked = json.loads(line)

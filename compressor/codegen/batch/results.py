@@ -93,7 +93,9 @@ def read_results(file: Path) -> _Results:
         found = _Results.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise UsageError(f"{file}: not results of a batch ({'.'.join(map(str, first['loc']))}: {first['msg']})") from error
+        raise UsageError(
+            f"{file}: not results of a batch ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file}: cannot be read as results of a batch: {error}") from error
     rest = {name: value for name, value in content.items() if name != "sha256"}

@@ -59,7 +59,9 @@ def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
     ]
 
 
-def _streaming(products: Products, operands: Operands, default: Streaming, blocks: int, is_one: bool) -> list[Streaming]:
+def _streaming(
+    products: Products, operands: Operands, default: Streaming, blocks: int, is_one: bool
+) -> list[Streaming]:
     """List the ways to stream that differ in what they do, the default first."""
     warps = (4, 8, 16, 32) if is_one else (4, 8, 16)
     found: dict[tuple[int, ...], Streaming] = {}
