@@ -100,7 +100,7 @@ def shifted(function: Callable[..., Any], which: int) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("check", "place", "name", "wrong"),
     [
-        (check_one_token, OneToken, "_parts", lambda f: one_more(f, -1)),
+        (check_one_token, OneToken, "parts", lambda f: one_more(f, -1)),
         (check_one_token, kernels, "before", lambda f: shifted(f, 0)),
         (check_one_token, kernels, "before", lambda f: shifted(f, 1)),
         (check_one_token, kernels, "_first_seen", one_more),

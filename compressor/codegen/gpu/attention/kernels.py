@@ -9,7 +9,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.attention.one_token import NewToken, OneToken
+from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
+from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import DenseRows
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.kernels.attention.biases import DistanceBiases
@@ -38,7 +39,7 @@ def cached_attention(
     """
     one = OneToken(heads, kv_heads, head_dim, scale, softcap)
     many = Tiles(heads, kv_heads, head_dim, scale, softcap)
-    part, merge, attend = one.partial(), one.merge(), many.attend()
+    part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
     def kernel():
@@ -141,7 +142,7 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
     """
     one = OneToken(heads, kv_heads, head_dim, scale, softcap)
     many = Tiles(heads, kv_heads, head_dim, scale, softcap)
-    part, merge, attend = one.partial(), one.merge(), many.attend()
+    part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
     def kernel():

@@ -9,20 +9,19 @@ device memory; the number of blocks depends on shapes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.attention.heads import LOWEST, Heads
 from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_max, warp_sum
-from compressor.codegen.gpu.rows import block_sum
 from compressor.codegen.kernels.vector import ramp
 
 THREADS = 128
-LOWEST = -3.0e38  # below all scores, and its difference to itself is 0
 _HEADS = 8  # at most, which one block computes
+_CHANNELS = 4096  # at most, of these heads: what shared memory has room for
 _TILE = 64  # keys, at least
 _PART = 16  # keys: parts of the context are multiples of it
 _BLOCKS = 256  # of one entry of a batch, for a long context
@@ -30,42 +29,14 @@ _KEYS_A_BLOCK = 64  # of the capacity, at least
 
 
 @dataclass(frozen=True)
-class OneToken:
-    """How the threads of a block share the work; see the module.
-
-    Attributes:
-        width: of a head, at most 1024.
-        scale: factor on the scores.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 means none.
-        unit: channels that rows of keys and values give at once, at most.
-    """
-
-    heads: int
-    kv_heads: int
-    width: int
-    scale: float
-    softcap: float
-    unit: int = 4
-
-    @cached_property
-    def repeat(self) -> int:
-        """Return how many heads share a head of keys."""
-        return self.heads // self.kv_heads
+class OneToken(Heads):
+    """How the threads of a block share the work of one token; see the module."""
 
     @cached_property
     def group(self) -> int:
-        """Return how many of these one block computes."""
-        return max(n for n in range(1, _HEADS + 1) if self.repeat % n == 0)
-
-    @cached_property
-    def vec(self) -> int:
-        """Return how many channels are read at once."""
-        return math.gcd(self.unit, self.width)
-
-    @cached_property
-    def columns(self) -> int:
-        """Return how many vectors a row has."""
-        return self.width // self.vec
+        """Return how many heads that share a head of keys one block computes."""
+        most = max(1, min(_HEADS, _CHANNELS // self.width))
+        return max(n for n in range(1, most + 1) if self.repeat % n == 0)
 
     @cached_property
     def lanes(self) -> int:
@@ -99,12 +70,12 @@ class OneToken:
 
     def part(self, count: Any, splits: Any) -> Any:
         """Return how many keys a part of ``count`` has."""
-        return ((count + splits - 1) // splits + (_PART - 1)) // _PART * _PART
+        return (T.truncdiv(count + splits - 1, splits) + (_PART - 1)) // _PART * _PART
 
-    def score(self, product: Any) -> Any:
-        """Scale a product of a query and a key, and cap it."""
-        score = product * T.float32(self.scale)
-        return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score
+    def parts(self, count: Any, splits: Any) -> Any:
+        """Return how many parts have keys."""
+        part = T.max(self.part(count, splits), T.int64(1))
+        return T.truncdiv(count + part - 1, part)
 
     def partial(self) -> Any:
         """Make a macro ``partial(q, keys, values, limits, added, seen, splits, sums, stats, batch)``: the first launch.
@@ -276,83 +247,6 @@ class OneToken:
                 stats[row + t * splits, 1] = found[t, 1]
 
         return leave
-
-    def merge(self) -> Any:
-        """Make a macro ``merge(q, new, out, order, limits, added, sinks, splits, sums, stats, batch)``: the second.
-
-        ``new`` is the :class:`NewToken`, one more part of the keys, or None; ``order`` [Hkv, D] tells which channel of
-        ``out`` each sum is, or is None.
-        """
-        threads = -(-self.width // WARP) * WARP
-        dot = block_sum(threads)
-
-        @T.inline
-        def merge(q, new, out, order, limits, added, sinks, splits, sums, stats, batch):
-            with T.launch_thread("blockIdx.x", self.heads) as h, T.launch_thread("blockIdx.y", batch) as b:
-                with T.launch_thread("threadIdx.x", threads) as t:
-                    scratch = T.alloc_buffer((1, threads // WARP), "float32", scope="shared")
-                    own = T.alloc_buffer((4,), "float32", scope="local")  # the new key's score, maximum, sums
-                    kv, d = T.meta_var((h // self.repeat, T.min(t, self.width - 1)))
-                    own[1] = sinks[h] if sinks is not None else T.float32(LOWEST)
-                    if new is not None:
-                        product = T.meta_var(q.one(b, h, T.int64(0), d) * new.keys.one(b, kv, T.int64(0), d))
-                        own[0] = T.Select(t < self.width, product, T.float32(0))
-                        dot(own, scratch, 0, t)
-                        own[0] = self.score(own[0])
-                        if added is not None:
-                            own[0] = own[0] + added(h, new.place)
-                        own[1] = T.max(own[1], own[0])
-                    first, parts = T.meta_var(((b * self.heads + h) * splits, self._parts(limits()[1], splits)))
-                    for s in range(parts):
-                        own[1] = T.max(own[1], stats[first + s, 0])
-                    own[2] = T.exp(sinks[h] - own[1]) if sinks is not None else T.float32(0)
-                    own[3] = T.float32(0)
-                    if new is not None:
-                        own[0] = T.exp(own[0] - own[1])
-                        own[2] = own[2] + own[0]
-                        own[3] = own[0] * new.values.one(b, kv, T.int64(0), d)
-                    for s in range(parts):
-                        own[0] = T.exp(stats[first + s, 0] - own[1])
-                        own[2] = own[2] + own[0] * stats[first + s, 1]
-                        own[3] = own[3] + own[0] * sums[first + s, d]
-                    if t < self.width:
-                        channel = T.meta_var(t if order is None else order[kv, t])
-                        out[b, T.int64(0), h, channel] = own[3] / own[2]
-                    if new is not None:
-                        if h % self.repeat == 0:
-                            new.emit_store(b, kv, t, threads)
-
-        return merge
-
-    def _parts(self, count: Any, splits: Any) -> Any:
-        """Return how many parts have keys."""
-        part = T.max(self.part(count, splits), T.int64(1))
-        return (count + part - 1) // part
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """The keys and values of the token that attends.
-
-    Attributes:
-        keys, values: :class:`compressor.codegen.gpu.attention.rows.Rows`, of one token.
-        stored: pairs of buffers: new rows [B, Hkv, 1, .], and the cache [B, Hkv, T, .] that they go to.
-        place: where in the cache; in device memory.
-    """
-
-    keys: Any
-    values: Any
-    stored: Sequence[tuple[Any, Any]]
-    place: Any
-
-    def emit_store(self, b: Any, kv: Any, t: Any, threads: int) -> None:
-        """Emit stores of one head's rows by ``threads`` threads."""
-        for rows, cache in self.stored:
-            width = int(rows.shape[3])
-            with T.serial(0, -(-width // threads)) as n:
-                at = n * threads + t
-                with T.If(at < width), T.Then():
-                    T.buffer_store(cache, rows[b, kv, T.int64(0), at], [b, kv, self.place, at])
 
 
 def _power(count: int) -> int:

@@ -11,7 +11,8 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.attention.kernels import before, causal, limits_of_tokens, store
-from compressor.codegen.gpu.attention.one_token import NewToken, OneToken
+from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
+from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import CodedRows, DenseRows, PermutedRows
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.gpu.intrinsics import WARP, atomic_max, barrier
@@ -101,7 +102,7 @@ def packed_attention(
     coded = partial(CodedRows, width=width, fmt=fmt)
     one = OneToken(heads, kv_heads, width, scale, softcap, coded(None).unit)
     many = Tiles(heads, kv_heads, width, scale, softcap, coded(None).unit)
-    part, merge, attend = one.partial(), one.merge(), many.attend()
+    part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
     def kernel():

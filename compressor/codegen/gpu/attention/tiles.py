@@ -17,30 +17,19 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.attention.one_token import LOWEST
+from compressor.codegen.gpu.attention.heads import LOWEST, Heads
 from compressor.codegen.gpu.intrinsics import barrier, lane_max, lane_sum
 from compressor.codegen.kernels.vector import ramp, splat_float
 
 SIDE = 16
 THREADS = SIDE * SIDE
+_RUN = 32  # vectors of a row that are summed one after another: sums of sums are nearer to the truth
 _APART = 4  # floats between rows in shared memory, so that neighbours lie in different banks
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """What a block computes; see :class:`compressor.codegen.gpu.attention.one_token.OneToken` for the attributes."""
-
-    heads: int
-    kv_heads: int
-    width: int
-    scale: float
-    softcap: float
-    unit: int = 4
-
-    @cached_property
-    def repeat(self) -> int:
-        """Return how many heads share a head of keys."""
-        return self.heads // self.kv_heads
+class Tiles(Heads):
+    """What a block computes of several tokens; see the module."""
 
     @cached_property
     def rows(self) -> int:
@@ -51,16 +40,6 @@ class Tiles:
     def each(self) -> int:
         """Return how many rows, and how many keys, a thread has."""
         return self.rows // SIDE
-
-    @cached_property
-    def vec(self) -> int:
-        """Return how many channels are read at once."""
-        return math.gcd(self.unit, self.width)
-
-    @cached_property
-    def columns(self) -> int:
-        """Return how many vectors a row has."""
-        return self.width // self.vec
 
     @cached_property
     def steps(self) -> int:
@@ -75,11 +54,6 @@ class Tiles:
         """Return the first and the last token of a tile."""
         last = T.min((block + 1) * self.rows, new * self.repeat) - 1
         return block * self.rows // self.repeat, last // self.repeat
-
-    def score(self, product: Any) -> Any:
-        """Scale a product of a query and a key, and cap it."""
-        score = product * T.float32(self.scale)
-        return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score
 
     def attend(self) -> Any:
         """Make a macro ``attend(q, keys, values, out, order, limits, added, seen, sinks, blind, sizes)``: one launch.
@@ -160,26 +134,43 @@ class Tiles:
 
         return copy
 
+    def _multiply(self) -> Any:
+        """Make a macro that computes the products of rows and keys over some columns."""
+        each, vec = self.each, self.vec
+
+        @T.inline
+        def multiply(query, held, dot, first, count, t):
+            left = T.alloc_buffer((each * vec,), "float32", scope="local")
+            right = T.alloc_buffer((vec,), "float32", scope="local")
+            for n in T.unroll(each * each):
+                dot[n] = T.float32(0)
+            for c in range(count):
+                at = T.meta_var(ramp((first + c) * vec, vec))
+                for i in T.unroll(each):
+                    left[ramp(i * vec, vec)] = query[t // SIDE * each + i, at]
+                for j in T.unroll(each):
+                    right[ramp(0, vec)] = held[j * SIDE + t % SIDE, at]
+                    for i in T.unroll(each):
+                        for e in T.unroll(vec):
+                            dot[i * each + j] = dot[i * each + j] + left[i * vec + e] * right[e]
+
+        return multiply
+
     def _score(self) -> Any:
         """Make a macro that computes the weights of a tile of keys, and scales what was summed so far."""
-        each, vec, size = self.each, self.vec, self.steps * self.vec
+        each, size, multiply = self.each, self.steps * self.vec, self._multiply()
 
         @T.inline
         def score(query, held, weights, acc, stats, bounds, added, seen, place, b, t):
             dot = T.alloc_buffer((each * each,), "float32", scope="local")
-            left = T.alloc_buffer((each * vec,), "float32", scope="local")
-            right = T.alloc_buffer((vec,), "float32", scope="local")
             top = T.alloc_buffer((2,), "float32", scope="local")  # largest score, factor of what was summed
-            for n in T.unroll(each * each):
-                dot[n] = T.float32(0)
-            for c in range(self.columns):
-                for i in T.unroll(each):
-                    left[ramp(i * vec, vec)] = query[t // SIDE * each + i, ramp(c * vec, vec)]
-                for j in T.unroll(each):
-                    right[ramp(0, vec)] = held[j * SIDE + t % SIDE, ramp(c * vec, vec)]
-                    for i in T.unroll(each):
-                        for e in T.unroll(vec):
-                            dot[i * each + j] = dot[i * each + j] + left[i * vec + e] * right[e]
+            multiply(query, held, dot, 0, T.min(_RUN, self.columns), t)
+            if self.columns > _RUN:
+                run = T.alloc_buffer((each * each,), "float32", scope="local")
+                for n in range(1, -(-self.columns // _RUN)):
+                    multiply(query, held, run, n * _RUN, T.min(_RUN, self.columns - n * _RUN), t)
+                    for i in T.unroll(each * each):
+                        dot[i] = dot[i] + run[i]
             for i in T.unroll(each):
                 own = T.meta_var(place(t // SIDE * each + i))
                 top[0] = stats[i]
