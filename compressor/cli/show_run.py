@@ -165,15 +165,14 @@ def show_inspection(content: Mapping[str, Any]) -> None:
 
 def show_batch(batch: Batch) -> None:
     """Say what a batch of candidates holds, and what to do with it."""
-    stdout_console().print(
-        f"{batch.folder}: {batch.candidates} candidates for {batch.kernels} kernels, {batch.size_bytes / 1e6:.1f} MB, for "
-        f"{', '.join(batch.archs)}; digest {batch.digest[:12]}\n"
-        f"on a machine with a GPU: python run.py --output results.json\n"
-        f"here, with that file: compress tune --import-results results.json",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    held = f"{batch.candidates} candidates for {batch.kernels} kernels, {batch.size_bytes / 1e6:.1f} MB"
+    lines = (
+        f"{batch.folder}: {held}, for {', '.join(batch.archs)}; digest {batch.digest[:12]}",
+        "there, where a GPU is: python run.py --output results.json",
+        "here, with that file: compress tune --import-results results.json",
     )
+    for line in lines:
+        stdout_console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_imported(imported: Imported) -> None:

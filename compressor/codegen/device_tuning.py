@@ -159,9 +159,8 @@ class DeviceTuner(Tuner):
         won, reason, times = self._best(kernel, space, estimate)
         self._reasons[kernel] = reason
         fields = [fields_of(schedule) for schedule in space]
-        candidates = [
-            {**one, "microseconds": None if s is None else round(s * 1e6, 2)} for one, s in zip(fields, times, strict=False)
-        ]
+        known = [None if seconds is None else round(seconds * 1e6, 2) for seconds in times]
+        candidates = [{**one, "microseconds": us} for one, us in zip(fields, known, strict=False)]
         self.tried.append({"kernel": kernel, "timed_now": False, "candidates": candidates, "won": won, REASON: reason})
         return space[won]
 

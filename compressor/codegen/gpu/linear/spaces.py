@@ -13,9 +13,15 @@ from itertools import product
 from compressor.codegen.gpu.intrinsics import WARP
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
 from compressor.codegen.gpu.linear.fragments import Fragments
+from compressor.codegen.gpu.linear.packed import (
+    FEW,
+    Schedule,
+    few_tokens_space,
+    many_tokens_space,
+    one_token_space,
+)
 from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.packed import FEW, Schedule
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.lowering.kernel_set import Choice
@@ -24,6 +30,7 @@ from compressor.formats.format import Format
 FEW_TOKENS, MANY_TOKENS = 8, 512
 """What candidates for few and for many tokens are timed on."""
 _SHARED_BYTES = 96 << 10  # of a block: two of them on an A100's multiprocessor would be too many, one is not
+_STAGES = ((3, 1), (3, 2))  # stages, steps of each
 _LARGEST = 16  # tiles by blocks of eight tokens of a warp: 128 registers of sums
 _PROCESSORS, _BYTES_PER_S, _LATENCY_S, _LAUNCH_S = 132, 3.35e12, 7e-7, 2e-6
 _REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
@@ -40,14 +47,14 @@ def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
     blocks = FEW * fragments.halves // 8
 
     def one_space(_schedule: Schedule | None) -> list[Schedule]:
-        found = _streaming(products, operands, Schedule().one, 1, True)
-        return [Schedule(one=one) for one in found]
+        return [Schedule(one=one) for one in _streaming(products, operands, one_token_space(), 1, True)]
 
     def few_space(schedule: Schedule) -> list[Schedule]:
-        return [replace(schedule, few=few) for few in _streaming(products, operands, schedule.few, blocks, False)]
+        ways = _streaming(products, operands, few_tokens_space(), blocks, False)
+        return [replace(schedule, few=few) for few in ways]
 
     def many_space(schedule: Schedule) -> list[Schedule]:
-        return [replace(schedule, many=many) for many in _tilings(products, operands, schedule.many)]
+        return [replace(schedule, many=many) for many in _tilings(products, operands)]
 
     size = fmt.packed_bytes(rows, columns)
     return [
@@ -60,27 +67,26 @@ def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
 
 
 def _streaming(
-    products: Products, operands: Operands, default: Streaming, blocks: int, is_one: bool
+    products: Products, operands: Operands, known: list[Streaming], blocks: int, is_one: bool
 ) -> list[Streaming]:
     """List the ways to stream that differ in what they do, the default first."""
     warps = (4, 8, 16, 32) if is_one else (4, 8, 16)
     found: dict[tuple[int, ...], Streaming] = {}
-    ways = [Streaming(*way) for way in product(warps, (132, 264, 528), (2, 4, 8))]
-    for way in [default, *ways]:
+    for way in [*known, *(Streaming(*way) for way in product(warps, (132, 264, 528), (2, 4, 8)))]:
         kernel = FewTokens(products, operands, way, blocks, is_one)
         found.setdefault((way.warps, kernel.turns, kernel.share.loads, kernel.share.steps), way)
     return list(found.values())
 
 
-def _tilings(products: Products, operands: Operands, default: Tiling) -> list[Tiling]:
+def _tilings(products: Products, operands: Operands) -> list[Tiling]:
     """List the tilings that a multiprocessor has room for, the default first."""
-    shapes = [
-        (2, 1, 2, 2, 8), (2, 2, 1, 2, 8), (4, 1, 1, 2, 8), (4, 2, 1, 2, 8), (4, 1, 2, 2, 8), (2, 2, 2, 2, 8),
-        (1, 1, 4, 2, 8), (2, 1, 4, 2, 8), (2, 1, 2, 4, 4), (2, 2, 2, 4, 4), (2, 2, 1, 1, 8), (4, 1, 2, 1, 8),
-        (4, 2, 1, 1, 16), (2, 1, 2, 1, 16),
-    ]  # fmt: skip
+    shapes = (
+        (2, 2, 1, 2, 8), (2, 2, 2, 2, 8), (1, 1, 4, 2, 8), (2, 1, 2, 4, 4), (2, 2, 2, 4, 4), (2, 2, 1, 1, 8),
+        (2, 1, 4, 1, 8), (4, 2, 1, 2, 4), (1, 2, 4, 2, 8), (4, 2, 1, 1, 16),
+    )  # fmt: skip
+    default, *known = many_tokens_space()
     found: dict[tuple[object, ...], Tiling] = {}
-    for tiling in [default, *(Tiling(*shape, stages, steps) for shape in shapes for stages, steps in ((3, 1), (4, 2)))]:
+    for tiling in [default, *known, *(Tiling(*shape, stages, steps) for shape in shapes for stages, steps in _STAGES)]:
         kernel = ManyTokens(products, operands, tiling)
         fits = 4 * max(tiling.stages * kernel.stage_words, kernel.parts_words) <= _SHARED_BYTES
         if tiling == default or (fits and tiling.row_tiles * tiling.token_blocks <= _LARGEST):
