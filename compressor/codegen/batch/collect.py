@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import tvm
 from numpy.typing import NDArray
 from torch.fx import GraphModule
@@ -18,6 +19,8 @@ from compressor.codegen.lowering.compile import lower_graph
 from compressor.codegen.lowering.kernel_set import KernelSet
 from compressor.codegen.tuning import S, Tuner
 from compressor.errors import UsageError
+from compressor.graph.model import clone_graph
+from compressor.graph.rewrite import set_parameter
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def collect(graph: GraphModule, tvm_target: tvm.target.Target, kernels: KernelSe
         UsageError: there is nothing to choose.
     """
     collector = Collector("full", 1, None, "")
+    graph = clone_graph(graph)
+    for name, parameter in list(graph.named_parameters()):
+        if parameter.is_meta:  # memory that nobody writes to is not taken
+            set_parameter(graph, name, torch.empty(parameter.shape, dtype=parameter.dtype))
     lower_graph(graph, tvm_target, kernels, collector)
     if not collector.wanted:
         raise UsageError("none of this model's kernels has schedules to choose from: there is nothing to tune")

@@ -13,6 +13,8 @@ from itertools import product
 from compressor.codegen.gpu.intrinsics import WARP
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
 from compressor.codegen.gpu.linear.fragments import Fragments
+from compressor.codegen.gpu.linear.many_tokens import ManyTokens
+from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.packed import (
     FEW,
     Schedule,
@@ -20,8 +22,6 @@ from compressor.codegen.gpu.linear.packed import (
     many_tokens_space,
     one_token_space,
 )
-from compressor.codegen.gpu.linear.many_tokens import ManyTokens
-from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.lowering.kernel_set import Choice

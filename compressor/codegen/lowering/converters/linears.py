@@ -24,7 +24,6 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TIMING_FILL
 from compressor.ops.patches import outputs
 
-
 _OPAQUE = 8  # of TVM's kinds of functions: it is not fused with others, whatever TVM takes it for
 
 
