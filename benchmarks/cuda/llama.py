@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -383,8 +384,9 @@ def main() -> None:
     for name in ("--ours", "--peers", "--time"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    for folder in filter(None, (given.ours, given.measure)):
-        sys.path.insert(0, str((folder if given.measure else folder.parent) / "python"))
+    if given.measure is not None:
+        python = str((given.measure / "python").absolute())  # of the wheels, for the processes that measure as well
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (python, os.environ.get("PYTHONPATH"))))
     if given.export is not None:
         export(given.export, given.models.split(","), given.scheme, given.arch, given.wheel)
     elif given.ours is not None:

@@ -42,6 +42,7 @@ def export_batch(recipe: Recipe, folder: Path, reporter: Reporter) -> Batch:
             "(`tune: full` in the recipe)"
         )
     target.check_toolchain()
+    digest = gpu_kernels_digest()  # of what is loaded: the files may change meanwhile
     with writing_batch(folder) as partial:
         with reporter.task("capture", 1):
             graph = capture(recipe.model_source(), trust_remote_code=recipe.trust_remote_code, weights=False)
@@ -54,7 +55,7 @@ def export_batch(recipe: Recipe, folder: Path, reporter: Reporter) -> Batch:
                 name = f"kernels/{index:03d}.so"
                 kernels.append({**compile_choice(one, target, isa, partial / name), "library": name})
                 task.advance(len(one.candidates))
-        return finish_batch(partial, folder, kernels, gpu_kernels_digest(), isa.archs)
+        return finish_batch(partial, folder, kernels, digest, isa.archs)
 
 
 @dataclass(frozen=True)

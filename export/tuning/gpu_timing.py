@@ -210,6 +210,8 @@ def _random(operand: Mapping[str, Any], rng: np.random.Generator) -> NDArray[Any
         low = 118 if fill else 0
         return rng.integers(low, low + 4, shape, dtype=np.uint8)
     values = rng.standard_normal(shape) if fill == 0 or operand["role"] == "input" else rng.uniform(0.5, 1.5, shape)
+    if kind == "uint16":  # the first half of float32
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(kind)
 
 

@@ -180,7 +180,7 @@ def _check_kernel(where: str, measured: _Kernel, kernel: Mapping[str, Any], devi
 
 
 def _weight_bytes(kernel: Mapping[str, Any]) -> int:
-    sizes = {"int32": 4, "float32": 4, "float16": 2, "uint8": 1}
+    sizes = {"int32": 4, "float32": 4, "float16": 2, "uint16": 2, "uint8": 1}
     return sum(
         math.prod(operand["shape"]) * sizes[operand["dtype"]]
         for operand in kernel["operands"]

@@ -11,8 +11,8 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
-from compressor.codegen.gpu.linear import packed
-from compressor.codegen.gpu.linear.spaces import packed_choices
+        dense=LinearKernels(dense.dense_linear, dense_choices),
+        packed=LinearKernels(packed.fused_linear, packed_choices),
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
@@ -22,7 +22,6 @@ from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import UsageError
 
 _EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
-_DENSE = "linears of stored floats"
 MISSING = {
     "routed_linear.default": _EXPERTS,
     "packed_routed_linear.default": _EXPERTS,
@@ -57,7 +56,7 @@ def gpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(_refused(_DENSE), lambda: []),
+        dense=LinearKernels(dense.dense_linear, dense_choices),
         packed=LinearKernels(packed.fused_linear, packed_choices),
         norm=rows.norm,
         embedding=rows.embedding,

@@ -53,8 +53,8 @@ class LinearKernels:
 
     Attributes:
         make: the kernel; its last positional argument is a schedule.
-        choices: what the tuner chooses, one after another; the last choice's schedule has them all.  Of packed weights,
-            for (rows, columns, format).
+        choices: what the tuner chooses, one after another, for (rows, columns, format or storage type); the last
+            choice's schedule has them all.
         common: (schedule, rows of each weight, format) -> the schedule of several weights in one kernel.
     """
 
@@ -135,7 +135,7 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         phases=phases,
         dense=LinearKernels(
             dense.dense_linear,
-            lambda: [
+            lambda _rows, _columns, _storage: [
                 Choice(1, lambda _schedule: dense.gemv_space()),
                 Choice(TUNED_TOKENS, lambda schedule: dense.gemm_space(schedule.gemv_rows)),
             ],

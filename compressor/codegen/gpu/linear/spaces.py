@@ -11,18 +11,19 @@ from functools import partial
 from itertools import product
 
 from compressor.codegen.gpu.intrinsics import WARP
+from compressor.codegen.gpu.linear.dense import dense_parts
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
-from compressor.codegen.gpu.linear.fragments import Fragments
-from compressor.codegen.gpu.linear.many_tokens import ManyTokens
-from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.packed import (
+from compressor.codegen.gpu.linear.kernel import (
     FEW,
     Schedule,
     few_tokens_space,
     many_tokens_space,
     one_token_space,
 )
-from compressor.codegen.gpu.linear.products import Products
+from compressor.codegen.gpu.linear.many_tokens import ManyTokens
+from compressor.codegen.gpu.linear.operands import Operands
+from compressor.codegen.gpu.linear.packed import packed_parts
+from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.lowering.kernel_set import Choice
 from compressor.formats.format import Format
@@ -41,10 +42,18 @@ _BARRIER_S = 4e-7  # a tile's end: sums of all warps are added up
 
 def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
     """List the choices for a packed linear [rows, columns]: for one token, for few, and for many."""
-    fragments = Fragments.of(fmt, columns)
-    assert isinstance(fragments, Fragments)
-    products, operands = Products(fragments), Operands([rows], columns, fmt, False, False)
-    blocks = FEW * fragments.halves // 8
+    return _choices(*packed_parts([rows], columns, fmt, False, False), fmt.packed_bytes(rows, columns))
+
+
+def dense_choices(rows: int, columns: int, storage: str) -> list[Choice]:
+    """List the choices for a linear of stored floats."""
+    size = rows * columns * (4 if storage == "float32" else 2)
+    return _choices(*dense_parts(rows, columns, storage, False), size)
+
+
+def _choices(products: Statements, operands: Operands, size: int) -> list[Choice]:
+    """List the choices for a weight of so many bytes."""
+    blocks = FEW * products.fragments.halves // 8
 
     def one_space(_schedule: Schedule | None) -> list[Schedule]:
         return [Schedule(one=one) for one in _streaming(products, operands, one_token_space(), 1, True)]
@@ -56,7 +65,6 @@ def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
     def many_space(schedule: Schedule) -> list[Schedule]:
         return [replace(schedule, many=many) for many in _tilings(products, operands)]
 
-    size = fmt.packed_bytes(rows, columns)
     return [
         Choice(1, one_space, lambda s: _streaming_s(FewTokens(products, operands, s.one, 1, True), s.one, size)),
         Choice(
@@ -67,7 +75,7 @@ def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
 
 
 def _streaming(
-    products: Products, operands: Operands, known: list[Streaming], blocks: int, is_one: bool
+    products: Statements, operands: Operands, known: list[Streaming], blocks: int, is_one: bool
 ) -> list[Streaming]:
     """List the ways to stream that differ in what they do, the default first."""
     warps = (4, 8, 16, 32) if is_one else (4, 8, 16)
@@ -78,7 +86,7 @@ def _streaming(
     return list(found.values())
 
 
-def _tilings(products: Products, operands: Operands) -> list[Tiling]:
+def _tilings(products: Statements, operands: Operands) -> list[Tiling]:
     """List the tilings that a multiprocessor has room for, the default first."""
     shapes = (
         (2, 2, 1, 2, 8), (2, 2, 2, 2, 8), (1, 1, 4, 2, 8), (2, 1, 2, 4, 4), (2, 2, 2, 4, 4), (2, 2, 1, 1, 8),
@@ -107,7 +115,7 @@ def _streaming_s(kernel: FewTokens, way: Streaming, size_bytes: int) -> float:
     return _LAUNCH_S + read / bandwidth * max(1.0, uneven) + kernel.turns * _BARRIER_S
 
 
-def _tiling_s(products: Products, operands: Operands, schedule: Schedule) -> float:
+def _tiling_s(products: Statements, operands: Operands, schedule: Schedule) -> float:
     """Foresee the seconds of many tokens: the products, and the codes that each warp decodes, of blocks in waves."""
     tiling, fragments = schedule.many, products.fragments
     kernel = ManyTokens(products, operands, tiling)
@@ -115,7 +123,7 @@ def _tiling_s(products: Products, operands: Operands, schedule: Schedule) -> flo
     registers = 64 + 8 * tiling.row_tiles * tiling.token_blocks
     resident = max(1, min(_REGISTERS // (WARP * registers) // tiling.warps, (227 << 10) // shared))
     blocks = -(-MANY_TOKENS // tiling.tokens) * operands.tasks(tiling.tiles)
-    rate = (_BYTE_OPS if products.integer else _HALF_FLOPS) / _PROCESSORS
+    rate = (_BYTE_OPS if fragments.integer else _HALF_FLOPS) / _PROCESSORS
     columns = kernel.all_steps * fragments.step_columns
     flops = 2 * fragments.halves * 16 * tiling.tiles * tiling.tokens * columns
     decoding = 1 + 8 / tiling.token_blocks / fragments.halves  # a code is decoded once for all tokens of a warp

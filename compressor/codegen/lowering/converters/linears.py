@@ -76,7 +76,8 @@ class LinearConverter:
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            schedule, details = self._choose(name, self.kernels.dense.choices(), build, operands)
+            choices = self.kernels.dense.choices(rows, columns, storage)
+            schedule, details = self._choose(name, choices, build, operands)
             return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule), **details}
 
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
