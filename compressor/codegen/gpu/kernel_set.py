@@ -11,8 +11,8 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
-        dense=LinearKernels(dense.dense_linear, dense_choices),
-        packed=LinearKernels(packed.fused_linear, packed_choices),
+from compressor.codegen.gpu.linear import dense, packed
+from compressor.codegen.gpu.linear.spaces import dense_choices, packed_choices
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
