@@ -12,14 +12,13 @@ from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
 from compressor.codegen.gpu.linear import dense, packed
-from compressor.codegen.gpu.linear.spaces import dense_choices, packed_choices
 from compressor.codegen.gpu.lower import ScheduleThreads
+from compressor.codegen.gpu.spaces import dense_choices, packed_choices
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
 from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
-from compressor.errors import UsageError
 
 _EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
 MISSING = {
@@ -40,15 +39,6 @@ def gpu_phases() -> list[tuple[str, tvm.transform.Pass]]:
     """List the phases: those of CPUs, with threads where those have vectors, in functions outside our families."""
     own = {"schedule_elementwise": ("schedule_threads", ScheduleThreads())}
     return [own.get(name, (name, step)) for name, step in phases()]
-
-
-def _refused(family: str) -> Callable[..., tvm.tirx.PrimFunc]:
-    """Make what refuses to make a kernel, for operators that a run's check has refused already."""
-
-    def make(*_arguments: Any, **_options: Any) -> tvm.tirx.PrimFunc:
-        raise UsageError(f"the target cuda has no kernels for {family}")
-
-    return make
 
 
 def gpu_kernels(isa: Isa) -> KernelSet:
