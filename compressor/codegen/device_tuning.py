@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from compressor_runtime.device.driver import serves
@@ -132,12 +131,10 @@ class DeviceTuner(Tuner):
     _reasons: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def make(
-        cls, mode: str, archs: Sequence[str], pinned: Mapping[str, Mapping[str, Any]] | None, shipped: Path = SHIPPED
-    ) -> DeviceTuner:
+    def make(cls, mode: str, archs: Sequence[str], pinned: Mapping[str, Mapping[str, Any]] | None) -> DeviceTuner:
         """Read the databases."""
         user = Database()
-        databases = () if mode == "off" or pinned is not None else (user.entries, read_entries(shipped))
+        databases = () if mode == "off" or pinned is not None else (user.entries, read_entries(SHIPPED))
         return cls(
             mode, 1, None, "cuda", user, pinned=pinned, archs=archs, databases=[Measured(found) for found in databases]
         )
@@ -181,8 +178,8 @@ class DeviceTuner(Tuner):
             return won, f"measured on {names}{older}", times
         if self.mode == "off" or estimate is None:
             return 0, DEFAULT, []
-        foreseen: list[float | None] = [estimate(schedule) for schedule in space]
-        return min(range(len(space)), key=lambda i: foreseen[i] or math.inf), MODELLED, foreseen
+        foreseen: list[float] = [estimate(schedule) for schedule in space]
+        return min(range(len(space)), key=foreseen.__getitem__), MODELLED, list(foreseen)
 
 
 def _seconds(entry: Entry, wanted: Mapping[str, Any]) -> float | None:

@@ -86,14 +86,19 @@ def collect(graph: GraphModule, tvm_target: tvm.target.Target, kernels: KernelSe
         UsageError: there is nothing to choose.
     """
     collector = Collector("full", 1, None, "")
+    lower_graph(with_memory(graph), tvm_target, kernels, collector)
+    if not collector.wanted:
+        raise UsageError("none of this model's kernels has schedules to choose from: there is nothing to tune")
+    return list(collector.wanted.values())
+
+
+def with_memory(graph: GraphModule) -> GraphModule:
+    """Return a copy of a graph whose parameters have no data, with some that can be captured beside inputs."""
     graph = clone_graph(graph)
     for name, parameter in list(graph.named_parameters()):
         if parameter.is_meta:  # memory that nobody writes to is not taken
             set_parameter(graph, name, torch.empty(parameter.shape, dtype=parameter.dtype))
-    lower_graph(graph, tvm_target, kernels, collector)
-    if not collector.wanted:
-        raise UsageError("none of this model's kernels has schedules to choose from: there is nothing to tune")
-    return list(collector.wanted.values())
+    return graph
 
 
 def for_tokens(func: tirx.PrimFunc, tokens: int) -> tirx.PrimFunc:
