@@ -26,6 +26,7 @@ from compressor.codegen.device_tuning import DeviceTuner, Measured, device_class
 from compressor.codegen.gpu import spaces, toolchain
 from compressor.codegen.gpu.kernel_set import gpu_kernels
 from compressor.codegen.lowering.compile import Lowered, lower_graph
+from compressor.codegen.targets.cuda import Cuda
 from compressor.codegen.tuning import summary
 from compressor.errors import DriftError
 from compressor.plan.passes import plan_passes
