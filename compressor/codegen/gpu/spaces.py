@@ -37,6 +37,7 @@ _PROCESSORS, _BYTES_PER_S, _LATENCY_S, _LAUNCH_S = 132, 3.35e12, 7e-7, 2e-6
 _REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
 _HALF_FLOPS, _BYTE_OPS = 9.9e14, 2e15  # a second, of tensor cores by mma.sync and above
 _LOADING = 1.3  # an operand B from shared memory takes so much longer than its product with one tile
+_WAITING = 0.25  # of the time of a stage of one step, for its barrier
 _BARRIER_S = 4e-7  # a tile's end: sums of all warps are added up
 
 
@@ -128,7 +129,8 @@ def _tiling_s(products: Statements, operands: Operands, schedule: Schedule) -> f
     flops = 2 * fragments.halves * 16 * tiling.tiles * tiling.tokens * columns
     decoding = 1 + 8 / tiling.token_blocks / fragments.halves  # a code is decoded once for all tokens of a warp
     loading = max(1.0, _LOADING / tiling.row_tiles)
+    waiting = 1 + _WAITING / kernel.stage
     idle = max(1.0, 8 / (tiling.warps * min(resident, -(-blocks // _PROCESSORS))))
     waves = -(-blocks // (_PROCESSORS * resident))
     together = min(resident, -(-blocks // _PROCESSORS))
-    return _LAUNCH_S + waves * together * flops / rate * max(decoding, loading) * idle
+    return _LAUNCH_S + waves * together * flops / rate * decoding * loading * waiting * idle
