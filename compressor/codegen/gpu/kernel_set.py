@@ -11,7 +11,8 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
-from compressor.codegen.gpu.linear import packed
+from compressor.codegen.gpu.linear import dense, packed
+from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
@@ -21,7 +22,6 @@ from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import UsageError
 
 _EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
-_DENSE = "linears of stored floats"
 MISSING = {
     "routed_linear.default": _EXPERTS,
     "packed_routed_linear.default": _EXPERTS,
@@ -56,9 +56,9 @@ def gpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(_refused(_DENSE), lambda: [packed.Schedule()], lambda schedule: [schedule]),
+        dense=LinearKernels(dense.dense_linear, lambda: [Schedule()], lambda schedule: [schedule]),
         packed=LinearKernels(
-            packed.fused_linear, lambda _tiles: [packed.Schedule()], lambda _tiles, schedule, _fmt: [schedule]
+            packed.fused_linear, lambda _tiles: [Schedule()], lambda _tiles, schedule, _fmt: [schedule]
         ),
         norm=rows.norm,
         embedding=rows.embedding,
