@@ -7,18 +7,21 @@ of the class of an H100.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
+from typing import Any
 
 from compressor.codegen.gpu.intrinsics import WARP
 from compressor.codegen.gpu.linear.dense import dense_parts
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
 from compressor.codegen.gpu.linear.kernel import (
-    FEW,
+    MANY,
+    SOME,
     Schedule,
     few_tokens_space,
     many_tokens_space,
+    most_tokens_space,
     one_token_space,
+    some_tokens_space,
 )
 from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
@@ -28,8 +31,8 @@ from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.lowering.kernel_set import Choice
 from compressor.formats.format import Format
 
-FEW_TOKENS, MANY_TOKENS = 8, 512
-"""What candidates for few and for many tokens are timed on."""
+MANY_TOKENS, MOST_TOKENS = 128, 1024
+"""What candidates for many tokens, and for more, are timed on."""
 _SHARED_BYTES = 96 << 10  # of a block: two of them on an A100's multiprocessor would be too many, one is not
 _STAGES = ((3, 1), (3, 2))  # stages, steps of each
 _LARGEST = 16  # tiles by blocks of eight tokens of a warp: 128 registers of sums
@@ -42,7 +45,7 @@ _BARRIER_S = 4e-7  # a tile's end: sums of all warps are added up
 
 
 def packed_choices(rows: int, columns: int, fmt: Format) -> list[Choice]:
-    """List the choices for a packed linear [rows, columns]: for one token, for few, and for many."""
+    """List the choices for a packed linear [rows, columns]: one for each range of tokens."""
     return _choices(*packed_parts([rows], columns, fmt, False, False), fmt.packed_bytes(rows, columns))
 
 
@@ -54,48 +57,57 @@ def dense_choices(rows: int, columns: int, storage: str) -> list[Choice]:
 
 def _choices(products: Statements, operands: Operands, size: int) -> list[Choice]:
     """List the choices for a weight of so many bytes."""
-    blocks = FEW * products.fragments.halves // 8
+    defaults = Schedule().of_shape(sum(operands.tiles), products.fragments)
 
-    def one_space(_schedule: Schedule | None) -> list[Schedule]:
-        return [Schedule(one=one) for one in _streaming(products, operands, one_token_space(), 1, True)]
+    def streaming(name: str, tokens: int, default: Streaming, known: list[Streaming]) -> Choice:
+        def space(schedule: Schedule | None) -> list[Schedule]:
+            ways = _streaming(products, operands, [default, *known], tokens)
+            return [_changed(schedule or Schedule(), {name: way}) for way in ways]
 
-    def few_space(schedule: Schedule) -> list[Schedule]:
-        ways = _streaming(products, operands, few_tokens_space(), blocks, False)
-        return [replace(schedule, few=few) for few in ways]
+        def estimate(schedule: Schedule) -> float:
+            return _streaming_s(FewTokens(products, operands, getattr(schedule, name), tokens), size)
 
-    def many_space(schedule: Schedule) -> list[Schedule]:
-        return [replace(schedule, many=many) for many in _tilings(products, operands)]
+        return Choice(tokens, space, estimate)
 
+    def tiling(name: str, tokens: int, default: Tiling, known: list[Tiling]) -> Choice:
+        def space(schedule: Schedule) -> list[Schedule]:
+            return [_changed(schedule, {name: way}) for way in _tilings(products, operands, [default, *known])]
+
+        return Choice(tokens, space, lambda s: _tiling_s(products, operands, getattr(s, name), tokens))
+
+    assert MANY_TOKENS <= MANY < MOST_TOKENS
     return [
-        Choice(1, one_space, lambda s: _streaming_s(FewTokens(products, operands, s.one, 1, True), s.one, size)),
-        Choice(
-            FEW_TOKENS, few_space, lambda s: _streaming_s(FewTokens(products, operands, s.few, 1, False), s.few, size)
-        ),
-        Choice(MANY_TOKENS, many_space, partial(_tiling_s, products, operands)),
+        streaming("one", 1, defaults[0], one_token_space()),
+        streaming("few", 8 // products.fragments.halves, defaults[1], few_tokens_space()),
+        streaming("some", SOME, defaults[2], some_tokens_space()),
+        tiling("many", MANY_TOKENS, defaults[3], many_tokens_space()),
+        tiling("most", MOST_TOKENS, defaults[4], most_tokens_space()),
     ]
 
 
-def _streaming(
-    products: Statements, operands: Operands, known: list[Streaming], blocks: int, is_one: bool
-) -> list[Streaming]:
+def _changed(schedule: Schedule, changes: dict[str, Any]) -> Schedule:
+    return replace(schedule, **changes)
+
+
+def _streaming(products: Statements, operands: Operands, known: list[Streaming], tokens: int) -> list[Streaming]:
     """List the ways to stream that differ in what they do, the default first."""
-    warps = (4, 8, 16, 32) if is_one else (4, 8, 16)
+    warps = (4, 8, 16, 32) if tokens == 1 else (4, 8, 16)
     found: dict[tuple[int, ...], Streaming] = {}
     for way in [*known, *(Streaming(*way) for way in product(warps, (132, 264, 528), (2, 4, 8)))]:
-        kernel = FewTokens(products, operands, way, blocks, is_one)
-        found.setdefault((way.warps, kernel.turns, kernel.share.loads, kernel.share.steps), way)
+        kernel = FewTokens(products, operands, way, tokens)
+        found.setdefault((way.warps, way.tiles, kernel.turns, kernel.share.loads, kernel.share.steps), way)
     return list(found.values())
 
 
-def _tilings(products: Statements, operands: Operands) -> list[Tiling]:
+def _tilings(products: Statements, operands: Operands, known: list[Tiling]) -> list[Tiling]:
     """List the tilings that a multiprocessor has room for, the default first."""
     shapes = (
         (2, 2, 1, 2, 8), (2, 2, 2, 2, 8), (1, 1, 4, 2, 8), (2, 1, 2, 4, 4), (2, 2, 2, 4, 4), (2, 2, 1, 1, 8),
         (2, 1, 4, 1, 8), (4, 2, 1, 2, 4), (1, 2, 4, 2, 8), (4, 2, 1, 1, 16),
     )  # fmt: skip
-    default, *known = many_tokens_space()
+    default = known[0]
     found: dict[tuple[object, ...], Tiling] = {}
-    for tiling in [default, *known, *(Tiling(*shape, stages, steps) for shape in shapes for stages, steps in _STAGES)]:
+    for tiling in [*known, *(Tiling(*shape, stages, steps) for shape in shapes for stages, steps in _STAGES)]:
         kernel = ManyTokens(products, operands, tiling)
         fits = 4 * max(tiling.stages * kernel.stage_words, kernel.parts_words) <= _SHARED_BYTES
         if tiling == default or (fits and tiling.row_tiles * tiling.token_blocks <= _LARGEST):
@@ -103,27 +115,27 @@ def _tilings(products: Statements, operands: Operands) -> list[Tiling]:
     return list(found.values())
 
 
-def _streaming_s(kernel: FewTokens, way: Streaming, size_bytes: int) -> float:
+def _streaming_s(kernel: FewTokens, size_bytes: int) -> float:
     """Foresee the seconds of a weight that streams."""
-    resident = max(1, min(_WARPS, _REGISTERS // WARP // 64) // way.warps)
+    resident = max(1, min(_WARPS, _REGISTERS // WARP // 64) // kernel.warps)
     slots = _PROCESSORS * resident
     at_once = min(kernel.grid, slots)
-    step_bytes = size_bytes / (kernel.total * kernel.fragments.steps)
-    under_way = at_once * way.warps * kernel.share.loads * step_bytes
+    task_bytes = size_bytes / kernel.tasks
+    under_way = at_once * kernel.warps * kernel.share.loads * task_bytes / kernel.fragments.steps
     bandwidth = min(_BYTES_PER_S, under_way / _LATENCY_S)
-    read = size_bytes * kernel.steps / kernel.fragments.steps  # with steps beyond the last column
-    uneven = -(-kernel.grid // slots) * kernel.turns * at_once / kernel.total
+    read = size_bytes * kernel.all_steps / kernel.fragments.steps  # with steps beyond the last column
+    uneven = -(-kernel.grid // slots) * kernel.turns * at_once / kernel.tasks
     return _LAUNCH_S + read / bandwidth * max(1.0, uneven) + kernel.turns * _BARRIER_S
 
 
-def _tiling_s(products: Statements, operands: Operands, schedule: Schedule) -> float:
+def _tiling_s(products: Statements, operands: Operands, tiling: Tiling, tokens: int) -> float:
     """Foresee the seconds of many tokens: the products, and the codes that each warp decodes, of blocks in waves."""
-    tiling, fragments = schedule.many, products.fragments
+    fragments = products.fragments
     kernel = ManyTokens(products, operands, tiling)
     shared = 4 * max(tiling.stages * kernel.stage_words, kernel.parts_words)
     registers = 64 + 8 * tiling.row_tiles * tiling.token_blocks
     resident = max(1, min(_REGISTERS // (WARP * registers) // tiling.warps, (227 << 10) // shared))
-    blocks = -(-MANY_TOKENS // tiling.tokens) * operands.tasks(tiling.tiles)
+    blocks = -(-tokens // tiling.tokens) * operands.tasks(tiling.tiles)
     rate = (_BYTE_OPS if fragments.integer else _HALF_FLOPS) / _PROCESSORS
     columns = kernel.all_steps * fragments.step_columns
     flops = 2 * fragments.halves * 16 * tiling.tiles * tiling.tokens * columns
