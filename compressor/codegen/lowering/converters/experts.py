@@ -44,7 +44,7 @@ class ExpertConverter(LinearConverter):
         name = f"routed_{routing.name}_{packed_linear_name(f'{rows}x{columns}', fmt, has_bias)}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            schedule = self._schedule(rows, columns, fmt, has_bias)
+            schedule, _ = self._schedule(rows, columns, fmt, has_bias)
             func = experts.packed_routed_linear(routing, rows, columns, fmt, has_bias, self.isa, schedule)
             details = {"family": "packed_routed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
             return func, details
