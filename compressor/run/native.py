@@ -22,7 +22,7 @@ from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import reads_groups
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
-from compressor.codegen.lowering.kernel_set import cpu_kernels
+from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
 from compressor.errors import CompressorError, UsageError
@@ -100,9 +100,8 @@ class NativeBackend:
     ) -> None:
         """Generate the kernels for all instruction sets."""
         for isa in (None, *self._target.faster()):
-            library = compile_graph(
-                graph, self._target, isa=isa, tune=tune, threads=self._threads, pinned=pinned, dump=dump(isa)
-            )
+            options: dict[str, Any] = {"tune": tune, "threads": self._threads, "pinned": pinned, "dump": dump(isa)}
+            library = compile_graph(graph, self._target, isa=isa, kernels=self._kernels, **options)
             self._libraries.append(library)
             self.schedules |= library.schedules
             self.tried += library.tried
@@ -161,6 +160,10 @@ class NativeBackend:
         if self.runs_here:
             return f"kernels run under {self.launcher[0]}: their speed was not measured"
         return f"kernels are compiled for {self.isa.name}, which this machine lacks: nothing was measured"
+
+    def _kernels(self, isa: Isa) -> KernelSet:
+        """Return the kernels for an instruction set."""
+        return cpu_kernels(isa)
 
     def _check_library(self, folder: Path, isa: Isa) -> Check:
         """Run the kernels for one of several instruction sets."""

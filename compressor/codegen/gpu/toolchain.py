@@ -39,6 +39,7 @@ _FUNCTION = re.compile(
     r"(?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\((\d+)\) )?(\w+) (\w+)\[\];")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SHARED_LIMIT_BYTES = 227 << 10  # of a block, on sm_90 and later; ptxas refuses more than 48 KiB of fixed size itself
 
@@ -92,7 +93,7 @@ def compile_fatbin(text: str, archs: Sequence[str]) -> tuple[bytes, str]:
     codes = [f"-gencode=arch=compute_{arch.rpartition('_')[2]},code={arch}" for arch in archs]
     with tempfile.TemporaryDirectory() as name:
         source, output = Path(name) / "kernels.cu", Path(name) / "kernels.fatbin"
-        source.write_text(text, encoding="utf-8")
+        source.write_text(_with_one_dynamic_array(text), encoding="utf-8")
         options = ["-fatbin", "-O3", "-std=c++17", "-w", "--threads=0", "--ptxas-options=-v"]
         command = [str(find_nvcc()), *options, *codes, f"--compiler-bindir={find_compiler()[0]}"]
         done = subprocess.run(
@@ -101,6 +102,15 @@ def compile_fatbin(text: str, archs: Sequence[str]) -> tuple[bytes, str]:
         if done.returncode:
             raise ToolchainError(f"nvcc refuses the kernels: {' '.join(command)}\n{done.stderr.strip()[:4000]}")
         return output.read_bytes(), done.stderr
+
+
+def _with_one_dynamic_array(text: str) -> str:
+    """Let all kernels name their dynamic shared memory alike.
+
+    TVM numbers it, and two kernels may use one number for elements of two types, which is one name declared twice.
+    """
+    array = "extern __shared__ __align__(128) unsigned char compressor_dynamic[];"
+    return _DYNAMIC.sub(rf"{array} \2* \3 = reinterpret_cast<\2*>(compressor_dynamic);", text)
 
 
 def read_usage(report: str) -> dict[str, Usage]:

@@ -74,6 +74,7 @@ def compile_graph(
     tune: str = "quick",
     threads: int | None = None,
     pinned: Mapping[str, Mapping[str, Any]] | None = None,
+    kernels: Callable[[Isa], KernelSet] = cpu_kernels,
     dump: Callable[[str, str], None] | None = None,
 ) -> Library:
     """Lower a graph and generate its kernels.
@@ -83,6 +84,7 @@ def compile_graph(
         tune: ``off``, ``quick`` or ``full``.
         threads: threads that candidates are timed on, part of the tuning key; None takes the physical cores.
         pinned: ``Library.schedules`` of a locked run, in place of timing; None times.
+        kernels: those of the target's kind of machine, for an instruction set.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
@@ -97,14 +99,15 @@ def compile_graph(
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
     tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
-    lowered = lower_graph(graph, tvm_target, isa, tuner, dump)
+    own = kernels(isa)
+    lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):
-        executable, known = kernels_for(tvm_target, isa).generate(lowered.mod, tvm_target)
+        executable, known = own.generate(lowered.mod, tvm_target)
     evidence = "executed" if runs_here else "compiled"
-    kernels = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
+    records = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries
-    return Library(executable, parameters, used, kernels, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+    return Library(executable, parameters, used, records, isa, tuner.chosen, tuner.tried, tuner.notes, part)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Lowered:
 def lower_graph(
     graph: GraphModule,
     tvm_target: tvm.target.Target,
-    isa: Isa,
+    kernels: KernelSet,
     tuner: Tuner,
     dump: Callable[[str, str], None] | None = None,
 ) -> Lowered:
@@ -136,13 +139,13 @@ def lower_graph(
 
     Args:
         tvm_target: that phases ask for limits.
+        kernels: that operators become calls of, and the phases.
         tuner: that chooses the kernels' schedules.
         dump: called with (phase, text) after each phase.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
         DriftError: the tuner's pinned schedules are those of other kernels.
     """
-    kernels = kernels_for(tvm_target, isa)
     converter = Converter(kernels, tuner)
     kind = graph.meta["model"].kind
     outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
@@ -163,15 +166,6 @@ def lower_graph(
     parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
     used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}
     return Lowered(mod, parameters, used, list(converter.records), part)
-
-
-def kernels_for(tvm_target: tvm.target.Target, isa: Isa) -> KernelSet:
-    """Return the kernels for a target's kind of machine."""
-    if tvm_target.kind.name != "cuda":
-        return cpu_kernels(isa)
-    from compressor.codegen.gpu.kernel_set import gpu_kernels
-
-    return gpu_kernels(isa)
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:

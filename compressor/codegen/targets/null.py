@@ -85,10 +85,11 @@ class NullBackend:
     ) -> None:
         """Lower the graph; there is nothing to tune."""
         from compressor.codegen.lowering.compile import lower_graph
+        from compressor.codegen.lowering.kernel_set import cpu_kernels
         from compressor.codegen.tuning import Tuner
 
         tuner = Tuner("off", 1, None, NULL.name, pinned=pinned)
-        self._lowered = lower_graph(graph, self._target.tvm_target(NULL), NULL, tuner, dump(None))
+        self._lowered = lower_graph(graph, self._target.tvm_target(NULL), cpu_kernels(NULL), tuner, dump(None))
         self.schedules = tuner.chosen
 
     def write(self, folder: Path, graph: GraphModule, independent: bool) -> Written:

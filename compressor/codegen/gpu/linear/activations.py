@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.gpu.intrinsics import WARP, warp_max, warp_sum
 from compressor.codegen.gpu.linear.fragments import Fragments
-from compressor.codegen.gpu.linear.tensor_cores import half2, held, lanes_max, lanes_sum, low_half
+from compressor.codegen.gpu.linear.tensor_cores import half2, held, lanes_max, lanes_sum, low_half, shared
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.prologue import ACTIVATIONS, Prologue
 from compressor.codegen.kernels.vector import finite_size, is_nan, size_bits
@@ -58,6 +58,10 @@ class Preparation:
     @property
     def scratch(self) -> int:
         """Elements of shared memory, float32, that it needs."""
+        act, prologue = self.act, self.prologue
+        is_alone = act is not None and act.granularity == "group" and self.fragments.integer
+        if is_alone and not self._scans and not (prologue is not None and prologue.is_norm):
+            return 0  # groups lie within a warp
         return 4 * WARP + (self.quads if self._scans else 0)
 
     @property
@@ -68,6 +72,10 @@ class Preparation:
     @property
     def _scans(self) -> bool:
         return self._span > 0 and (self._span > WARP or self._span & (self._span - 1) != 0)
+
+    def memory(self) -> Any:
+        """Allocate the shared memory, where it needs any."""
+        return shared("preparation", ((self.scratch,), "float32"))[0] if self.scratch else None
 
     def macro(self) -> Any:
         """Make a macro ``prepare(at, m, thread, scratch)`` for token ``m``; all threads call it."""

@@ -154,9 +154,9 @@ class FewTokens:
         """Return the buffers for parts of sums, activations, factors, and the preparation."""
         parts = ((self.warps, self.tokens, TILE_ROWS), "float32")
         if not self.is_one:
-            return [*shared(parts), words, factor, None]
+            return [*shared(f"few_{self.fragments.fmt.name}", parts), words, factor, None]
         activations, factors = ((self.room,), "uint32"), ((1, self.fragments.act_groups), "float32")
-        return shared(parts, activations, factors, ((preparing.scratch,), "float32"))
+        return shared(f"one_{self.fragments.fmt.name}", parts, activations, factors, ((max(4, preparing.scratch),), "float32"))
 
     def macro(self, prologue: Prologue | None) -> Any:
         """Make a macro ``run(given, norm, words, factor, tokens)`` that launches the kernel.

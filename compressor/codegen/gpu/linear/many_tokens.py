@@ -163,7 +163,7 @@ class ManyTokens:
                 beside, column = T.meta_var((warp % across, warp // across % columns))
                 down = T.meta_var(warp // (across * columns))
                 local = T.meta_var(Registers.of(self))
-                memory = T.meta_var(shared(((max(stages * self.stage_words, self.parts_words),), "uint32"))[0])
+                memory = T.meta_var(self.memory())
                 where = T.meta_var(operands.select(row_block, tiling.tiles))
                 tiles = T.meta_var(self.own_tiles(where, down))
                 first, token = T.meta_var((column * self.steps, token_block * width + beside * per_warp))
@@ -193,6 +193,11 @@ class ManyTokens:
                     self.store(local, where, down, factor, token, lane, tokens)
 
         return run
+
+    def memory(self) -> Any:
+        """Allocate the stages; the parts of outputs come where they have been."""
+        size = max(self.tiling.stages * self.stage_words, self.parts_words)
+        return shared(f"many_{self.fragments.fmt.name}", ((size,), "uint32"))[0]
 
     def own_tiles(self, where: Any, down: Any) -> list[Any]:
         """Return the warp's tiles of rows; beyond the last, the last again."""

@@ -17,7 +17,6 @@ from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
-from compressor.codegen.gpu.linear.tensor_cores import shared
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import by_token
 from compressor.formats.format import Format
@@ -110,7 +109,7 @@ def preparing(fragments: Fragments, prologue: Prologue | None, steps: int, index
     @T.inline
     def run(given, norm, words, factor, tokens):
         with T.launch_thread("blockIdx.x", tokens) as token, T.launch_thread("threadIdx.x", PREPARING) as thread:
-            scratch = T.meta_var(shared(((statements.scratch,), "float32"))[0])
+            scratch = T.meta_var(statements.memory())
             at = T.meta_var(Prepared(given, norm, operands.shared, words, factor, index))
             prepare(at, token, thread, scratch)
 

@@ -6,12 +6,14 @@ Operands of ``mma`` lie in the registers of a warp's 32 lanes.  Of lane ``4 * g 
 
 from __future__ import annotations
 
+import re
 from hashlib import md5
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 _HALVES = """
 // Two float16 in one register, the first in its low bits.
@@ -302,10 +304,16 @@ def held(value: Any) -> Any:
     return register[0]
 
 
-def shared(*buffers: tuple[tuple[int, ...], str]) -> list[Any]:
-    """Allocate shared memory of a block, one buffer of 32-bit elements for each shape and type; once in a kernel."""
+def shared(owner: str, *buffers: tuple[tuple[int, ...], str]) -> list[Any]:
+    """Allocate shared memory of a block, one buffer of 32-bit elements for each shape and type; once in a kernel.
+
+    Args:
+        owner: kernels of one owner read and write it alike: TVM gives it a type that follows from that, and CUDA wants
+            the same type for all shared memory of one name.
+    """
     sizes = [-(-prod(shape) // 4) * 4 for shape, _ in buffers]
     pool = T.alloc_buffer((sum(sizes),), "uint32", scope="shared.dyn")
+    IRBuilder.name(re.sub(r"\W", "_", owner), pool)
     places = [0, *accumulate(sizes)]
     return [
         T.decl_buffer(shape, kind, data=pool.data, elem_offset=place, scope="shared.dyn")

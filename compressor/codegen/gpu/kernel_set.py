@@ -1,0 +1,86 @@
+"""Say which kernels and which phases a program for GPUs is lowered with, and generate its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import tvm
+
+from compressor.codegen.gpu import rows
+from compressor.codegen.gpu.attention import kernels as attention
+from compressor.codegen.gpu.linear import packed
+from compressor.codegen.gpu.lower import ScheduleThreads
+from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
+from compressor.codegen.isa import Isa
+from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
+from compressor.codegen.lowering.phases import phases
+from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.errors import UsageError
+
+_EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
+_DENSE, _CACHES = "linears of stored floats", "packed caches"
+MISSING = {
+    "routed_linear.default": _EXPERTS,
+    "packed_routed_linear.default": _EXPERTS,
+    "patches.default": _CONVOLUTIONS,
+    "depthwise_linear.default": _CONVOLUTIONS,
+    "packed_depthwise.default": _CONVOLUTIONS,
+    "causal_convolution.default": _STATES,
+    "selective_scan.default": _STATES,
+    "gated_delta_rule.default": _STATES,
+    "wkv.default": _STATES,
+    "dense_linear.default": _DENSE,
+    "pack_cache.default": _CACHES,
+    "packed_attention.default": _CACHES,
+}
+"""Operators without a kernel here, each with its family in words."""
+
+
+def gpu_phases() -> list[tuple[str, tvm.transform.Pass]]:
+    """List the phases: those of CPUs, with threads where those have vectors, in functions outside our families."""
+    own = {"schedule_elementwise": ("schedule_threads", ScheduleThreads())}
+    return [own.get(name, (name, step)) for name, step in phases()]
+
+
+def _refused(family: str) -> Callable[..., tvm.tirx.PrimFunc]:
+    """Make what refuses to make a kernel, for operators that a run's check has refused already."""
+
+    def make(*_arguments: Any, **_options: Any) -> tvm.tirx.PrimFunc:
+        raise UsageError(f"the target cuda has no kernels for {family}")
+
+    return make
+
+
+def gpu_kernels(isa: Isa) -> KernelSet:
+    """Return the kernels for GPUs, whose code is generated for ``isa.archs``."""
+    return KernelSet(
+        isa=isa,
+        phases=gpu_phases,
+        dense=LinearKernels(_refused(_DENSE), lambda: [packed.Schedule()], lambda schedule: [schedule]),
+        packed=LinearKernels(
+            packed.fused_linear, lambda _tiles: [packed.Schedule()], lambda _tiles, schedule, _fmt: [schedule]
+        ),
+        norm=rows.norm,
+        embedding=rows.embedding,
+        packed_embedding=rows.packed_embedding,
+        top_k=rows.top_k,
+        cached_attention=attention.cached_attention,
+        masked_attention=attention.masked_attention,
+        cross_attention=attention.cross_attention,
+        pack_cache=_refused(_CACHES),
+        packed_attention=_refused(_CACHES),
+        missing=MISSING,
+        supports=packed.supports,
+        generate=partial(_generate, isa),
+        measures_memory=False,
+    )
+
+
+def _generate(isa: Isa, mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Any, Callable[[str], dict[str, Any]]]:
+    """Generate code of the host and of GPUs; what ptxas says of a kernel's functions goes into its record."""
+    with device_code(isa.archs) as usage:
+        executable = tvm.compile(mod, target, relax_pipeline=None, tir_pipeline=PIPELINE)
+    check_device_module(executable, usage)
+    return executable, lambda name: usage_of(name, usage)

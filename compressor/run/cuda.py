@@ -1,0 +1,84 @@
+"""Make bundles whose kernels run on NVIDIA GPUs: compiled anywhere, executed where there is a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule
+
+from compressor.codegen.backend import DumpPhase
+from compressor.codegen.gpu.kernel_set import gpu_kernels
+from compressor.codegen.lowering.converters.converter import Converter
+from compressor.codegen.lowering.experts.stack import as_lowered
+from compressor.codegen.lowering.importer import check_operators
+from compressor.codegen.lowering.kernel_set import KernelSet
+from compressor.codegen.tuning import Tuner
+from compressor.errors import UsageError
+from compressor.formats.format import Format
+from compressor.graph.sites import packed_weight_sites
+from compressor.run.native import NativeBackend
+
+if TYPE_CHECKING:
+    from compressor.codegen.isa import Isa
+
+_ARCH_BYTES = 400_000  # of kernels for one GPU, for all of a decoder
+_EMBEDDING = torch.ops.compressor.packed_embedding.default
+
+
+class CudaBackend(NativeBackend):
+    """Make and check bundles that Python loads onto a GPU (:class:`compressor.codegen.backend.Backend`)."""
+
+    def check(self, graph: GraphModule) -> None:
+        """Refuse operators and formats that have no kernel for GPUs.
+
+        Raises:
+            UsageError: names the operator's family, or the weight and its format.
+        """
+        graph, kernels = as_lowered(graph), gpu_kernels(self.isa)
+        for node in graph.graph.nodes:
+            name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+            if (family := kernels.missing.get(name)) is not None:
+                raise UsageError(
+                    f"{node.name}: the target cuda has no kernels for {family} ({name.partition('.')[0]}); take the "
+                    "target x86"
+                )
+        check_operators(graph, Converter(kernels, Tuner("off", 1, None, "")).table())
+        formats = {site.name: str(site.node.args[3]) for site in packed_weight_sites(graph)}
+        formats |= {
+            node.name: str(node.args[2]) for node in graph.graph.find_nodes(op="call_function", target=_EMBEDDING)
+        }
+        for name, format_name in formats.items():
+            if reason := kernels.supports(Format.parse(format_name)):
+                raise UsageError(f"{name}: {format_name}: {reason}; take another format, or the target x86")
+
+    def estimate_bytes(self, graph: GraphModule) -> int:
+        """Count what a bundle for CPUs has, TVM's library for GPUs, and code for each of them."""
+        spec, library = importlib.util.find_spec("tvm"), 0
+        if spec is not None and spec.origin is not None:
+            library = (Path(spec.origin).parent / "lib" / "libtvm_runtime_cuda.so").stat().st_size
+        return super().estimate_bytes(graph) + library + _ARCH_BYTES * len(self.isa.archs)
+
+    def compile(
+        self, graph: GraphModule, tune: str, pinned: Mapping[str, Mapping[str, Any]] | None, dump: DumpPhase
+    ) -> None:
+        """Generate the kernels, and note those whose values do not fit into registers."""
+        super().compile(graph, tune, pinned, dump)
+        kernels = [kernel for library in self._libraries for kernel in library.kernels]
+        if spilled := {kernel["name"]: kernel["spill_bytes"] for kernel in kernels if kernel.get("spill_bytes")}:
+            listed = ", ".join(f"{name} {count} B" for name, count in spilled.items())
+            self.notes.append(f"registers are too few, and a thread's values go to memory, in {listed}; report it")
+
+    def _kernels(self, isa: Isa) -> KernelSet:
+        """Return the kernels for GPUs."""
+        return gpu_kernels(isa)
+
+    def why_not(self) -> str:
+        """Say why nothing runs here."""
+        return (
+            f"no GPU here that runs code for {', '.join(self.isa.archs)}: the kernels were compiled, not executed, and "
+            "nothing was measured; `python compressor_selfcheck.py` in the bundle checks them where there is one"
+        )
