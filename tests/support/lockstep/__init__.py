@@ -55,22 +55,28 @@ def _driver() -> ctypes.CDLL | str:
     return driver
 
 
-_changes: list[tuple[str, str]] = []
+_changes: list[tuple[str, str, int | None]] = []
 
 
 def compile_text(text: str) -> bytes:
     """Compile what TVM wrote, with the changes that :class:`changed` asks for."""
-    for old, new in _changes:
-        assert old in text, f"the kernel's text has no {old!r}"
-        text = text.replace(old, new)
+    for old, new, which in _changes:
+        parts = text.split(old)
+        places = range(len(parts) - 1) if which is None else [which]
+        assert len(parts) > max(places, default=0) + 1, f"the kernel's text has {old!r} {len(parts) - 1} times"
+        text = parts[0] + "".join((new if i in places else old) + part for i, part in enumerate(parts[1:]))
     return compile_kernels(text)
 
 
 class changed:
-    """Replace a part of the text of all kernels that are built within: to see that a test fails then."""
+    """Replace a part of the text of all kernels that are built within: to see that a test fails then.
 
-    def __init__(self, old: str, new: str) -> None:
-        self.change = old, new
+    Args:
+        which: replace only this occurrence, counted from 0.
+    """
+
+    def __init__(self, old: str, new: str, which: int | None = None) -> None:
+        self.change = old, new, which
 
     def __enter__(self) -> None:
         _changes.append(self.change)

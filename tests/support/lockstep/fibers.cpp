@@ -1,7 +1,8 @@
 // Threads of a block as fibers of one thread of the CPU, each of which runs until it must wait for others.
 //
 // A fiber that has finished a thread goes on with the next one that nobody has begun, so a kernel without barriers is
-// a plain loop.  makecontext() makes a fiber's stack; switches are _setjmp and _longjmp, which need no system call.
+// a plain loop.  A warp goes on as long as it can, so that warps are as far apart as barriers let them.  makecontext()
+// makes a fiber's stack; switches are _setjmp and _longjmp, which need no system call.
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -159,7 +160,7 @@ const unsigned char* lockstep_exchange(const void* mine, unsigned bytes) {
   std::memcpy(left[lockstep_lane()], mine, bytes);
   warp.waiting.push_back(current);
   if (warp.waiting.size() == lanes(current->thread / 32)) {
-    ready.insert(ready.end(), warp.waiting.begin(), warp.waiting.end());
+    ready.insert(ready.begin(), warp.waiting.begin(), warp.waiting.end());
     warp.waiting.clear();
     ++warp.turn;
   }
