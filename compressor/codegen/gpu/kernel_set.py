@@ -31,7 +31,6 @@ MISSING = {
     "selective_scan.default": _STATES,
     "gated_delta_rule.default": _STATES,
     "wkv.default": _STATES,
-    "dense_linear.default": _DENSE,
     "pack_cache.default": _CACHES,
     "packed_attention.default": _CACHES,
 }
