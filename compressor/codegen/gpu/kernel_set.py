@@ -10,6 +10,8 @@ import tvm
 
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
+from compressor.codegen.gpu.experts.dense import dense_routed_linear
+from compressor.codegen.gpu.experts.packed import packed_routed_linear
 from compressor.codegen.gpu.linear import packed
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
@@ -19,11 +21,9 @@ from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import UsageError
 
-_EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
+_CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
 _DENSE, _CACHES = "linears of stored floats", "packed caches"
 MISSING = {
-    "routed_linear.default": _EXPERTS,
-    "packed_routed_linear.default": _EXPERTS,
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
     "packed_depthwise.default": _CONVOLUTIONS,
@@ -61,6 +61,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
         packed=LinearKernels(
             packed.fused_linear, lambda _tiles: [packed.Schedule()], lambda _tiles, schedule, _fmt: [schedule]
         ),
+        dense_routed=dense_routed_linear,
+        packed_routed=packed_routed_linear,
         norm=rows.norm,
         embedding=rows.embedding,
         packed_embedding=rows.packed_embedding,

@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import dense, embedding, norm
+from compressor.codegen.kernels import dense, embedding, experts, norm
 from compressor.codegen.kernels.attention import cached, packed
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
@@ -71,6 +71,8 @@ class KernelSet:
     phases: Phases
     dense: LinearKernels
     packed: LinearKernels
+    dense_routed: Maker
+    packed_routed: Maker
     norm: Maker
     embedding: Maker
     packed_embedding: Maker
@@ -100,6 +102,11 @@ def cpu_kernels(isa: Isa) -> KernelSet:
     ) -> tvm.tirx.PrimFunc:
         return packed_linear.fused_linear(rows, columns, fmt, has_bias, isa, schedule, **ends)
 
+    def packed_routed(
+        routing: Any, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Any
+    ) -> tvm.tirx.PrimFunc:
+        return experts.packed_routed_linear(routing, rows, columns, fmt, has_bias, isa, schedule)
+
     def other(make: Maker) -> Maker:
         def linear(rows: Any, columns: Any, fmt: Any, has_bias: bool, **ends: Any) -> tvm.tirx.PrimFunc:
             return make(rows, columns, fmt, has_bias, isa, **ends)
@@ -118,6 +125,8 @@ def cpu_kernels(isa: Isa) -> KernelSet:
             lambda tiles, schedule, fmt: packed_linear.gemm_space(tiles, schedule.gemv_tiles, fmt, isa),
             lambda schedule, rows, fmt: packed_linear.common_schedule(schedule, rows, fmt, isa),
         ),
+        dense_routed=partial(experts.dense_routed_linear, gemv_rows=dense.gemv_space()[0].gemv_rows),
+        packed_routed=packed_routed,
         norm=norm.norm,
         embedding=embedding.embedding,
         packed_embedding=partial(embedding.packed_embedding, isa=isa),

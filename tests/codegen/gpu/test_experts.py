@@ -7,9 +7,10 @@ import random
 import lockstep
 import pytest
 import torch
-from kernel_cases import OPS, SPLIT, TOLERANCE, random_packed, relative_error
+from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, random_packed, relative_error, special_rows
 from lockstep import build, run
 
+from compressor.codegen.gpu.experts.dense import dense_routed_linear
 from compressor.codegen.gpu.experts.packed import packed_routed_linear
 from compressor.codegen.gpu.linear.packed import Schedule
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
@@ -18,6 +19,7 @@ from compressor.formats.format import Format
 
 EXPERTS = 5
 SMALL = Schedule(Streaming(4, 8, 2), Streaming(2, 8, 2), Tiling(1, 1, 2, 1, 2, 2, 1))
+MANY = 90  # pairs: more than an expert's blocks of few tokens take
 
 
 def routes(tokens: int, each: int, rng: torch.Generator, absent: int = -1) -> torch.Tensor:
@@ -27,22 +29,93 @@ def routes(tokens: int, each: int, rng: torch.Generator, absent: int = -1) -> to
     return torch.where((index == 4) & (torch.arange(tokens)[:, None] % 2 == 1), absent, index)
 
 
-@pytest.mark.parametrize("name", ["W4A8_G64", "W4A16_G64"])
-def test_packed_routed_linear(name: str) -> None:
-    pick, rng = random.Random(name), torch.Generator().manual_seed(1)
-    fmt, each, own_rows = Format.parse(name), pick.choice([1, 2, 3]), name in ("W4A16_G64")
-    rows, columns, has_bias = pick.choice([16, 40, 33]), pick.randint(64, 150), pick.random() < 0.5
+def random_experts(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> list[torch.Tensor]:
+    """Return the stacked parts of all experts' weights; each has its own calibrated scale, where there is one."""
     weights = [random_packed(fmt, rows, columns, rng) for _ in range(EXPERTS)]
     if "input_scale" in weights[0].parts:
         weights = [w.with_input_scale(torch.tensor([0.02 + 0.01 * e])) for e, w in enumerate(weights)]
-    parts = [torch.stack(tensors) for tensors in zip(*(w.parts.values() for w in weights), strict=True)]
+    return [torch.stack(tensors) for tensors in zip(*(w.parts.values() for w in weights), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "name", ["W4A8_G64", "W4A16_G64", "W3A8_ASYM_G128", "W8A8_STATIC", "W8A8_ASYM", "W6A16_C", "BIP2A8_G128", "BAL2A8_C",
+             "NVFP4", "MXFP4", "MXFP6_E2M3", "FP8_E4M3_B32", "FP6_E3M2_G64", "W4A8_G64_AG64", "W2A16_ASYM_G32", "W8A8_T",
+             "W4A4_G64"],
+)  # fmt: skip
+def test_packed_routed_linear(name: str) -> None:
+    pick, rng = random.Random(name), torch.Generator().manual_seed(1)
+    fmt, each, own_rows = Format.parse(name), pick.choice([1, 2, 3]), pick.random() < 0.5
+    rows, columns, has_bias = pick.choice([16, 40, 33]), pick.randint(64, 150), pick.random() < 0.5
+    parts, routing = random_experts(fmt, rows, columns, rng), Routing(EXPERTS, each, own_rows)
     bias = torch.randn(EXPERTS, rows, generator=rng) if has_bias else None
-    routing = Routing(EXPERTS, each, own_rows)
     kernel = build(packed_routed_linear(routing, rows, columns, fmt, has_bias, SMALL))
-    for tokens in (1, 2, 19, 90 // each):
+    close = TOLERANCE if fmt.integer_products else SPLIT
+    for tokens in (1, 2, 19, MANY // each):
         x = torch.randn(routing.inputs(tokens, columns), generator=rng)
         index = routes(tokens, each, rng)
         got = run(kernel, x, index, *parts, bias, out=(tokens, each, rows))
         expected = OPS.packed_routed_linear(x, index, parts, bias, fmt.name, columns, rows)
-        assert relative_error(got, expected) < (TOLERANCE if fmt.integer_products else SPLIT), tokens
+        assert relative_error(got, expected) < close, tokens
         assert bool((got[index < 0] == 0).all())
+    x, index = special_rows(columns, rng)[0], torch.tensor([[0], [3], [1], [0], [4], [3]]).repeat(1, each)
+    x = x[:, None].expand(-1, each, -1).contiguous() if own_rows else x
+    for count in (len(x), 1):
+        x, index = x[:count], index[:count]
+        got = run(kernel, x, index, *parts, bias, out=(count, each, rows))
+        expected = OPS.packed_routed_linear(x, index, parts, bias, fmt.name, columns, rows)
+        given = x if own_rows else x[:, None].expand(-1, each, -1)
+        check_special(got, expected, SPLIT, name, given)
+
+
+def test_a_token_gets_the_same_bits_beside_any_others() -> None:
+    rng, fmt, routing = torch.Generator().manual_seed(2), Format.parse("W4A16_G32"), Routing(EXPERTS, 2, False)
+    parts = random_experts(fmt, 32, 64, rng)
+    kernel = build(packed_routed_linear(routing, 32, 64, fmt, False, SMALL))
+    x, index = torch.randn(MANY // 2, 64, generator=rng), routes(MANY // 2, 2, rng)
+    together = run(kernel, x, index, *parts, out=(MANY // 2, 2, 32))
+    turned = run(kernel, x.flip(0), index.flip(0), *parts, out=(MANY // 2, 2, 32))
+    assert torch.equal(together, turned.flip(0))
+    some = run(kernel, x[:9], index[:9], *parts, out=(9, 2, 32))
+    assert torch.equal(some[3:], run(kernel, x[3:9], index[3:9], *parts, out=(6, 2, 32)))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("own_rows", [False, True], ids=["shared", "own"])
+def test_dense_routed_linear(kind: torch.dtype, own_rows: bool) -> None:
+    rng, routing = torch.Generator().manual_seed(3), Routing(EXPERTS, 2, own_rows)
+    rows, columns, has_bias = 21, 45, own_rows
+    weight = torch.randn(EXPERTS, rows, columns, generator=rng).to(kind)
+    bias = torch.randn(EXPERTS, rows, generator=rng) if has_bias else None
+    storage = {torch.bfloat16: "uint16"}.get(kind, str(kind).removeprefix("torch."))
+    kernel = build(dense_routed_linear(routing, rows, columns, storage, has_bias))
+    for tokens in (1, 7):
+        x, index = torch.randn(routing.inputs(tokens, columns), generator=rng), routes(tokens, 2, rng)
+        got = run(kernel, x, index, weight, bias, out=(tokens, 2, rows))
+        assert relative_error(got, OPS.routed_linear(x, index, weight, bias)) < TOLERANCE
+
+
+def test_indices_outside_the_experts_read_nothing() -> None:
+    """Wild ones as well as -1: the outputs are zeros, by every kernel."""
+    rng, fmt, routing = torch.Generator().manual_seed(5), Format.parse("W8A8"), Routing(EXPERTS, 2, False)
+    parts = random_experts(fmt, 16, 64, rng)
+    kernel = build(packed_routed_linear(routing, 16, 64, fmt, False, SMALL))
+    dense = build(dense_routed_linear(routing, 16, 64, "float32", False))
+    weight = torch.randn(EXPERTS, 16, 64, generator=rng)
+    for tokens in (1, 3, MANY // 2):
+        x, index = torch.randn(tokens, 64, generator=rng), routes(tokens, 2, rng)
+        index[0, 1], index[-1, 0] = EXPERTS, -(1 << 40) + 3
+        for func, stored in ((kernel, parts), (dense, [weight])):
+            got = run(func, x, index, *stored, out=(tokens, 2, 16))
+            assert bool((got[(index < 0) | (index >= EXPERTS)] == 0).all()) and bool(torch.isfinite(got).all())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("__syncthreads();", ""),
+    ],
+)
+def test_a_fault_in_the_order_is_seen(old: str, new: str) -> None:
+    lockstep.start()
+    with lockstep.changed(old, new), pytest.raises(AssertionError):
+        test_packed_routed_linear("W8A8_STATIC")

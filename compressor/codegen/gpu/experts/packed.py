@@ -25,7 +25,7 @@ from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.packed import PREPARING, Schedule, supports
 from compressor.codegen.gpu.linear.products import Products
-from compressor.codegen.gpu.linear.tensor_cores import held, shared
+from compressor.codegen.gpu.linear.tensor_cores import held
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear.weights import Weight, parameter
 from compressor.formats.format import Format
@@ -108,7 +108,7 @@ def packed_routed_linear(
         chosen = T.decl_buffer((pairs,), "int64", data=index.data)
         if t == 1:
             with T.launch_thread("blockIdx.y", each) as k:
-                if _is_expert(chosen[k], experts):
+                if is_expert(chosen[k], experts):
                     row = T.meta_var(slice_of(x, routing.source(k), (1, columns)))
                     own = T.meta_var(slice_of(y, k, (1, rows)))
                     operands.take(of_expert(stored, bias, rows, chosen[k], own))
@@ -147,7 +147,7 @@ def _sorted(routing: Routing, kernel: Any, run: Any, width: int, steps: int, roo
         factor = T.alloc_buffer((blocks * width, fragments.act_groups), "float32")
         sort(chosen, pairs, into)
         with T.launch_thread("blockIdx.x", pairs) as pair, T.launch_thread("threadIdx.x", PREPARING) as thread:
-            scratch = T.meta_var(shared(((statements.scratch,), "float32"))[0])
+            scratch = T.meta_var(statements.memory())
             if into.slot_of[pair] >= 0:
                 slot = T.meta_var(held(into.slot_of[pair]))
                 row = T.meta_var(slice_of(x, routing.source(pair), (1, columns)))
@@ -172,7 +172,7 @@ def _sorted(routing: Routing, kernel: Any, run: Any, width: int, steps: int, roo
     return several
 
 
-def _is_expert(index: Any, experts: int) -> Any:
+def is_expert(index: Any, experts: int) -> Any:
     """Return whether an index names an expert; others never lead to memory outside the weights."""
     return T.And(index >= 0, index < experts)
 
