@@ -36,6 +36,27 @@ class Schedule:
     many: Tiling = Tiling(2, 1, 2, 2, 8, 3, 1)
 
 
+def one_token_space() -> list[Streaming]:
+    """Return what one token may take; the default first."""
+    shapes = ((16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16))
+    return [Streaming(*shape) for shape in shapes]
+
+
+def few_tokens_space() -> list[Streaming]:
+    """Return what 2 to 16 tokens may take; the default first."""
+    shapes = ((8, 264, 4), (8, 528, 4), (16, 132, 4), (8, 264, 8), (4, 528, 4), (16, 264, 2), (8, 132, 8), (4, 1056, 8))
+    return [Streaming(*shape) for shape in shapes]
+
+
+def many_tokens_space() -> list[Tiling]:
+    """Return what more tokens may take; the default first."""
+    shapes = (
+        (2, 1, 2, 2, 8, 3, 1), (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 3, 1), (2, 2, 2, 2, 8, 3, 1), (4, 1, 2, 2, 8, 3, 1),
+        (2, 1, 4, 2, 8, 2, 1), (4, 2, 1, 2, 8, 4, 2), (4, 1, 2, 1, 8, 3, 2),
+    )  # fmt: skip
+    return [Tiling(*shape) for shape in shapes]
+
+
 def supports(fmt: Format) -> str:
     """Say what these kernels cannot read of a format; an empty text if they read all."""
     if wrong := products.supports(fmt):
