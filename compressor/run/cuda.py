@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ARCH_BYTES = 400_000  # of kernels for one GPU, for all of a decoder
 _EMBEDDING = torch.ops.compressor.packed_embedding.default
+_ROUTED = torch.ops.compressor.packed_routed_linear.default
 
 
 class CudaBackend(NativeBackend):
@@ -48,9 +49,9 @@ class CudaBackend(NativeBackend):
                 )
         check_operators(graph, Converter(kernels, Tuner("off", 1, None, "")).table())
         formats = {site.name: str(site.node.args[3]) for site in packed_weight_sites(graph)}
-        formats |= {
-            node.name: str(node.args[2]) for node in graph.graph.find_nodes(op="call_function", target=_EMBEDDING)
-        }
+        for target, place in ((_EMBEDDING, 2), (_ROUTED, 4)):
+            nodes = graph.graph.find_nodes(op="call_function", target=target)
+            formats |= {node.name: str(node.args[place]) for node in nodes}
         for name, format_name in formats.items():
             if reason := kernels.supports(Format.parse(format_name)):
                 raise UsageError(f"{name}: {format_name}: {reason}; take another format, or the target x86")

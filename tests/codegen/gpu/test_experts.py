@@ -38,9 +38,8 @@ def random_experts(fmt: Format, rows: int, columns: int, rng: torch.Generator) -
 
 
 @pytest.mark.parametrize(
-    "name", ["W4A8_G64", "W4A16_G64", "W3A8_ASYM_G128", "W8A8_STATIC", "W8A8_ASYM", "W6A16_C", "BIP2A8_G128", "BAL2A8_C",
-             "NVFP4", "MXFP4", "MXFP6_E2M3", "FP8_E4M3_B32", "FP6_E3M2_G64", "W4A8_G64_AG64", "W2A16_ASYM_G32", "W8A8_T",
-             "W4A4_G64"],
+    "name", ["W4A8_G64", "W4A16_G64", "W3A8_ASYM_G128", "W8A8_STATIC", "W8A16_ASYM_C", "BIP2A8_G128", "BAL2A8_C",
+             "MXFP4", "FP8_E4M3_B32", "W4A8_G64_AG64", "W8A8_ASYM"],
 )  # fmt: skip
 def test_packed_routed_linear(name: str) -> None:
     pick, rng = random.Random(name), torch.Generator().manual_seed(1)
@@ -50,7 +49,7 @@ def test_packed_routed_linear(name: str) -> None:
     bias = torch.randn(EXPERTS, rows, generator=rng) if has_bias else None
     kernel = build(packed_routed_linear(routing, rows, columns, fmt, has_bias, SMALL))
     close = TOLERANCE if fmt.integer_products else SPLIT
-    for tokens in (1, 2, 19, MANY // each):
+    for tokens in (1, 11, MANY // each):
         x = torch.randn(routing.inputs(tokens, columns), generator=rng)
         index = routes(tokens, each, rng)
         got = run(kernel, x, index, *parts, bias, out=(tokens, each, rows))

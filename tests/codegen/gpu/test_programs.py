@@ -1,0 +1,76 @@
+"""Programs of experts for GPUs, run beside the fake driver: prompts and steps compute what the captured graph does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lockstep
+import numpy as np
+import pytest
+import tvm
+from families import DECODERS, VOCAB, make
+from tiny_models import quantized, relative_error
+from torch.fx import GraphModule
+from tvm import relax
+
+from compressor.capture.capture import capture
+from compressor.codegen.gpu import toolchain
+from compressor.codegen.gpu.kernel_set import gpu_kernels
+from compressor.codegen.lowering.compile import Library, compile_graph
+from compressor.codegen.lowering.experts.stack import stack_experts
+from compressor.codegen.targets.cuda import Cuda
+from compressor.evaluate.quality import GraphLogits
+from compressor.graph.caches import empty_caches
+from compressor.run.cuda import CudaBackend
+
+
+@pytest.fixture
+def fake_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile CUDA text for the fake driver, in place of nvcc."""
+    lockstep.start()
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Path("nvcc"))
+    monkeypatch.setattr(toolchain, "compile_fatbin", lambda text, _archs: (lockstep.compile_text(text), ""))
+
+
+class Program:
+    """A library on the fake GPU."""
+
+    def __init__(self, graph: GraphModule, library: Library) -> None:
+        self.vm = relax.VirtualMachine(library.executable, [tvm.cuda(0), tvm.cpu()])
+        self.info = graph.meta["model"]
+        self.parameters = [self.held(lockstep.as_array(graph.get_parameter(name))) for name in library.parameters]
+
+    @staticmethod
+    def held(x: np.ndarray) -> Any:
+        return tvm.runtime.tensor(x, device=tvm.cuda(0))
+
+    def steps(self, ids: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        """Return the logits of all tokens, read in steps of these sizes."""
+        caches = [self.held(np.full(c.shape, np.nan, np.float32)) for c in empty_caches(self.info, len(ids), 16)]
+        parts, begin = [], 0
+        for size in sizes:
+            here = np.arange(begin, begin + size)
+            given = [self.held(np.ascontiguousarray(x)) for x in (ids[:, here], here, np.arange(size))]
+            parts.append(self.vm["main"](*given, *caches, self.parameters).numpy())
+            begin += size
+        return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.usefixtures("fake_nvcc")
+@pytest.mark.parametrize("name", ["Qwen 3, experts"])
+def test_experts(name: str) -> None:
+    cls, options = DECODERS[name]
+    graph = capture(make(cls, {**options, "num_hidden_layers": 1}, True))
+    graph = quantized(quantized(graph, "W8A8", "re:.*(gate_up_proj.3)$"), "W4A16_G32", "re:.*")
+    backend = CudaBackend(Cuda("sm_90"))
+    backend.check(graph)
+    stack_experts(graph)
+    ids = np.random.default_rng(1).integers(3, VOCAB, (2, 12))
+    expected = GraphLogits(graph)(ids).numpy()
+    library = compile_graph(graph, Cuda("sm_90"), tune="off", kernels=gpu_kernels)
+    assert {"packed_routed_linear", "top_k"} <= {kernel["family"] for kernel in library.kernels}
+    program = Program(graph, library)
+    assert relative_error(program.steps(ids, (12,)), expected) < 1e-5
+    alone = [program.steps(row, (5, 1, 1, 3, 2)) for row in (ids[:1], ids[1:])]
+    assert relative_error(np.concatenate(alone), expected) < 1e-5
