@@ -20,11 +20,9 @@ from tvm.script import tirx as T
 from compressor.codegen.gpu.experts.order import Order, block_count, sort_pairs
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
-from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.packed import PREPARING, Schedule, supports
-from compressor.codegen.gpu.linear.products import Products
+from compressor.codegen.gpu.linear.packed import PREPARING, Schedule, products_of
 from compressor.codegen.gpu.linear.tensor_cores import held
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear.weights import Weight, parameter
@@ -79,11 +77,9 @@ def packed_routed_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.packed_routed_linear`.
     """
-    assert not supports(fmt)
     experts, each = routing.experts, routing.each
-    fragments = Fragments.of(fmt, columns)
-    assert isinstance(fragments, Fragments)
-    body, operands = Products(fragments), ExpertOperands([rows], columns, fmt, has_bias, False)
+    body, operands = products_of(fmt, columns), ExpertOperands([rows], columns, fmt, has_bias, False)
+    fragments = body.fragments
     shares = {name: max(1, getattr(schedule, name).blocks // each) for name in ("one", "few")}
     one = _Few(body, operands, replace(schedule.one, blocks=shares["one"]), 1, True)
     few = _Few(body, operands, replace(schedule.few, blocks=shares["few"]), FEW * fragments.halves // 8, False)

@@ -42,15 +42,20 @@ class Fragments:
         """Choose the longest step of which a group is a multiple; or say why there is none."""
         act = fmt.activations.group_size if fmt.activations is not None and fmt.integer_products else 0
         group = min(fmt.columns(columns), act or fmt.columns(columns))
+        return cls.with_longest_step(fmt, columns, group, fmt.chunk_columns)
+
+    @classmethod
+    def with_longest_step(cls, fmt: Format, columns: int, group: int, chunk: int) -> Fragments | str:
+        """Choose the longest step of chunks of ``chunk`` columns of which a group is a multiple."""
         size = 1 if fmt.integer_products else 2
-        lane = max(1, 16 // (fmt.chunk_columns * size))
-        least = max(1, 8 // fmt.chunk_columns) if fmt.integer_products else 1
+        lane = max(1, 16 // (chunk * size))
+        least = max(1, 8 // chunk) if fmt.integer_products else 1
         while lane >= least:
-            step = LANES * lane * fmt.chunk_columns
+            step = LANES * lane * chunk
             if group % step == 0 or group >= columns:
                 return cls(fmt, columns, lane, group)
             lane //= 2
-        step = LANES * least * fmt.chunk_columns
+        step = LANES * least * chunk
         return f"groups of {group} columns of {fmt.name} on a GPU; use a multiple of {step}"
 
     @property

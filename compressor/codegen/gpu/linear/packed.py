@@ -9,7 +9,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.linear import products
+from compressor.codegen.gpu.linear import n_of_m, products
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
 from compressor.codegen.gpu.linear.fragments import Fragments
@@ -19,6 +19,7 @@ from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import by_token
+from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
 
 FEW = 16
@@ -59,10 +60,26 @@ def many_tokens_space() -> list[Tiling]:
 
 def supports(fmt: Format) -> str:
     """Say what these kernels cannot read of a format; an empty text if they read all."""
-    if wrong := products.supports(fmt):
+    if (pattern := fmt.extra(KeptOfGroup)) is not None:
+        wrong, columns = n_of_m.supports(pattern), pattern.size << 16
+    else:
+        wrong, columns = products.supports(fmt), 1 << 20
+    if wrong:
         return wrong
-    found = Fragments.of(fmt, 1 << 20)
+    found = _fragments(fmt, columns)
     return found if isinstance(found, str) else ""
+
+
+def _fragments(fmt: Format, columns: int) -> Fragments | str:
+    return (Fragments if fmt.extra(KeptOfGroup) is None else n_of_m.KeptFragments).of(fmt, columns)
+
+
+def products_of(fmt: Format, columns: int) -> Products:
+    """Return the statements for a format that :func:`supports` finds nothing wrong with."""
+    assert not supports(fmt)
+    fragments = _fragments(fmt, columns)
+    assert not isinstance(fragments, str)
+    return n_of_m.KeptProducts(fragments) if isinstance(fragments, n_of_m.KeptFragments) else Products(fragments)
 
 
 def fused_linear(
@@ -79,11 +96,8 @@ def fused_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.linear.packed.fused_linear`.
     """
-    assert not supports(fmt)
-    fragments = Fragments.of(fmt, columns)
-    assert isinstance(fragments, Fragments)
-    operands = Operands(rows, columns, fmt, has_bias, has_residual)
-    body = Products(fragments)
+    body = products_of(fmt, columns)
+    fragments, operands = body.fragments, Operands(rows, columns, fmt, has_bias, has_residual)
     one = FewTokens(body, operands, schedule.one, 1, True)
     least = FewTokens(body, operands, schedule.few, 1, False)
     few = FewTokens(body, operands, schedule.few, FEW * fragments.halves // 8, False)

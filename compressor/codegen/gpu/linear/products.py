@@ -52,15 +52,18 @@ class Products:
         self.is_high = self.integer and (self.is_bipolar or (isinstance(weights, Integers) and weights.symmetric))
         self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.loads.has_zeros
         # Products of a step: a lane gives each four or eight columns.
-        self.per_step = fragments.lane_chunks * self.fmt.chunk_columns // (8 if self.integer else 4)
+        self.per_step = fragments.lane_chunks * fragments.quads // (2 if self.integer else 1)
         self.operand_words = fragments.lane_words // self.per_step  # of activations, in one product
         self.constants = 2 if self.loads.has_zeros else 0  # registers of zero points, of one tile and group
         self.sums = 8 if self.is_unsigned else 4  # registers, of one tile and block of tokens
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
         """Return four columns' codes of a row, one a byte, at the bottom of the bytes or the top."""
+        return self.stored_quad(words, slot, *divmod(quad, self.fragments.quads), row, high)
+
+    def stored_quad(self, words: Any, slot: int, chunk: int, inner: int, row: int, high: bool) -> Any:
+        """Return four neighbouring codes of a lane's chunk, as they are stored."""
         fmt = self.fmt
-        chunk, inner = divmod(quad, self.fragments.quads)
         result, first = None, 0
         offset = 8 - fmt.bits if high else 0
         for width in fmt.planes:

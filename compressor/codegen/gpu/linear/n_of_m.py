@@ -1,0 +1,176 @@
+"""Linears of which each row stores N of every M weights: codes are expanded to all columns in registers.
+
+A lane multiplies whole chunks of stored codes here, too; its columns are those that the chunk's groups cover, and
+activations are laid out to meet them.  A group's number selects, for each of its columns, a byte of the stored codes,
+or the code of zero: one byte permutation expands four columns.  What follows are the products of dense weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.gpu.linear.fragments import LANES, Fragments
+from compressor.codegen.gpu.linear.operands import Loads
+from compressor.codegen.gpu.linear.products import Products
+from compressor.codegen.gpu.linear.tensor_cores import call
+from compressor.codegen.kernels.linear.weights import Weight
+from compressor.formats.extras import KeptOfGroup
+from compressor.formats.format import Format
+from compressor.formats.layouts.patterns import combinations
+
+_IN_REGISTERS = 8  # choices whose selectors two permutations look up
+_ZERO = 4  # selects the code of zero
+
+_EXPAND = """
+__device__ inline unsigned compressor_permute(unsigned a, unsigned b, unsigned selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, b, selector);
+#else
+  unsigned long long both = (unsigned long long)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return result;
+#endif
+}
+// The number that begins at a bit of two words.
+__device__ inline unsigned compressor_number(int low, int high, int bit, int mask) {
+  return (unsigned)(((unsigned long long)(unsigned)high << 32 | (unsigned)low) >> bit) & mask;
+}
+// The selector of one of eight numbers, from tables of their low bytes and of their high bytes.
+__device__ inline unsigned compressor_selector(
+    unsigned number, unsigned low0, unsigned low1, unsigned high0, unsigned high1) {
+  return compressor_permute(
+      compressor_permute(low0, low1, number), compressor_permute(high0, high1, number), 0x40);
+}
+"""
+
+_LOAD = """
+// Two words that a neighbouring chunk reads as well.
+__device__ inline void compressor_load2(int* to, const int* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+#else
+  to[0] = from[0], to[1] = from[1];
+#endif
+}
+"""
+
+
+def supports(pattern: KeptOfGroup) -> str:
+    """Say why a pattern has no kernel on a GPU; an empty text if it has."""
+    if pattern.kept in (1, 2, 4) and pattern.size % 4 == 0:
+        return ""
+    return (
+        f"packed linears on a GPU keep 1, 2 or 4 of groups of a multiple of 4 weights, not {pattern.kept}:"
+        f"{pattern.size}; take 2:4"
+    )
+
+
+@dataclass(frozen=True)
+class KeptFragments(Fragments):
+    """The layout of all columns, those that are not stored included."""
+
+    @classmethod
+    def of(cls, fmt: Format, columns: int) -> Fragments | str:
+        """Choose the longest step of which a group of columns with one scale is a multiple; or say why there is none."""
+        pattern = _pattern(fmt)
+        stored = fmt.columns(columns)
+        return cls.with_longest_step(
+            fmt, columns, stored // pattern.kept * pattern.size, fmt.chunk_columns // pattern.kept * pattern.size
+        )
+
+    @property
+    def quads(self) -> int:
+        """Four columns each, of a chunk."""
+        pattern = _pattern(self.fmt)
+        return self.fmt.chunk_columns // pattern.kept * pattern.size // 4
+
+    @property
+    def step_columns(self) -> int:
+        """Columns that a warp multiplies at once."""
+        return self.step_chunks * self.quads * 4
+
+    @property
+    def scale_groups(self) -> int:
+        """Groups that share a scale of the weight."""
+        return 1
+
+
+class KeptLoads(Loads):
+    """Loads beside a chunk's codes the words that its groups' numbers begin in, and the words after those."""
+
+    def __init__(self, fragments: Fragments) -> None:
+        super().__init__(fragments)
+        self.pattern = _pattern(fragments.fmt)
+        self.first = self.words  # of the patterns: of a chunk the bit where they begin, two words of each row
+        self.words += 5 * fragments.lane_chunks
+        self.chunk_bits = fragments.fmt.chunk_columns // self.pattern.kept * self.pattern.index_bits
+
+    def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
+        """Load a step's codes to ``to[slot]`` and on, and then what :meth:`KeptProducts.number` reads."""
+        super().codes(to, slot, weight, tile, step, lane)
+        part = weight.parts["patterns"]
+        for l in range(self.fragments.lane_chunks):
+            chunk = T.min(step * self.fragments.step_chunks + LANES * l + lane % LANES, self.chunks - 1)
+            bit, place = chunk * self.chunk_bits, slot + self.first + 5 * l
+            T.buffer_store(to, bit % 32, [place])
+            for j in range(2):
+                word = T.min(bit // 32 + j, int(part.shape[1]) - 1)  # what is beyond a row's last is masked
+                at = T.address_of(part[tile, word, lane // LANES * 2])
+                T.evaluate(call("compressor_load2", T.address_of(to[place + 1 + 2 * j]), at, source=_LOAD))
+
+
+class KeptProducts(Products):
+    """The statements for one format that keeps N of every M weights."""
+
+    def __init__(self, fragments: KeptFragments) -> None:
+        super().__init__(fragments)
+        self.pattern, self.loads = _pattern(fragments.fmt), KeptLoads(fragments)
+
+    def number(self, words: Any, slot: int, chunk: int, group: int, row: int) -> Any:
+        """Return the number of a group of a lane's chunk, uint32."""
+        place, bits = slot + self.loads.first + 5 * chunk, self.pattern.index_bits
+        low, high = words[place + 1 + row], words[place + 3 + row]
+        bit, mask = words[place] + group * bits, T.int32((1 << bits) - 1)
+        return call("compressor_number", low, high, bit, mask, source=_EXPAND, kind="uint32")
+
+    def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
+        """Return four columns' codes of a row, one a byte: those that are stored, and of the others that of zero."""
+        kept, size = self.pattern.kept, self.pattern.size
+        chunk, inner = divmod(quad, self.fragments.quads)
+        group, part = divmod(4 * inner, size)
+        stored, first = divmod(group * kept, 4)
+        codes = self.stored_quad(words, slot, chunk, stored, row, high)
+        number = self.number(words, slot, chunk, group, row)
+        zeros = T.uint32(int(self.fmt.zero_point) * 0x01010101)
+        return call("compressor_permute", codes, zeros, self._selector(number, part, first), source=_EXPAND, kind="uint32")
+
+    def _selector(self, number: Any, part: int, first: int) -> Any:
+        """Return the selector of a group's columns from ``part`` on, whose codes are bytes from ``first`` on."""
+        selectors = [
+            sum((first + kept.index(part + i) if part + i in kept else _ZERO) << 4 * i for i in range(4))
+            for kept in combinations(self.pattern)
+        ]
+        if len(selectors) <= _IN_REGISTERS:
+            tables = []
+            for down in (0, 8):
+                table = [selector >> down & 255 for selector in selectors] + [0] * (_IN_REGISTERS - len(selectors))
+                tables += [T.uint32(int.from_bytes(bytes(table[i : i + 4]), "little")) for i in (0, 4)]
+            return call("compressor_selector", number, *tables, source=_EXPAND, kind="uint32")
+        name = f"compressor_selector_{self.pattern.kept}_{self.pattern.size}_{part}_{first}"
+        listed = ", ".join(map(str, selectors))
+        source = (
+            f"static __device__ const unsigned short {name}_table[] = {{{listed}}};\n"
+            f"__device__ inline unsigned {name}(unsigned number) {{ return {name}_table[number]; }}\n"
+        )
+        number = T.min(number, T.uint32(len(selectors) - 1))  # damaged ones read no other memory
+        return call(name, number, source=source, kind="uint32")
+
+
+def _pattern(fmt: Format) -> KeptOfGroup:
+    found = fmt.extra(KeptOfGroup)
+    assert found is not None
+    return found
