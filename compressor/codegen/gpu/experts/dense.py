@@ -14,9 +14,7 @@ from compressor.codegen.kernels.linear.weights import parameter
 _WARPS = 8  # of a block
 
 
-def dense_routed_linear(
-    routing: Routing, rows: int, columns: int, storage: str, has_bias: bool
-) -> tvm.tirx.PrimFunc:
+def dense_routed_linear(routing: Routing, rows: int, columns: int, storage: str, has_bias: bool) -> tvm.tirx.PrimFunc:
     """Write TIR for :func:`compressor.ops.experts.routed_linear`.
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.dense_routed_linear`.

@@ -110,7 +110,10 @@ def packed_routed_linear(
                     operands.take(of_expert(stored, bias, rows, chosen[k], own))
                     run_one([row], [], None, None, T.int32(1))
                 else:
-                    with T.launch_thread("blockIdx.x", one.grid) as part, T.launch_thread("threadIdx.x", one.threads) as i:
+                    with (
+                        T.launch_thread("blockIdx.x", one.grid) as part,
+                        T.launch_thread("threadIdx.x", one.threads) as i,
+                    ):
                         if part == 0:
                             clear_row(y, k, i, rows, one.threads)
         elif pairs <= _TURN * experts:

@@ -75,7 +75,7 @@ class KeptFragments(Fragments):
 
     @classmethod
     def of(cls, fmt: Format, columns: int) -> Fragments | str:
-        """Choose the longest step of which a group of columns with one scale is a multiple; or say why there is none."""
+        """Choose the longest step of which the columns of a scale are a multiple; or say why there is none."""
         pattern = _pattern(fmt)
         stored = fmt.columns(columns)
         return cls.with_longest_step(
@@ -113,9 +113,9 @@ class KeptLoads(Loads):
         """Load a step's codes to ``to[slot]`` and on, and then what :meth:`KeptProducts.number` reads."""
         super().codes(to, slot, weight, tile, step, lane)
         part = weight.parts["patterns"]
-        for l in range(self.fragments.lane_chunks):
-            chunk = T.min(step * self.fragments.step_chunks + LANES * l + lane % LANES, self.chunks - 1)
-            bit, place = chunk * self.chunk_bits, slot + self.first + 5 * l
+        for i in range(self.fragments.lane_chunks):
+            chunk = T.min(step * self.fragments.step_chunks + LANES * i + lane % LANES, self.chunks - 1)
+            bit, place = chunk * self.chunk_bits, slot + self.first + 5 * i
             T.buffer_store(to, bit % 32, [place])
             for j in range(2):
                 word = T.min(bit // 32 + j, int(part.shape[1]) - 1)  # what is beyond a row's last is masked
@@ -146,7 +146,9 @@ class KeptProducts(Products):
         codes = self.stored_quad(words, slot, chunk, stored, row, high)
         number = self.number(words, slot, chunk, group, row)
         zeros = T.uint32(int(self.fmt.zero_point) * 0x01010101)
-        return call("compressor_permute", codes, zeros, self._selector(number, part, first), source=_EXPAND, kind="uint32")
+        return call(
+            "compressor_permute", codes, zeros, self._selector(number, part, first), source=_EXPAND, kind="uint32"
+        )
 
     def _selector(self, number: Any, part: int, first: int) -> Any:
         """Return the selector of a group's columns from ``part`` on, whose codes are bytes from ``first`` on."""

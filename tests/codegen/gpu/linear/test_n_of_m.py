@@ -41,3 +41,49 @@ def test_formats(name: str) -> None:
     x = special_rows(columns, rng)
     got = lockstep.run(kernel, x, *packed.parts.values(), bias, out=(1, x.shape[1], rows))
     check_special(got, OPS.packed_linear(x, *args), SPLIT, (rows, columns), x)
+
+
+def test_several_weights_share_computed_inputs() -> None:
+    rng, fmt, rows = torch.Generator().manual_seed(5), Format.parse("W8A16_2:4"), [33, 16]
+    packed = [random_packed(fmt, n, 48, rng) for n in rows]
+    kernel = lockstep.build(fused_linear(rows, 48, fmt, False, SMALL, prologue=Prologue("silu", gated=True)))
+    stored = [part for weight in packed for part in weight.parts.values()]
+    for tokens in (1, 6, 20):
+        gate, up = torch.randn(2, 1, tokens, 48, generator=rng)
+        got = kernel(gate, up, *stored, *(torch.full((1, tokens, n), torch.nan) for n in rows))[-2:]
+        x = silu(gate) * up
+        for weight, found in zip(packed, got, strict=True):
+            expected = OPS.packed_linear(x, list(weight.parts.values()), None, fmt.name, 48, weight.shape[0])
+            assert relative_error(torch.from_numpy(found), expected) < SPLIT
+
+
+def test_experts() -> None:
+    rng, fmt = torch.Generator().manual_seed(6), Format.parse("W4A16_G32_2:4")
+    weights = [random_packed(fmt, 24, 128, rng) for _ in range(3)]
+    parts = [torch.stack(tensors) for tensors in zip(*(w.parts.values() for w in weights), strict=True)]
+    kernel = lockstep.build(packed_routed_linear(Routing(3, 1, False), 24, 128, fmt, False, SMALL))
+    for tokens in (1, 7):
+        x, index = torch.randn(tokens, 128, generator=rng), torch.arange(tokens)[:, None] % 3
+        got = lockstep.run(kernel, x, index, *parts, out=(tokens, 1, 24))
+        assert relative_error(got, OPS.packed_routed_linear(x, index, parts, None, fmt.name, 128, 24)) < SPLIT
+
+
+def test_damaged_numbers_write_nothing_outside() -> None:
+    """A row whose numbers name no choice has wrong outputs; other rows have right ones."""
+    for name in ("W8A16_2:4", "W4A16_C_2:8"):
+        fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
+        packed, x = random_packed(fmt, 20, 96, rng), torch.randn(1, 1, 96, generator=rng)
+        kernel = lockstep.build(fused_linear([20], 96, fmt, False, SMALL))
+        expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, 96, 20)
+        parts = {key: part.clone() for key, part in packed.parts.items()}
+        parts["patterns"][0, :, 3] = -1
+        got = lockstep.run(kernel, x, *parts.values(), out=(1, 1, 20))
+        wrong = torch.arange(20) == 3
+        assert relative_error(got[..., ~wrong], expected[..., ~wrong]) < SPLIT and bool(torch.isfinite(got).all())
+
+
+def test_patterns_without_a_kernel_are_named() -> None:
+    assert "not 3:4; take 2:4" in supports(Format.parse("W8A16_3:4"))
+    assert "not 1:2; take 2:4" in supports(Format.parse("W8A16_1:2"))
+    assert "groups of 16 columns of W8A16_G8_2:4" in supports(Format.parse("W8A16_G8_2:4"))
+    assert not supports(Format.parse("W8A16_2:4"))
