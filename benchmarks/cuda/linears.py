@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # only formats are imported where it measures
+
 CALLS, REPLAYS, CACHE = 50, 9, 160 << 20
 TOKENS = (1, 4, 16, 128, 1024)
 SHAPES = {
@@ -34,7 +38,10 @@ SHAPES = {
     "qkv": ([4096, 1024, 1024], 4096),
     "gate, up": ([14336, 14336], 4096),
 }
-RACED = {"W4A16_G128": ("4096x4096", "14336x4096", "4096x14336", "qkv", "gate, up"), "W8A8": ("4096x4096", "14336x4096")}
+RACED = {
+    "W4A16_G128": ("4096x4096", "14336x4096", "4096x14336", "qkv", "gate, up"),
+    "W8A8": ("4096x4096", "14336x4096"),
+}
 PLAIN = {
     "W8A8": ("4096x14336", "gate, up"),
     "W8A16": ("4096x4096", "14336x4096"),
@@ -49,6 +56,7 @@ PLAIN = {
 def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
     """Compile all kernels, and lay them beside what runs them."""
     import tvm
+
     from compressor.codegen.gpu.linear import packed
     from compressor.codegen.gpu.toolchain import device_code
     from compressor.codegen.tir_pipeline import PIPELINE
@@ -93,6 +101,7 @@ def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
 def load_runtime(folder: Path) -> Any:
     """Load TVM's run-time and return tvm_ffi."""
     sys.path.insert(0, str(folder / "python"))
+    os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # it would be compiled there
     import tvm_ffi
 
     try:
@@ -126,17 +135,18 @@ def timed(run: Callable[[int], Any], use_stream: Callable[[Any], Any]) -> float:
             graph.replay()
             event.record()
         torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return statistics.median(times) * 1e3 / CALLS
 
 
 class Weight:
     """Random packed weights of a shape, with copies that fill more than the cache, and their dense values."""
 
-    def __init__(self, format_name: str, shape: str) -> None:
+    def __init__(self, format_name: str, shape: str, take: Callable[[torch.Tensor], Any]) -> None:
         from compressor.formats.format import Format
         from compressor.formats.packing import PackedWeight, dequantize
 
+        self.take = take
         self.fmt = Format.parse(format_name)
         self.rows, self.columns = SHAPES[shape]
         self.bytes = sum(self.fmt.packed_bytes(n, self.columns) for n in self.rows)
@@ -171,7 +181,8 @@ class Weight:
 
         x = torch.randn(1, tokens, self.columns, device="cuda")
         ys = [torch.full((1, tokens, n), float("nan"), device="cuda") for n in self.rows]
-        kernel(x, *(part for parts in self.copies[0] for part in parts), *ys)
+        torch.cuda.synchronize()
+        kernel(self.take(x), *(self.take(part) for parts in self.copies[0] for part in parts), *map(self.take, ys))
         torch.cuda.synchronize()
         rounded = round_activations(x, self.fmt.activations).double()
         errors = []
@@ -184,8 +195,10 @@ class Weight:
         """Return the microseconds of a call."""
         x = torch.randn(1, tokens, self.columns, device="cuda")
         ys = [torch.empty(1, tokens, n, device="cuda") for n in self.rows]
-        flat = [[part for parts in copy for part in parts] for copy in self.copies]
-        return timed(lambda i: kernel(x, *flat[i % len(flat)], *ys), use_stream)
+        torch.cuda.synchronize()
+        given, outputs = self.take(x), [self.take(y) for y in ys]
+        flat = [[self.take(part) for parts in copy for part in parts] for copy in self.copies]
+        return timed(lambda i: kernel(given, *flat[i % len(flat)], *outputs), use_stream)
 
 
 def plain_stream(_stream: Any) -> Any:
@@ -281,7 +294,7 @@ def measure(folder: Path, save: Path | None) -> None:
     for case in sorted(cases, key=lambda one: (one["format"], one["shape"], one["which"])):
         key = case["format"], case["shape"]
         if key != last:
-            weight, last = Weight(*key), key
+            weight, last = Weight(*key, ffi.from_dlpack), key
         assert weight is not None
         kernel = ffi.load_module(str(folder / case["file"]))["kernel"]
         for tokens in TOKENS:
@@ -301,7 +314,7 @@ def measure(folder: Path, save: Path | None) -> None:
     for name in ("4096x4096", "14336x4096"):
         for tokens in TOKENS:
             others[name, tokens] = peers(*SHAPES[name], tokens)
-    print("\n| format | shape | tokens | us | of read bandwidth | TFLOP/s | default, us | best schedule | PyTorch, us |")
+    print("\n| format | shape | tokens | us | of reading | TFLOP/s | default, us | best schedule | PyTorch, us |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (fmt, shape), by_tokens in results.items():
         rows, columns = SHAPES[shape]
@@ -314,7 +327,8 @@ def measure(folder: Path, save: Path | None) -> None:
             rival = ", ".join(f"{k} {v:.1f}" for k, v in others.get((shape, tokens), {}).items())
             part = size / (us * 1e-6) / speed["read"]
             flops = 2 * tokens * sum(rows) * columns / us * 1e-6
-            print(f"| {fmt} | {shape} | {tokens} | {us:.1f} | {part:.0%} | {flops:.0f} | {default:.1f} | {which} | {rival} |")
+            cells = f"{us:.1f} | {part:.0%} | {flops:.0f} | {default:.1f} | {which} | {rival}"
+            print(f"| {fmt} | {shape} | {tokens} | {cells} |")
     print("\nraces: microseconds of each schedule, by number")
     for (fmt, shape), by_tokens in results.items():
         for tokens, found in by_tokens.items():
@@ -324,7 +338,7 @@ def measure(folder: Path, save: Path | None) -> None:
         print(case["which"], case["schedule"])
     print(f"in all: {time.perf_counter() - began:.0f} s")
     if save is not None:
-        texts = {f"{fmt} {shape} {tokens}": found for (fmt, shape), rest in results.items() for tokens, found in rest.items()}
+        texts = {" ".join(key): found for key, found in results.items()}
         peers_text = {f"{name} {tokens}": found for (name, tokens), found in others.items()}
         save.write_text(json.dumps({"ours": texts, "peers": peers_text, "bandwidth": speed}, indent=1))
 

@@ -75,11 +75,11 @@ class Preparation:
 
     def memory(self) -> Any:
         """Allocate the shared memory, where it needs any."""
-        return shared("preparation", ((self.scratch,), "float32"))[0] if self.scratch else None
+        return shared(((self.scratch,), "float32"))[0] if self.scratch else None
 
     def macro(self) -> Any:
         """Make a macro ``prepare(at, m, thread, scratch)`` for token ``m``; all threads call it."""
-        act, fragments, columns, norm = self.act, self.fragments, self.columns, self._norm()
+        act, fragments, norm = self.act, self.fragments, self._norm()
 
         @T.inline
         def prepare(at, m, thread, scratch):
@@ -116,7 +116,7 @@ class Preparation:
                 with T.If(quad < columns // 4), T.Then():
                     place = T.ramp(4 * quad, 1, 4)
                     T.buffer_store(x, at.inputs[0][m, place], [T.ramp(4 * i, 1, 4)])
-                    other = T.alloc_buffer((4,), "float32", scope="local") if gated else None
+                    other: Any = T.alloc_buffer((4,), "float32", scope="local") if gated else None
                     if gated:
                         T.buffer_store(other, at.inputs[1][m, place], [T.ramp(0, 1, 4)])
                     for j in range(4 if kind else 0):
@@ -206,9 +206,7 @@ class Preparation:
             scaled = [x[4 * i + j] * inverse for j in range(4)]
             for j in range(2):  # 0 and 2, 1 and 3
                 T.buffer_store(halves, half2(scaled[j], scaled[j + 2]), [j])
-                rest = [
-                    scaled[j + 2 * k] - low_half(T.shift_right(halves[j], T.uint32(16 * k))) for k in range(2)
-                ]
+                rest = [scaled[j + 2 * k] - low_half(T.shift_right(halves[j], T.uint32(16 * k))) for k in range(2)]
                 T.buffer_store(halves, half2(*rest), [2 + j])
             with T.If(i * self.threads + thread < self.quads), T.Then():
                 step, vector, lane, word = self.fragments.place(i * self.threads + thread)
@@ -234,11 +232,9 @@ class Preparation:
             T.buffer_store(one, one[0] / T.float32(self.columns), [0])
         else:
             self.top(x, one, 0, thread, scratch, 0)
-        if act.granularity == "tensor":  # a stored scale saturates infinity; NaN has no place
-            size = T.if_then_else(is_nan(one[0]), one[0], T.float32(0))
-        else:
-            size = _finite(one[0])
-        T.buffer_store(one, size, [0])
+        # A stored scale saturates infinity; NaN has no place.
+        is_static, saturated = act.granularity == "tensor", T.if_then_else(is_nan(one[0]), one[0], T.float32(0))
+        T.buffer_store(one, saturated if is_static else _finite(one[0]), [0])
         T.buffer_store(one, span_scale(one[0], act, given), [0])
         for i in range(self.rounds):
             T.buffer_store(scales, one[0], [i])

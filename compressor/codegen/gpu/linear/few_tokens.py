@@ -154,9 +154,9 @@ class FewTokens:
         """Return the buffers for parts of sums, activations, factors, and the preparation."""
         parts = ((self.warps, self.tokens, TILE_ROWS), "float32")
         if not self.is_one:
-            return [*shared(f"few_{self.fragments.fmt.name}", parts), words, factor, None]
+            return [*shared(parts), words, factor, None]
         activations, factors = ((self.room,), "uint32"), ((1, self.fragments.act_groups), "float32")
-        return shared(f"one_{self.fragments.fmt.name}", parts, activations, factors, ((max(4, preparing.scratch),), "float32"))
+        return shared(parts, activations, factors, ((max(4, preparing.scratch),), "float32"))
 
     def macro(self, prologue: Prologue | None) -> Any:
         """Make a macro ``run(given, norm, words, factor, tokens)`` that launches the kernel.
@@ -164,13 +164,16 @@ class FewTokens:
         ``words`` and ``factor`` are what :func:`prepare_few` has left; one token has none.
         """
         f, products, operands, share = self.fragments, self.products, self.operands, self.share
-        loads, warps, is_one, batches = share.loads, self.warps, self.is_one, share.batches
+        loads, is_one, batches = share.loads, self.is_one, share.batches
         preparing = Preparation(f, prologue, self.threads, self.steps)
         prepare = preparing.macro()
 
         @T.inline
         def run(given, norm, words_, factor_, tokens):
-            with T.launch_thread("blockIdx.x", self.grid) as block, T.launch_thread("threadIdx.x", self.threads) as thread:
+            with (
+                T.launch_thread("blockIdx.x", self.grid) as block,
+                T.launch_thread("threadIdx.x", self.threads) as thread,
+            ):
                 lane, warp = T.meta_var((thread % WARP, thread // WARP))
                 words = T.alloc_buffer((loads * products.loads.words,), "int32", scope="local")
                 raw = T.alloc_buffer((self.next + 2 * self.pieces,), "int32", scope="local")

@@ -1,8 +1,8 @@
 """Where the columns of a row lie in the operands of tensor cores.
 
 A product sums over columns, in any order that both operands share.  So a lane multiplies whole words of codes: lane
-``4 * g + t`` of a warp reads chunks ``t``, ``t + 4``, ... of a step, for rows ``2 * g`` and ``2 * g + 1`` of a tile, and
-activations are laid out to meet them there::
+``4 * g + t`` of a warp reads chunks ``t``, ``t + 4``, ... of a step, for rows ``2 * g`` and ``2 * g + 1`` of a tile,
+and activations are laid out to meet them there::
 
     codes        int32 [tiles, chunks, words, 16]        a lane loads two neighbouring rows of each of its chunks
     activations  [blocks of 8 tokens, steps, halves, vectors, 4 * g + t]: what lane 4 * g + t needs of token g

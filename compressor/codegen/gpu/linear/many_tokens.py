@@ -45,7 +45,8 @@ class ManyTokens:
         fitting = [n for n in range(1, tiling.steps + 1) if self.is_channel or group % n == 0 or n % group == 0]
         self.stage = max(fitting)
         unit = self.stage if self.is_channel else max(group, self.stage)
-        self.steps = -(--(-fragments.steps // unit) // tiling.column_warps) * unit
+        units = -(-fragments.steps // unit)
+        self.steps = -(-units // tiling.column_warps) * unit
         self.turns = self.steps // self.stage
         self.all_steps = self.steps * tiling.column_warps
         self.piece = self.stage if self.is_channel else min(group, self.stage)
@@ -197,7 +198,7 @@ class ManyTokens:
     def memory(self) -> Any:
         """Allocate the stages; the parts of outputs come where they have been."""
         size = max(self.tiling.stages * self.stage_words, self.parts_words)
-        return shared(f"many_{self.fragments.fmt.name}", ((size,), "uint32"))[0]
+        return shared(((size,), "uint32"))[0]
 
     def own_tiles(self, where: Any, down: Any) -> list[Any]:
         """Return the warp's tiles of rows; beyond the last, the last again."""

@@ -34,7 +34,9 @@ class Operands:
         added = parameter((d0, d1, self.rows[0]), "float32") if self.has_residual else None
         outputs = [parameter((d0, d1, n), "float32") for n in self.rows]
         residual = None if added is None else by_token(added)
-        self._all += [Weight(n, parts, bias, residual, by_token(y)) for (n, parts, bias), y in zip(found, outputs)]
+        self._all += [
+            Weight(n, parts, bias, residual, by_token(y)) for (n, parts, bias), y in zip(found, outputs, strict=True)
+        ]
 
     @property
     def shared(self) -> Any:
@@ -84,12 +86,12 @@ class Loads:
     def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
         """Load a step's codes to ``to[slot]`` and on: chunks, words of a chunk, rows."""
         fragments, words = self.fragments, self.fragments.fmt.chunk_words
-        for l in range(fragments.lane_chunks):
-            chunk = step * fragments.step_chunks + LANES * l + lane % LANES
+        for i in range(fragments.lane_chunks):
+            chunk = step * fragments.step_chunks + LANES * i + lane % LANES
             chunk = T.min(chunk, self.chunks - 1)  # those that fill up are multiplied by zeros
             for word in range(words):
                 at = T.address_of(weight.parts["codes"][tile, chunk, word, lane // LANES * 2])
-                stream(T.address_of(to[slot + 2 * (l * words + word)]), at, 2)
+                stream(T.address_of(to[slot + 2 * (i * words + word)]), at)
 
     def scales(self, to: Any, slot: int, weight: Weight, tile: Any, group: Any, lane: Any) -> None:
         """Load what :meth:`scale` decodes of the two rows' scales to ``to[slot]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
@@ -32,14 +32,16 @@ PREPARING = 512
 class Schedule:
     """What the tuner chooses: the kernels for one token, for 2 to 16, and for more."""
 
-    one: Streaming = Streaming(16, 264, 8)
-    few: Streaming = Streaming(8, 264, 4)
-    many: Tiling = Tiling(2, 1, 2, 2, 8, 3, 1)
+    one: Streaming = field(default_factory=lambda: one_token_space()[0])
+    few: Streaming = field(default_factory=lambda: few_tokens_space()[0])
+    many: Tiling = field(default_factory=lambda: many_tokens_space()[0])
 
 
 def one_token_space() -> list[Streaming]:
     """Return what one token may take; the default first."""
-    shapes = ((16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16))
+    shapes = (
+        (16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16),
+    )  # fmt: skip
     return [Streaming(*shape) for shape in shapes]
 
 
@@ -52,8 +54,8 @@ def few_tokens_space() -> list[Streaming]:
 def many_tokens_space() -> list[Tiling]:
     """Return what more tokens may take; the default first."""
     shapes = (
-        (2, 1, 2, 2, 8, 3, 1), (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 3, 1), (2, 2, 2, 2, 8, 3, 1), (4, 1, 2, 2, 8, 3, 1),
-        (2, 1, 4, 2, 8, 2, 1), (4, 2, 1, 2, 8, 4, 2), (4, 1, 2, 1, 8, 3, 2),
+        (2, 1, 2, 2, 8, 3, 1), (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 3, 1), (2, 2, 2, 2, 8, 3, 1),
+        (4, 1, 2, 2, 8, 3, 1), (2, 1, 4, 2, 8, 2, 1), (4, 2, 1, 2, 8, 4, 2), (4, 1, 2, 1, 8, 3, 2),
     )  # fmt: skip
     return [Tiling(*shape) for shape in shapes]
 

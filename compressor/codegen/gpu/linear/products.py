@@ -16,7 +16,6 @@ from compressor.codegen.gpu.linear.operands import Loads
 from compressor.codegen.gpu.linear.tensor_cores import (
     held,
     low_half,
-    multiply_halves,
     pick_bytes,
     product_bytes,
     product_halves,

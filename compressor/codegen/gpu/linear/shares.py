@@ -82,7 +82,8 @@ class Share:
         """Share out a row's steps: whole groups, or parts of one, in as large batches as are asked for."""
         group = fragments.group_steps
         unit = group if group <= loads else 1
-        steps = -(--(-fragments.steps // unit) // warps) * unit
+        units = -(-fragments.steps // unit)
+        steps = -(-units // warps) * unit
         fitting = [n for n in range(1, min(loads, steps) + 1) if steps % n == 0 and (n % group == 0 or group % n == 0)]
         if fragments.groups == 1:
             fitting = [n for n in range(1, min(loads, steps) + 1) if steps % n == 0]

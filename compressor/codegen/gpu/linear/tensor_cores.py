@@ -1,19 +1,17 @@
 """Device functions of linears: products by tensor cores, loads, and the steps from codes to a product's operands.
 
-Operands of ``mma`` lie in the registers of a warp's 32 lanes.  Of lane ``4 * g + t``, A [16, K] has rows ``g`` and ``g +
-8``, B [K, 8] column ``g``, and the sums [16, 8] rows ``g`` and ``g + 8`` by columns ``2 * t`` and ``2 * t + 1``.
+Operands of ``mma`` lie in the registers of a warp's 32 lanes.  Of lane ``4 * g + t``, A [16, K] has rows ``g`` and
+``g + 8``, B [K, 8] column ``g``, and the sums [16, 8] rows ``g`` and ``g + 8`` by columns ``2 * t`` and ``2 * t + 1``.
 """
 
 from __future__ import annotations
 
-import re
 from hashlib import md5
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
 _HALVES = """
 // Two float16 in one register, the first in its low bits.
@@ -46,18 +44,6 @@ __device__ inline unsigned compressor_subtract_halves(unsigned a, unsigned b) {
   _Float16 x[2], y[2];
   memcpy(x, &a, 4), memcpy(y, &b, 4);
   x[0] -= y[0], x[1] -= y[1];
-  memcpy(&result, x, 4);
-#endif
-  return result;
-}
-__device__ inline unsigned compressor_multiply_halves(unsigned a, unsigned b) {
-  unsigned result;
-#ifdef __CUDA_ARCH__
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-#else
-  _Float16 x[2], y[2];
-  memcpy(x, &a, 4), memcpy(y, &b, 4);
-  x[0] *= y[0], x[1] *= y[1];
   memcpy(&result, x, 4);
 #endif
   return result;
@@ -149,14 +135,6 @@ __device__ inline void compressor_stream2(int* to, const int* from) {
   to[0] = from[0], to[1] = from[1];
 #endif
 }
-__device__ inline void compressor_stream4(int* to, const int* from) {
-#ifdef __CUDA_ARCH__
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
-#else
-  to[0] = from[0], to[1] = from[1], to[2] = from[2], to[3] = from[3];
-#endif
-}
 __device__ inline int compressor_stream_word(const void* from) {
 #ifdef __CUDA_ARCH__
   int word;
@@ -231,11 +209,6 @@ def subtract_halves(a: Any, b: Any) -> Any:
     return call("compressor_subtract_halves", a, b, source=_HALVES, kind="uint32")
 
 
-def multiply_halves(a: Any, b: Any) -> Any:
-    """Multiply two pairs of float16."""
-    return call("compressor_multiply_halves", a, b, source=_HALVES, kind="uint32")
-
-
 def pick_bytes(a: Any, b: Any, selector: int) -> Any:
     """Pick four of the eight bytes of two uint32, as ``__byte_perm`` does."""
     return call("compressor_pick_bytes", a, b, T.uint32(selector), source=_BYTES, kind="uint32")
@@ -257,9 +230,9 @@ def product_bytes(sums: Any, a: list[Any], b: list[Any], *, is_unsigned: bool) -
     T.evaluate(call(name, sums, *a, *b, source=_PRODUCT_BYTES))
 
 
-def stream(to: Any, at: Any, words: int) -> None:
-    """Load two or four int32 from a global address to a pointer."""
-    T.evaluate(call(f"compressor_stream{words}", to, at, source=_LOADS))
+def stream(to: Any, at: Any) -> None:
+    """Load two int32 from a global address to a pointer."""
+    T.evaluate(call("compressor_stream2", to, at, source=_LOADS))
 
 
 def stream_word(at: Any) -> Any:
@@ -304,16 +277,13 @@ def held(value: Any) -> Any:
     return register[0]
 
 
-def shared(owner: str, *buffers: tuple[tuple[int, ...], str]) -> list[Any]:
+def shared(*buffers: tuple[tuple[int, ...], str]) -> list[Any]:
     """Allocate shared memory of a block, one buffer of 32-bit elements for each shape and type; once in a kernel.
 
-    Args:
-        owner: kernels of one owner read and write it alike: TVM gives it a type that follows from that, and CUDA wants
-            the same type for all shared memory of one name.
+    TVM's own search for places takes buffers whose first use is under a condition for missing.
     """
     sizes = [-(-prod(shape) // 4) * 4 for shape, _ in buffers]
     pool = T.alloc_buffer((sum(sizes),), "uint32", scope="shared.dyn")
-    IRBuilder.name(re.sub(r"\W", "_", owner), pool)
     places = [0, *accumulate(sizes)]
     return [
         T.decl_buffer(shape, kind, data=pool.data, elem_offset=place, scope="shared.dyn")
