@@ -49,6 +49,11 @@ def warp_sum(value: Any) -> Any:
     return lane_sum(value, WARP)
 
 
+_ATOMIC_MAX = """
+__device__ inline void compressor_atomic_max(int* at, int value) { atomicMax(at, value); }
+"""
+
+
 def lane_sum(value: Any, lanes: int) -> Any:
     """Return the sum of a float32 over each ``lanes`` lanes in a row, a power of two; all of a warp must call it."""
     return _call("compressor_lane_sum", value, T.int32(lanes), source=_LANE_SUM)
@@ -70,6 +75,11 @@ def warp_best(value: Any, place: Any) -> Any:
     Lanes whose place is negative take no part, but must call it as well.
     """
     return _call("compressor_warp_best", value, place, source=_WARP_BEST, kind="int32")
+
+
+def atomic_max(at: Any, value: Any) -> Any:
+    """Return a call that makes an int32 in shared or global memory at least as large as a value."""
+    return _call("compressor_atomic_max", at, value, source=_ATOMIC_MAX, kind="void")
 
 
 def barrier() -> Any:

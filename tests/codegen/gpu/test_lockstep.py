@@ -64,6 +64,7 @@ def test_a_barrier_that_is_missing_is_seen() -> None:
     ("new", "error"),
     [
         ("if (threadIdx.x < 40) __syncthreads();", "divergence: of 64 threads"),
+        ("*(float2*)(_ptr + 1) = make_float2(0, 0); __syncthreads();", "misaligned"),
         ("__shared__ float other[4]; __syncthreads(); _ptr[-1] = other[0] = 1;", "outside device memory"),
     ],
 )

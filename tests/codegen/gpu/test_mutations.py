@@ -100,13 +100,13 @@ def shifted(function: Callable[..., Any], which: int) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("check", "place", "name", "wrong"),
     [
-        (check_one_token, OneToken, "_parts", lambda f: one_more(f, -1)),
-        (check_one_token, kernels, "_before", lambda f: shifted(f, 0)),
-        (check_one_token, kernels, "_before", lambda f: shifted(f, 1)),
+        (check_one_token, OneToken, "parts", lambda f: one_more(f, -1)),
+        (check_one_token, kernels, "before", lambda f: shifted(f, 0)),
+        (check_one_token, kernels, "before", lambda f: shifted(f, 1)),
         (check_one_token, kernels, "_first_seen", one_more),
         (check_tiles, kernels, "_first_seen", one_more),
-        (check_tiles, kernels, "_limits", lambda f: shifted(f, 1)),
-        (check_tiles, kernels, "_causal", lambda _f: lambda *_: True),
+        (check_tiles, kernels, "limits_of_tokens", lambda f: shifted(f, 1)),
+        (check_tiles, kernels, "causal", lambda _f: lambda *_: True),
         (check_tiles, Tiles, "tokens", lambda f: shifted(f, 1)),
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 FLAGS = [
     "-std=c++20", "-O1", "-fPIC", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-w",
     "-U_FORTIFY_SOURCE", "-fno-gnu-unique",  # modules with kernels of the same name are apart
+    "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",  # GPUs read vectors at multiples of their size only
 ]  # fmt: skip
 HERE = Path(__file__).parent
 # What the text includes; our header has it all.

@@ -121,21 +121,21 @@ class Guard {
     sigaltstack(&own, &before_);
     struct sigaction action {};
     action.sa_handler = [](int) {
-      std::snprintf(failure, sizeof failure, "illegal address or division (thread %u)", current->thread);
+      std::snprintf(failure, sizeof failure, "illegal or misaligned address, or division by 0 (thread %u)", current->thread);
       _longjmp(scheduler, 1);
     };
     action.sa_flags = SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &action, &actions_[i]);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &action, &actions_[i]);
   }
   ~Guard() {
-    for (int i = 0; i < 3; ++i) sigaction(SIGNALS[i], &actions_[i], nullptr);
+    for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &actions_[i], nullptr);
     sigaltstack(&before_, nullptr);
   }
 
  private:
-  static constexpr int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
+  static constexpr int SIGNALS[4] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
   stack_t before_;
-  struct sigaction actions_[3];
+  struct sigaction actions_[4];
 };
 
 unsigned lanes(unsigned warp) { return threads - warp * 32 < 32 ? threads - warp * 32 : 32; }

@@ -9,7 +9,9 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
 from compressor.codegen.gpu.attention.one_token import OneToken
+from compressor.codegen.gpu.attention.rows import DenseRows
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.kernels.attention.biases import DistanceBiases
 from compressor.codegen.kernels.linear.weights import parameter
@@ -37,7 +39,7 @@ def cached_attention(
     """
     one = OneToken(heads, kv_heads, head_dim, scale, softcap)
     many = Tiles(heads, kv_heads, head_dim, scale, softcap)
-    part, merge, attend = one.partial(), one.merge(), many.attend()
+    part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
     def kernel():
@@ -61,24 +63,25 @@ def cached_attention(
             splits = T.meta_var(one.splits(capacity))
             sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
-            before = T.meta_var(partial(_before, position, window, chunk))
+            past = T.meta_var(partial(before, position, window, chunk))
             added = T.meta_var(None if biases is None else lambda head, key: biases.one(head, key - place))
-            part(q, k_cache, v_cache, before, added, None, splits, sums, stats, batch)
-            token = T.meta_var((k, v, k_cache, v_cache, place))
-            merge(q, token, out, before, added, sinks, splits, sums, stats, batch)
+            rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
+            part(*rows, past, added, None, splits, sums, stats, batch)
+            token = T.meta_var(NewToken(DenseRows(k), DenseRows(v), [(k, k_cache), (v, v_cache)], place))
+            merge(rows[0], token, out, None, past, added, sinks, splits, sums, stats, batch)
         else:
-            _store((k, k_cache), (v, v_cache), place)
-            limits = T.meta_var(partial(_limits, place, window, chunk))
-            seen = T.meta_var(partial(_causal, place, window, chunk))
+            store((k, k_cache), (v, v_cache), place)
+            limits = T.meta_var(partial(limits_of_tokens, place, window, chunk))
+            seen = T.meta_var(partial(causal, place, window, chunk))
             many_added = T.meta_var(None if biases is None else partial(_distance_bias, biases, place))
-            rows = T.meta_var([_rows(x) for x in (q, k_cache, v_cache)])
-            attend(*rows, out, limits, many_added, seen, sinks, False, (batch, tokens))
+            rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
+            attend(*rows, out, None, limits, many_added, seen, sinks, False, (batch, tokens))
 
     return kernel
 
 
 @T.inline
-def _store(keys, values, place):
+def store(keys, values, place):
     """Copy new rows into the caches, from a place on."""
     batch, heads, new, width = T.meta_var(keys[0].shape)
     total = T.meta_var(batch * heads * new * width)
@@ -125,9 +128,9 @@ def masked_attention(
         out = T.meta_var(parameter((batch, length, heads, head_dim), "float32"))
         limits = T.meta_var(partial(_around, window, length))
         added = T.meta_var(None if bias is None else partial(_pair_bias, biases, bias, heads, length))
-        rows = T.meta_var([_rows(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
+        rows = T.meta_var([DenseRows(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
         seen = T.meta_var(partial(_unpadded, mask, window))
-        attend(*rows, out, limits, added, seen, None, window > 0, (batch, length))
+        attend(*rows, out, None, limits, added, seen, None, window > 0, (batch, length))
 
     return kernel
 
@@ -139,7 +142,7 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
     """
     one = OneToken(heads, kv_heads, head_dim, scale, softcap)
     many = Tiles(heads, kv_heads, head_dim, scale, softcap)
-    part, merge, attend = one.partial(), one.merge(), many.attend()
+    part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
     def kernel():
@@ -158,20 +161,16 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             every = T.meta_var(lambda: (T.int64(0), length))
             shown = T.meta_var(lambda b, key: mask[b, key] != T.float32(0))
-            part(q, k, v, every, None, shown, splits, sums, stats, batch)
-            merge(q, None, out, every, None, None, splits, sums, stats, batch)
+            rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
+            part(*rows, every, None, shown, splits, sums, stats, batch)
+            merge(rows[0], None, out, None, every, None, None, splits, sums, stats, batch)
         else:
-            rows = T.meta_var([_rows(x) for x in (q, k, v)])
+            rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
             limits = T.meta_var(lambda _first, _last: (T.int64(0), length))
             seen = T.meta_var(partial(_unpadded, mask, 0))
-            attend(*rows, out, limits, None, seen, None, False, (batch, tokens))
+            attend(*rows, out, None, limits, None, seen, None, False, (batch, tokens))
 
     return kernel
-
-
-def _rows(buffer: Any, tokens_first: bool = False) -> Any:
-    """Return what loads channels of a row of [B, H, S, D], or of [B, S, H, D]."""
-    return lambda b, head, token, at: buffer[(b, token, head, at) if tokens_first else (b, head, token, at)]
 
 
 def _first_seen(query: Any, window: int, chunk: int) -> Any:
@@ -180,18 +179,18 @@ def _first_seen(query: Any, window: int, chunk: int) -> Any:
     return T.max(first, query - query % chunk) if chunk else first
 
 
-def _before(position: Any, window: int, chunk: int) -> tuple[Any, Any]:
+def before(position: Any, window: int, chunk: int) -> tuple[Any, Any]:
     """Return the first key in the cache that one new token sees, and how many there are up to itself."""
     first = _first_seen(position[0], window, chunk)
     return first, position[0] - first
 
 
-def _limits(place: Any, window: int, chunk: int, early: Any, late: Any) -> tuple[Any, Any]:
+def limits_of_tokens(place: Any, window: int, chunk: int, early: Any, late: Any) -> tuple[Any, Any]:
     """Return the keys from the first that new tokens may see to the one behind the last."""
     return _first_seen(place + early, window, chunk), place + late + 1
 
 
-def _causal(place: Any, window: int, chunk: int, _b: Any, token: Any, key: Any) -> Any:
+def causal(place: Any, window: int, chunk: int, _b: Any, token: Any, key: Any) -> Any:
     """Tell whether a new token sees a key."""
     return T.And(key <= place + token, key >= _first_seen(place + token, window, chunk))
 

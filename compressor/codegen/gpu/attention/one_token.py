@@ -15,13 +15,13 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.attention.heads import LOWEST, Heads
 from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_max, warp_sum
-from compressor.codegen.gpu.rows import block_sum
 from compressor.codegen.kernels.vector import ramp
 
 THREADS = 128
-LOWEST = -3.0e38  # below all scores, and its difference to itself is 0
 _HEADS = 8  # at most, which one block computes
+_CHANNELS = 4096  # at most, of these heads: what shared memory has room for
 _TILE = 64  # keys, at least
 _PART = 16  # keys: parts of the context are multiples of it
 _BLOCKS = 256  # of one entry of a batch, for a long context
@@ -29,40 +29,14 @@ _KEYS_A_BLOCK = 64  # of the capacity, at least
 
 
 @dataclass(frozen=True)
-class OneToken:
-    """How the threads of a block share the work; see the module.
-
-    Attributes:
-        width: of a head, at most 1024.
-        scale: factor on the scores.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 means none.
-    """
-
-    heads: int
-    kv_heads: int
-    width: int
-    scale: float
-    softcap: float
-
-    @cached_property
-    def repeat(self) -> int:
-        """Return how many heads share a head of keys."""
-        return self.heads // self.kv_heads
+class OneToken(Heads):
+    """How the threads of a block share the work of one token; see the module."""
 
     @cached_property
     def group(self) -> int:
-        """Return how many of these one block computes."""
-        return max(n for n in range(1, _HEADS + 1) if self.repeat % n == 0)
-
-    @cached_property
-    def vec(self) -> int:
-        """Return how many channels are read at once."""
-        return math.gcd(4, self.width)
-
-    @cached_property
-    def columns(self) -> int:
-        """Return how many vectors a row has."""
-        return self.width // self.vec
+        """Return how many heads that share a head of keys one block computes."""
+        most = max(1, min(_HEADS, _CHANNELS // self.width))
+        return max(n for n in range(1, most + 1) if self.repeat % n == 0)
 
     @cached_property
     def lanes(self) -> int:
@@ -96,19 +70,19 @@ class OneToken:
 
     def part(self, count: Any, splits: Any) -> Any:
         """Return how many keys a part of ``count`` has."""
-        return ((count + splits - 1) // splits + (_PART - 1)) // _PART * _PART
+        return (T.truncdiv(count + splits - 1, splits) + (_PART - 1)) // _PART * _PART
 
-    def score(self, product: Any) -> Any:
-        """Scale a product of a query and a key, and cap it."""
-        score = product * T.float32(self.scale)
-        return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score
+    def parts(self, count: Any, splits: Any) -> Any:
+        """Return how many parts have keys."""
+        part = T.max(self.part(count, splits), T.int64(1))
+        return T.truncdiv(count + part - 1, part)
 
     def partial(self) -> Any:
         """Make a macro ``partial(q, keys, values, limits, added, seen, splits, sums, stats, batch)``: the first launch.
 
-        q float32 [B, H, 1, D], keys, values [B, Hkv, N, D]; ``limits()`` gives the first key and how many follow;
-        ``added(head, key)`` is added to a score; ``seen(b, key)`` hides a key; both may be None.  ``sums``
-        [B * H * splits, D] and ``stats`` [B * H * splits, 2] get the parts' results.
+        ``q``, ``keys`` and ``values`` are :class:`compressor.codegen.gpu.attention.rows.Rows`; ``limits()`` gives the
+        first key and how many follow; ``added(head, key)`` is added to a score; ``seen(b, key)`` tells whether a key is
+        not hidden; both may be None.  ``sums`` [B * H * splits, D] and ``stats`` [B * H * splits, 2] get the results.
         """
         groups, warps, spread = self.heads // self.group, THREADS // WARP, THREADS // self.spread
         load, score, softmax, weigh = self._load(), self._score(), self._softmax(warps), self._weigh(spread)
@@ -149,9 +123,8 @@ class OneToken:
             for n in range(-(-self.group * self.width // THREADS)):
                 at = T.meta_var(n * THREADS + t)
                 if at < self.group * self.width:
-                    query[at // self.width, at % self.width] = q[
-                        b, y * self.group + at // self.width, T.int64(0), at % self.width
-                    ]
+                    r, d = T.meta_var((at // self.width, at % self.width))
+                    query[r, d] = q.one(b, y * self.group + r, T.int64(0), d)
             if t < self.group:
                 found[t, 0] = T.float32(LOWEST)
                 found[t, 1] = T.float32(0)
@@ -176,7 +149,7 @@ class OneToken:
                 if c < self.columns:
                     for j in T.unroll(self.keys):
                         key = T.meta_var(T.min(bounds[2] + (j * at_once + t // self.lanes), bounds[1] - 1))
-                        rows[ramp(j * vec, vec)] = keys[b, kv, key, ramp(c * vec, vec)]
+                        keys.emit_load(rows, (j * vec,), b, kv, key, c * vec, vec)
                     for r in T.unroll(self.group):
                         one[ramp(0, vec)] = query[r, ramp(c * vec, vec)]
                         for j in T.unroll(self.keys):
@@ -242,7 +215,7 @@ class OneToken:
                     for step in T.unroll(self.steps):
                         c = T.meta_var(step * self.spread + t % self.spread)
                         if c < self.columns:
-                            row[ramp(0, vec)] = values[b, kv, bounds[2] + place, ramp(c * vec, vec)]
+                            values.emit_load(row, (0,), b, kv, bounds[2] + place, c * vec, vec)
                             for r in T.unroll(self.group):
                                 for e in T.unroll(vec):
                                     at = T.meta_var(r * size + step * vec + e)
@@ -274,59 +247,6 @@ class OneToken:
                 stats[row + t * splits, 1] = found[t, 1]
 
         return leave
-
-    def merge(self) -> Any:
-        """Make a macro ``merge(q, new, out, limits, added, sinks, splits, sums, stats, batch)``: the second launch.
-
-        ``new`` is None, or the new token's keys and values [B, Hkv, 1, D], the caches that they are stored in, and
-        their place: it is one more part of the keys.
-        """
-        threads = -(-self.width // WARP) * WARP
-        dot = block_sum(threads)
-
-        @T.inline
-        def merge(q, new, out, limits, added, sinks, splits, sums, stats, batch):
-            with T.launch_thread("blockIdx.x", self.heads) as h, T.launch_thread("blockIdx.y", batch) as b:
-                with T.launch_thread("threadIdx.x", threads) as t:
-                    scratch = T.alloc_buffer((1, threads // WARP), "float32", scope="shared")
-                    own = T.alloc_buffer((4,), "float32", scope="local")  # the new key's score, maximum, sums
-                    kv, d = T.meta_var((h // self.repeat, T.min(t, self.width - 1)))
-                    own[1] = sinks[h] if sinks is not None else T.float32(LOWEST)
-                    if new is not None:
-                        own[0] = T.Select(
-                            t < self.width, q[b, h, T.int64(0), d] * new[0][b, kv, T.int64(0), d], T.float32(0)
-                        )
-                        dot(own, scratch, 0, t)
-                        own[0] = self.score(own[0])
-                        if added is not None:
-                            own[0] = own[0] + added(h, new[4])
-                        own[1] = T.max(own[1], own[0])
-                    first, parts = T.meta_var(((b * self.heads + h) * splits, self._parts(limits()[1], splits)))
-                    for s in range(parts):
-                        own[1] = T.max(own[1], stats[first + s, 0])
-                    own[2] = T.exp(sinks[h] - own[1]) if sinks is not None else T.float32(0)
-                    own[3] = T.float32(0)
-                    if new is not None:
-                        own[0] = T.exp(own[0] - own[1])
-                        own[2] = own[2] + own[0]
-                        own[3] = own[0] * new[1][b, kv, T.int64(0), d]
-                    for s in range(parts):
-                        own[0] = T.exp(stats[first + s, 0] - own[1])
-                        own[2] = own[2] + own[0] * stats[first + s, 1]
-                        own[3] = own[3] + own[0] * sums[first + s, d]
-                    if t < self.width:
-                        out[b, T.int64(0), h, t] = own[3] / own[2]
-                        if new is not None:
-                            if h % self.repeat == 0:
-                                new[2][b, kv, new[4], t] = new[0][b, kv, T.int64(0), t]
-                                new[3][b, kv, new[4], t] = new[1][b, kv, T.int64(0), t]
-
-        return merge
-
-    def _parts(self, count: Any, splits: Any) -> Any:
-        """Return how many parts have keys."""
-        part = T.max(self.part(count, splits), T.int64(1))
-        return (count + part - 1) // part
 
 
 def _power(count: int) -> int:

@@ -17,29 +17,19 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.attention.one_token import LOWEST
+from compressor.codegen.gpu.attention.heads import LOWEST, Heads
 from compressor.codegen.gpu.intrinsics import barrier, lane_max, lane_sum
 from compressor.codegen.kernels.vector import ramp, splat_float
 
 SIDE = 16
 THREADS = SIDE * SIDE
+_RUN = 32  # vectors of a row that are summed one after another: sums of sums are nearer to the truth
 _APART = 4  # floats between rows in shared memory, so that neighbours lie in different banks
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """What a block computes; see :class:`compressor.codegen.gpu.attention.one_token.OneToken` for the attributes."""
-
-    heads: int
-    kv_heads: int
-    width: int
-    scale: float
-    softcap: float
-
-    @cached_property
-    def repeat(self) -> int:
-        """Return how many heads share a head of keys."""
-        return self.heads // self.kv_heads
+class Tiles(Heads):
+    """What a block computes of several tokens; see the module."""
 
     @cached_property
     def rows(self) -> int:
@@ -50,16 +40,6 @@ class Tiles:
     def each(self) -> int:
         """Return how many rows, and how many keys, a thread has."""
         return self.rows // SIDE
-
-    @cached_property
-    def vec(self) -> int:
-        """Return how many channels are read at once."""
-        return math.gcd(4, self.width)
-
-    @cached_property
-    def columns(self) -> int:
-        """Return how many vectors a row has."""
-        return self.width // self.vec
 
     @cached_property
     def steps(self) -> int:
@@ -75,37 +55,33 @@ class Tiles:
         last = T.min((block + 1) * self.rows, new * self.repeat) - 1
         return block * self.rows // self.repeat, last // self.repeat
 
-    def score(self, product: Any) -> Any:
-        """Scale a product of a query and a key, and cap it."""
-        score = product * T.float32(self.scale)
-        return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score
-
     def attend(self) -> Any:
-        """Make a macro ``attend(q, keys, values, out, limits, added, seen, sinks, blind, sizes)``: one launch.
+        """Make a macro ``attend(q, keys, values, out, order, limits, added, seen, sinks, blind, sizes)``: one launch.
 
-        ``q``, ``keys`` and ``values`` give a vector at (b, head, token, channels); out [B, S, H, D]; ``limits(first,
-        last)`` gives the keys from the first that some of these tokens may see to the one behind the last;
-        ``added(b, head, token, key)`` is added to a score; ``seen(b, token, key)`` tells which of these they see;
-        ``sinks`` [H] or None; where ``blind``, the outputs of tokens that see nothing are 0; ``sizes`` are batch and S.
+        ``q``, ``keys`` and ``values`` are :class:`compressor.codegen.gpu.attention.rows.Rows`; out [B, S, H, D], whose
+        channels ``order`` [Hkv, D] names, or None; ``limits(first, last)`` gives the keys from the first that some of
+        these tokens may see to the one behind the last; ``added(b, head, token, key)`` is added to a score;
+        ``seen(b, token, key)`` tells which of these they see; ``sinks`` [H] or None; where ``blind``, the outputs of
+        tokens that see nothing are 0; ``sizes`` are batch and S.
         """
         rows, each, size = self.rows, self.each, self.steps * self.vec
         copy, score, add, finish = self._copy(), self._score(), self._add(), self._finish()
 
         @T.inline
         def visit(query, held, weights, acc, stats, bounds, keys, values, added, seen, place, b, kv, t):
-            held_rows = T.meta_var(lambda source: lambda r, at: source(b, kv, bounds[2] + r, at))
+            token = T.meta_var(lambda r: (kv, bounds[2] + r))
             is_there = T.meta_var(lambda r: bounds[2] + r < bounds[1])
-            copy(held, held_rows(keys), is_there, t)
+            copy(held, keys, token, is_there, b, t)
             barrier()
             score(query, held, weights, acc, stats, bounds, added, seen, place, b, t)
             barrier()
-            copy(held, held_rows(values), is_there, t)
+            copy(held, values, token, is_there, b, t)
             barrier()
             add(weights, held, acc, t)
             barrier()
 
         @T.inline
-        def attend(q, keys, values, out, limits, added, seen, sinks, blind, sizes):
+        def attend(q, keys, values, out, order, limits, added, seen, sinks, blind, sizes):
             count = T.meta_var(self.blocks(sizes[1]))
             with T.launch_thread("blockIdx.x", count) as x, T.launch_thread("blockIdx.y", self.kv_heads) as kv:
                 with T.launch_thread("blockIdx.z", sizes[0]) as b, T.launch_thread("threadIdx.x", THREADS) as t:
@@ -122,8 +98,7 @@ class Tiles:
                     last = T.meta_var(sizes[1] * self.repeat - 1)
                     row = T.meta_var(lambda r: T.min(block * rows + r, last))
                     place = T.meta_var(lambda r: (kv * self.repeat + row(r) % self.repeat, row(r) // self.repeat))
-                    own_query = T.meta_var(lambda r, at: q(b, *place(r), at))
-                    copy(query, own_query, None, t)
+                    copy(query, q, place, None, b, t)
                     for i in T.unroll(each):
                         head = T.meta_var(place(t // SIDE * each + i)[0])
                         stats[i] = T.float32(LOWEST) if sinks is None else sinks[head]
@@ -134,7 +109,7 @@ class Tiles:
                         bounds[2] = bounds[0] + tile * rows
                         visit(query, held, weights, acc, stats, bounds, keys, values, added, seen, place, b, kv, t)
                     is_own = T.meta_var(lambda r: block * rows + r <= last)
-                    finish(acc, stats, out, place, is_own, blind, b, t)
+                    finish(acc, stats, out, order, kv, place, is_own, blind, b, t)
 
         return attend
 
@@ -143,41 +118,59 @@ class Tiles:
         rows, vec, columns = self.rows, self.vec, self.columns
 
         @T.inline
-        def copy(to, source, is_there, t):
+        def copy(to, source, place, is_there, b, t):
             for n in range(-(-rows * columns // THREADS)):
                 r = T.meta_var((n * THREADS + t) // columns)
-                at = T.meta_var(ramp((n * THREADS + t) % columns * vec, vec))
+                at = T.meta_var((n * THREADS + t) % columns * vec)
+                head, token = T.meta_var(place(r))
                 if n * THREADS + t < rows * columns:
                     if is_there is None:
-                        to[r, at] = source(r, at)
+                        source.emit_load(to, (r, at), b, head, token, at, vec)
                     else:
                         if is_there(r):
-                            to[r, at] = source(r, at)
+                            source.emit_load(to, (r, at), b, head, token, at, vec)
                         else:
-                            to[r, at] = splat_float(0, vec)
+                            to[r, ramp(at, vec)] = splat_float(0, vec)
 
         return copy
 
+    def _multiply(self) -> Any:
+        """Make a macro that computes the products of rows and keys over some columns."""
+        each, vec = self.each, self.vec
+
+        @T.inline
+        def multiply(query, held, dot, first, count, t):
+            left = T.alloc_buffer((each * vec,), "float32", scope="local")
+            right = T.alloc_buffer((vec,), "float32", scope="local")
+            for n in T.unroll(each * each):
+                dot[n] = T.float32(0)
+            for c in range(count):
+                at = T.meta_var(ramp((first + c) * vec, vec))
+                for i in T.unroll(each):
+                    left[ramp(i * vec, vec)] = query[t // SIDE * each + i, at]
+                for j in T.unroll(each):
+                    right[ramp(0, vec)] = held[j * SIDE + t % SIDE, at]
+                    for i in T.unroll(each):
+                        for e in T.unroll(vec):
+                            dot[i * each + j] = dot[i * each + j] + left[i * vec + e] * right[e]
+
+        return multiply
+
     def _score(self) -> Any:
         """Make a macro that computes the weights of a tile of keys, and scales what was summed so far."""
-        each, vec, size = self.each, self.vec, self.steps * self.vec
+        each, size, multiply = self.each, self.steps * self.vec, self._multiply()
 
         @T.inline
         def score(query, held, weights, acc, stats, bounds, added, seen, place, b, t):
             dot = T.alloc_buffer((each * each,), "float32", scope="local")
-            left = T.alloc_buffer((each * vec,), "float32", scope="local")
-            right = T.alloc_buffer((vec,), "float32", scope="local")
             top = T.alloc_buffer((2,), "float32", scope="local")  # largest score, factor of what was summed
-            for n in T.unroll(each * each):
-                dot[n] = T.float32(0)
-            for c in range(self.columns):
-                for i in T.unroll(each):
-                    left[ramp(i * vec, vec)] = query[t // SIDE * each + i, ramp(c * vec, vec)]
-                for j in T.unroll(each):
-                    right[ramp(0, vec)] = held[j * SIDE + t % SIDE, ramp(c * vec, vec)]
-                    for i in T.unroll(each):
-                        for e in T.unroll(vec):
-                            dot[i * each + j] = dot[i * each + j] + left[i * vec + e] * right[e]
+            multiply(query, held, dot, 0, T.min(_RUN, self.columns), t)
+            if self.columns > _RUN:
+                run = T.alloc_buffer((each * each,), "float32", scope="local")
+                for n in range(1, -(-self.columns // _RUN)):
+                    multiply(query, held, run, n * _RUN, T.min(_RUN, self.columns - n * _RUN), t)
+                    for i in T.unroll(each * each):
+                        dot[i] = dot[i] + run[i]
             for i in T.unroll(each):
                 own = T.meta_var(place(t // SIDE * each + i))
                 top[0] = stats[i]
@@ -231,7 +224,7 @@ class Tiles:
         each, vec, size = self.each, self.vec, self.steps * self.vec
 
         @T.inline
-        def finish(acc, stats, out, place, is_own, blind, b, t):
+        def finish(acc, stats, out, order, kv, place, is_own, blind, b, t):
             for i in T.unroll(each):
                 r = T.meta_var(t // SIDE * each + i)
                 stats[i] = T.float32(1) / stats[each + i]
@@ -244,6 +237,7 @@ class Tiles:
                             for e in T.unroll(vec):
                                 head, token = T.meta_var(place(r))
                                 value = T.meta_var(acc[i * size + step * vec + e] * stats[i])
-                                out[b, token, head, c * vec + e] = value
+                                channel = T.meta_var(c * vec + e if order is None else order[kv, c * vec + e])
+                                out[b, token, head, channel] = value
 
         return finish

@@ -50,7 +50,7 @@ def pack_cache(kv_heads: int, width: int, fmt: CacheFormat, has_order: bool) -> 
             else:
                 for d in range(0, width, lanes):
                     row[ramp(d, lanes)] = x[b, h, s, ramp(d, lanes)]
-            _Packer(width, fmt, row).emit(Place(out, b, h, s))
+            Packer(width, fmt, row, lanes).emit(Place(out, b, h, s))
 
         with T.sblock("root"):  # of a function with one input, TVM wants to know whether it is a reshape
             if batch * new * kv_heads * width >= PARALLEL_FROM:
@@ -227,11 +227,16 @@ class PackedRows:
         return scale if self.fmt.element is None else scale * T.float32(_E4M3_HALF)
 
 
-class _Packer:
-    """One row that is being packed: scales from integers that order as the sizes of floats do, NaN above infinity."""
+class Packer:
+    """One row that is being packed: scales from integers that order as the sizes of floats do, NaN above infinity.
 
-    def __init__(self, width: int, fmt: CacheFormat, row: Any) -> None:
-        self.width, self.fmt, self.row, self.lanes = width, fmt, row, _lanes(width, fmt)
+    Args:
+        row: buffer float32 [D].
+        lanes: channels that are rounded at once; they divide a group.
+    """
+
+    def __init__(self, width: int, fmt: CacheFormat, row: Any, lanes: int = 1) -> None:
+        self.width, self.fmt, self.row, self.lanes = width, fmt, row, lanes
 
     def emit(self, out: Place) -> None:
         """Emit the stores of all bytes."""
@@ -244,9 +249,9 @@ class _Packer:
         for group in range(fmt.groups(width)):
             begin = group * fmt.span(width)
             channels = range(begin, min(width, begin + fmt.span(width)), lanes)
-            self._emit_scale(channels, fmt.code_bytes(width) + fmt.scale_bytes * group, divisor, out)
+            self.emit_scale(self._top(channels), group, divisor, 0, out)
             for d in channels:
-                T.buffer_store(codes, self._round(d, divisor), [ramp(d, lanes)])
+                T.buffer_store(codes, self.round(d, divisor[0]), [ramp(d, lanes)])
         for j in range(0, fmt.code_bytes(width), lanes):
             octets = codes[ramp(j, lanes)]
             if fmt.bits == 4:
@@ -254,25 +259,37 @@ class _Packer:
                 octets = T.bitwise_or(low, T.shift_left(codes[ramp(padded // 2 + j, lanes)], _ints(4, lanes)))
             out.emit_store(ramp(j, lanes), T.Cast(_typed("uint8", lanes), octets))
 
-    def _emit_scale(self, channels: range, at: int, divisor: Any, out: Place) -> None:
-        fmt, lanes = self.fmt, self.lanes
+    def size(self, d: Any) -> Any:
+        """Return the bits of channels from d without their signs, int32."""
+        bits = T.reinterpret(self.row[ramp(d, self.lanes)], dtype=_typed("int32", self.lanes))
+        return T.bitwise_and(bits, _ints(0x7FFFFFFF, self.lanes))
+
+    def _top(self, channels: range) -> Any:
+        lanes = self.lanes
         tops = T.alloc_buffer((lanes,), "int32")
         T.buffer_store(tops, _ints(0, lanes), [ramp(0, lanes)])
         for d in channels:
-            bits = T.reinterpret(self.row[ramp(d, lanes)], dtype=_typed("int32", lanes))
-            size = T.bitwise_and(bits, _ints(0x7FFFFFFF, lanes))
-            T.buffer_store(tops, T.max(tops[ramp(0, lanes)], size), [ramp(0, lanes)])
+            T.buffer_store(tops, T.max(tops[ramp(0, lanes)], self.size(d)), [ramp(0, lanes)])
         emit_tree(T.max, tops, lanes)
-        top = tops[0]
+        return tops[0]
+
+    def emit_scale(self, top: Any, group: Any, divisor: Any, where: Any, out: Place) -> None:
+        """Emit the stores of a group's scale, and of what its channels are divided by, at a place of ``divisor``.
+
+        Args:
+            top: the group's largest :meth:`size`.
+        """
+        fmt = self.fmt
+        at = fmt.code_bytes(self.width) + fmt.scale_bytes * group
         if fmt.scale_type == "E8M0":
-            exponent = T.alloc_buffer((1,), "int32")
+            exponent = T.alloc_buffer((1,), "int32", scope="local")
             usual = T.max(T.shift_right(top, T.int32(23)) - T.int32(fmt.bits - 2), T.int32(1))
             T.buffer_store(exponent, T.Select(top >= T.int32(_INFINITE), T.int32(255), usual), [0])
             out.emit_store(at, T.Cast("uint8", exponent[0]))
             value = T.reinterpret(T.shift_left(exponent[0], T.int32(23)), dtype="float32")
-            T.buffer_store(divisor, value, [0])
+            T.buffer_store(divisor, value, [where])
             return
-        half = T.alloc_buffer((1,), "float16")
+        half = T.alloc_buffer((1,), "float16", scope="local")
         scale = T.reinterpret(top, dtype="float32") / T.float32(fmt.max_value)
         finite = top < T.int32(_INFINITE)
         T.buffer_store(half, T.Cast("float16", T.Select(finite, T.min(scale, T.float32(65504)), scale)), [0])
@@ -280,12 +297,12 @@ class _Packer:
         out.emit_store(at, T.Cast("uint8", T.bitwise_and(fields, T.uint16(255))))
         out.emit_store(at + 1, T.Cast("uint8", T.shift_right(fields, T.uint16(8))))
         stored = T.Cast("float32", half[0])
-        T.buffer_store(divisor, T.Select(stored > T.float32(0), stored, T.float32(1)), [0])
+        T.buffer_store(divisor, T.Select(stored > T.float32(0), stored, T.float32(1)), [where])
 
-    def _round(self, d: int, divisor: Any) -> Any:
-        """Codes of channels from d, int32, of which the lower bits count."""
+    def round(self, d: Any, divisor: Any) -> Any:
+        """Return the codes of channels from d, int32, of which the lower bits count."""
         lanes, largest = self.lanes, splat_float(self.fmt.max_value, self.lanes)
-        scaled = self.row[ramp(d, lanes)] / widen(divisor[0], lanes)
+        scaled = self.row[ramp(d, lanes)] / widen(divisor, lanes)
         kept = T.max(T.min(scaled, largest), splat_float(-self.fmt.max_value, lanes))
         if self.fmt.element is None:
             return T.Cast(_typed("int32", lanes), T.nearbyint(kept))

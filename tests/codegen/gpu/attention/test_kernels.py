@@ -44,7 +44,7 @@ LENGTHS = [(0, 1, 40), (5, 1, 40), (300, 1, 700), (699, 1, 700), (0, 5, 40), (7,
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "window", "softcap", "has_sinks"),
     [(8, 4, 8, 0, 0.0, False), (4, 2, 128, 3, 0.0, False), (2, 2, 80, 0, 2.0, False), (9, 1, 12, 70, 0.0, True),
-     (2, 1, 5, 0, 0.0, False), (1, 1, 320, 0, 0.0, True)],
+     (2, 1, 5, 0, 0.0, False), (1, 1, 320, 0, 0.0, True), (8, 1, 512, 0, 0.0, False)],
 )  # fmt: skip
 def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, softcap: float, has_sinks: bool) -> None:
     kernel = build(kernels.cached_attention(heads, kv_heads, width, width**-0.5, window, softcap, has_sinks))
