@@ -10,6 +10,7 @@ import tvm
 
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
+from compressor.codegen.gpu.attention import packed as packed_caches
 from compressor.codegen.gpu.experts.dense import dense_routed_linear
 from compressor.codegen.gpu.experts.packed import packed_routed_linear
 from compressor.codegen.gpu.linear import packed
@@ -22,7 +23,7 @@ from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import UsageError
 
 _CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
-_DENSE, _CACHES = "linears of stored floats", "packed caches"
+_DENSE = "linears of stored floats"
 MISSING = {
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
@@ -31,8 +32,6 @@ MISSING = {
     "selective_scan.default": _STATES,
     "gated_delta_rule.default": _STATES,
     "wkv.default": _STATES,
-    "pack_cache.default": _CACHES,
-    "packed_attention.default": _CACHES,
 }
 """Operators without a kernel here, each with its family in words."""
 
@@ -70,8 +69,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
         cached_attention=attention.cached_attention,
         masked_attention=attention.masked_attention,
         cross_attention=attention.cross_attention,
-        pack_cache=_refused(_CACHES),
-        packed_attention=_refused(_CACHES),
+        pack_cache=packed_caches.pack_cache,
+        packed_attention=packed_caches.packed_attention,
         missing=MISSING,
         supports=packed.supports,
         generate=partial(_generate, isa),

@@ -28,6 +28,8 @@ from compressor.errors import ToolchainError, VerificationError
 PTX = "compute_"
 """Begins the name of an arch whose intermediate code, not machine code, is in the bundle, for later GPUs."""
 
+_HOMES = ("CUDA_HOME", "CUDA_PATH", "/usr/local/cuda")
+"""Where a toolkit may be: folders, or variables that name them."""
 _DRIVER_FUNCTIONS = (
     "cuDeviceGetName", "cuFuncSetAttribute", "cuGetErrorName", "cuGetErrorString", "cuLaunchKernelEx",
     "cuModuleGetFunction", "cuModuleLoadData", "cuModuleUnload", "cuTensorMapEncodeTiled",
@@ -68,10 +70,10 @@ def find_nvcc() -> Path:
     """
     if path := shutil.which("nvcc"):
         return Path(path)
-    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes = [Path(os.environ.get(name, name)) for name in _HOMES]
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) / "cu13" for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    for folder in (*homes, Path("/usr/local/cuda"), *packages):
+    for folder in (*homes, *packages):
         if (found := folder / "bin" / "nvcc").is_file():
             return found
     raise ToolchainError(
@@ -93,7 +95,7 @@ def compile_fatbin(text: str, archs: Sequence[str]) -> tuple[bytes, str]:
     codes = [f"-gencode=arch=compute_{arch.rpartition('_')[2]},code={arch}" for arch in archs]
     with tempfile.TemporaryDirectory() as name:
         source, output = Path(name) / "kernels.cu", Path(name) / "kernels.fatbin"
-        source.write_text(_with_one_dynamic_array(text), encoding="utf-8")
+        source.write_text(with_one_dynamic_array(text), encoding="utf-8")
         options = ["-fatbin", "-O3", "-std=c++17", "-w", "--threads=0", "--ptxas-options=-v"]
         command = [str(find_nvcc()), *options, *codes, f"--compiler-bindir={find_compiler()[0]}"]
         done = subprocess.run(
@@ -104,7 +106,7 @@ def compile_fatbin(text: str, archs: Sequence[str]) -> tuple[bytes, str]:
         return output.read_bytes(), done.stderr
 
 
-def _with_one_dynamic_array(text: str) -> str:
+def with_one_dynamic_array(text: str) -> str:
     """Let all kernels name their dynamic shared memory alike.
 
     TVM numbers it, and two kernels may use one number for elements of two types, which is one name declared twice.
