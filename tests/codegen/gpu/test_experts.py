@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
-import lockstep
+import numpy as np
 import pytest
 import torch
+import tvm
 from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, random_packed, relative_error, special_rows
 from lockstep import build, run
+from tvm.script import tirx as T
 
 from compressor.codegen.gpu.experts.dense import dense_routed_linear
+from compressor.codegen.gpu.experts.order import Order, sort_pairs
 from compressor.codegen.gpu.experts.packed import packed_routed_linear
 from compressor.codegen.gpu.linear.packed import Schedule
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.experts import Routing
+from compressor.codegen.kernels.linear.weights import parameter
 from compressor.formats.format import Format
 
 EXPERTS = 5
@@ -108,13 +113,37 @@ def test_indices_outside_the_experts_read_nothing() -> None:
             assert bool((got[(index < 0) | (index >= EXPERTS)] == 0).all()) and bool(torch.isfinite(got).all())
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("__syncthreads();", ""),
-    ],
-)
-def test_a_fault_in_the_order_is_seen(old: str, new: str) -> None:
-    lockstep.start()
-    with lockstep.changed(old, new), pytest.raises(AssertionError):
-        test_packed_routed_linear("W8A8_STATIC")
+def sorting(experts: int, width: int) -> tvm.tirx.PrimFunc:
+    """Sort pairs into buffers that come from outside."""
+    sort = sort_pairs(experts, width)
+
+    def declared(pairs: Any) -> Order:
+        return Order(*(parameter(size, "int32") for size in Order.sizes(experts, pairs, width)))
+
+    @T.prim_func(s_tir=True, private=True)
+    def kernel():
+        pairs = T.int64()
+        chosen = T.meta_var(parameter((pairs,), "int64"))
+        into = T.meta_var(declared(pairs))
+        sort(chosen, pairs, into)
+
+    return kernel
+
+
+@pytest.mark.parametrize(("pairs", "width"), [(1, 8), (700, 16), (40, 64)])
+def test_pairs_are_sorted_whatever_memory_held(pairs: int, width: int) -> None:
+    chosen = np.random.default_rng(pairs).integers(-1, EXPERTS + 1, pairs)
+    chosen[chosen == 2] = 3
+    expected = [np.flatnonzero(chosen == e) for e in range(EXPERTS)]
+    blocks = [-(-len(found) // width) for found in expected]
+    owner, order = np.full(pairs // width + EXPERTS, -1), np.full((pairs // width + EXPERTS) * width, 7)
+    owner[: sum(blocks)], slot_of = np.repeat(np.arange(EXPERTS), blocks), np.full(pairs, -1)
+    for e, found in enumerate(expected):
+        first = width * sum(blocks[:e])
+        order[first : first + width * blocks[e]] = -1
+        order[first : first + len(found)], slot_of[found] = found, first + np.arange(len(found))
+    given = (np.full(n, 7, np.int32) for n in (EXPERTS, len(owner), len(order), pairs))
+    _, counts, *got = build(sorting(EXPERTS, width))(chosen, *given)
+    assert counts.tolist() == [len(found) for found in expected]
+    for ours, right in zip(got, (owner, order, slot_of), strict=True):
+        assert ours.tolist() == right.tolist()

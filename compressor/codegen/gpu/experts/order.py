@@ -33,9 +33,13 @@ class Order:
     @classmethod
     def allocate(cls, experts: int, pairs: Any, width: int) -> Order:
         """Allocate them for blocks of ``width`` slots; on the host's side."""
+        return cls(*(T.alloc_buffer(size, "int32") for size in cls.sizes(experts, pairs, width)))
+
+    @staticmethod
+    def sizes(experts: int, pairs: Any, width: int) -> tuple[tuple[Any], ...]:
+        """Return the shapes of the buffers."""
         blocks = block_count(experts, pairs, width)
-        sizes = ((experts,), (blocks,), (blocks * width,), (pairs,))
-        return cls(*(T.alloc_buffer(size, "int32") for size in sizes))
+        return (experts,), (blocks,), (blocks * width,), (pairs,)
 
 
 def block_count(experts: int, pairs: Any, width: int) -> Any:
@@ -48,6 +52,7 @@ def sort_pairs(experts: int, width: int) -> Any:
 
     ``chosen`` is int64 [pairs]; values that name no expert are left out.
     """
+    assert width <= THREADS
 
     def run(pairs: Any) -> Any:
         return (T.Cast("int32", pairs) + (THREADS - 1)) // THREADS

@@ -128,11 +128,12 @@ class KeptProducts(Products):
 
     def __init__(self, fragments: KeptFragments) -> None:
         super().__init__(fragments)
-        self.pattern, self.loads = _pattern(fragments.fmt), KeptLoads(fragments)
+        self.pattern = _pattern(fragments.fmt)
+        self.loads = self.kept = KeptLoads(fragments)
 
     def number(self, words: Any, slot: int, chunk: int, group: int, row: int) -> Any:
         """Return the number of a group of a lane's chunk, uint32."""
-        place, bits = slot + self.loads.first + 5 * chunk, self.pattern.index_bits
+        place, bits = slot + self.kept.first + 5 * chunk, self.pattern.index_bits
         low, high = words[place + 1 + row], words[place + 3 + row]
         bit, mask = words[place] + group * bits, T.int32((1 << bits) - 1)
         return call("compressor_number", low, high, bit, mask, source=_EXPAND, kind="uint32")
