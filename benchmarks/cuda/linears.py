@@ -57,7 +57,7 @@ def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
     """Compile all kernels, and lay them beside what runs them."""
     import tvm
 
-    from compressor.codegen.gpu.linear import packed
+    from compressor.codegen.gpu.linear import kernel, packed
     from compressor.codegen.gpu.toolchain import device_code
     from compressor.codegen.tir_pipeline import PIPELINE
     from compressor.formats.format import Format
@@ -71,8 +71,8 @@ def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
         for unused in ("include", "share", "3rdparty", "lib/libtvm_ffi_testing.so", "src", "cython"):
             path = folder / "python" / "tvm_ffi" / unused
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    spaces = packed.one_token_space(), packed.few_tokens_space(), packed.many_tokens_space()
-    schedules = [packed.Schedule(*parts) for parts in zip(*spaces, strict=True)]
+    spaces = kernel.one_token_space(), kernel.few_tokens_space(), kernel.many_tokens_space()
+    schedules = [kernel.Schedule(*parts) for parts in zip(*spaces, strict=True)]
     wanted = [(f, s, i) for f, shapes in RACED.items() for s in shapes for i in range(len(schedules))]
     wanted += [(f, s, 0) for f, shapes in PLAIN.items() for s in shapes]
     if is_quick:

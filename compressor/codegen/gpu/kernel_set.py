@@ -11,19 +11,17 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
-from compressor.codegen.gpu.experts.dense import dense_routed_linear
-from compressor.codegen.gpu.experts.packed import packed_routed_linear
-from compressor.codegen.gpu.linear import packed
+from compressor.codegen.gpu.experts.kernel import dense_routed_linear, packed_routed_linear
+from compressor.codegen.gpu.linear import dense, packed
+from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
 from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
-from compressor.errors import UsageError
 
 _CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
-_DENSE = "linears of stored floats"
 MISSING = {
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
@@ -42,23 +40,14 @@ def gpu_phases() -> list[tuple[str, tvm.transform.Pass]]:
     return [own.get(name, (name, step)) for name, step in phases()]
 
 
-def _refused(family: str) -> Callable[..., tvm.tirx.PrimFunc]:
-    """Make what refuses to make a kernel, for operators that a run's check has refused already."""
-
-    def make(*_arguments: Any, **_options: Any) -> tvm.tirx.PrimFunc:
-        raise UsageError(f"the target cuda has no kernels for {family}")
-
-    return make
-
-
 def gpu_kernels(isa: Isa) -> KernelSet:
     """Return the kernels for GPUs, whose code is generated for ``isa.archs``."""
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(_refused(_DENSE), lambda: [packed.Schedule()], lambda schedule: [schedule]),
+        dense=LinearKernels(dense.dense_linear, lambda: [Schedule()], lambda schedule: [schedule]),
         packed=LinearKernels(
-            packed.fused_linear, lambda _tiles: [packed.Schedule()], lambda _tiles, schedule, _fmt: [schedule]
+            packed.fused_linear, lambda _tiles: [Schedule()], lambda _tiles, schedule, _fmt: [schedule]
         ),
         dense_routed=dense_routed_linear,
         packed_routed=packed_routed_linear,

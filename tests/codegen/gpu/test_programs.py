@@ -18,7 +18,7 @@ from tvm import relax
 from compressor.capture.capture import capture
 from compressor.codegen.gpu import toolchain
 from compressor.codegen.gpu.kernel_set import gpu_kernels
-from compressor.codegen.gpu.linear.packed import Schedule
+from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.compile import Library, compile_graph

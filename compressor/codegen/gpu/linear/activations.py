@@ -1,7 +1,7 @@
 """Prepare a token's activations for tensor cores, by one block of threads.
 
 The input, or what the prologue makes of it, is rounded to codes or to floats on a grid as on x86, and stored in the
-order of :mod:`compressor.codegen.gpu.linear.fragments`.  Floats are stored as the sum of two float16, after a power of
+order of :mod:`compressor.codegen.gpu.linear.fragments`.  Floats are stored in two halves; two float16 after a power of
 two has brought the token's largest to 2 ** 14: what is below 2 ** -24 then is lost, 2 ** -38 of the largest.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.intrinsics import WARP, warp_max, warp_sum
+from compressor.codegen.gpu.halves import bfloat2, first_bits, half2, low_bfloat, low_half
+from compressor.codegen.gpu.intrinsics import WARP, lane_max, lane_sum, warp_max, warp_sum
 from compressor.codegen.gpu.linear.fragments import Fragments
-from compressor.codegen.gpu.linear.tensor_cores import half2, held, lanes_max, lanes_sum, low_half, shared
+from compressor.codegen.gpu.memory import held, shared
 from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.prologue import ACTIVATIONS, Prologue
 from compressor.codegen.kernels.vector import finite_size, is_nan, size_bits
@@ -50,7 +51,7 @@ class Preparation:
 
     def __init__(self, fragments: Fragments, prologue: Prologue | None, threads: int, steps: int) -> None:
         self.fragments, self.prologue, self.threads = fragments, prologue, threads
-        self.columns, self.act = fragments.columns, fragments.fmt.activations
+        self.columns, self.act = fragments.columns, fragments.act
         self.quads = steps * fragments.step_columns // 4
         self.rounds = -(-self.quads // threads)
         self.warps = threads // WARP
@@ -79,7 +80,7 @@ class Preparation:
 
     def macro(self) -> Any:
         """Make a macro ``prepare(at, m, thread, scratch)`` for token ``m``; all threads call it."""
-        act, fragments, norm = self.act, self.fragments, self._norm()
+        act, norm = self.act, self._norm()
 
         @T.inline
         def prepare(at, m, thread, scratch):
@@ -94,7 +95,7 @@ class Preparation:
             else:
                 scales = T.alloc_buffer((self.rounds,), "float32", scope="local")
                 self.find_scales(at, x, scales, one, thread, scratch)
-                if fragments.integer:
+                if self.fragments.integer:
                     self.store_codes(at, x, scales, m, thread)
                 else:
                     self.round_floats(x, scales)
@@ -192,26 +193,41 @@ class Preparation:
         return norm
 
     def store_floats(self, at: Prepared, x: Any, one: Any, m: Any, thread: Any) -> None:
-        """Store the token's activations as two float16 each, and its factor; ``one[0]`` is the largest size."""
+        """Store the token's activations in two halves, and its factor; ``one[0]`` is the largest size."""
+        f = self.fragments
         bits = size_bits(one[0], 1)
-        field = held(T.max(T.shift_right(bits, T.int32(23)), T.int32(_LARGEST + 1)))
-        inverse = held(T.reinterpret(T.shift_left(2 * 127 + _LARGEST - field, T.int32(23)), dtype="float32"))
-        with T.If(thread == 0), T.Then():
+        factor, inverse = T.float32(1), T.float32(1)
+        if f.kind == "float16":
+            field = held(T.max(T.shift_right(bits, T.int32(23)), T.int32(_LARGEST + 1)))
+            inverse = held(T.reinterpret(T.shift_left(2 * 127 + _LARGEST - field, T.int32(23)), dtype="float32"))
             factor = T.reinterpret(T.shift_left(field - _LARGEST, T.int32(23)), dtype="float32")
             factor = T.if_then_else(bits < T.int32(0x7F800000), factor, T.float32(math.nan))
+        with T.If(thread == 0), T.Then():
             unit = at.parts.get("tensor_scale")
             T.buffer_store(at.factor, factor if unit is None else factor * unit[0], [m, 0])
-        halves = T.alloc_buffer((4,), "uint32", scope="local")
+        words = T.alloc_buffer((2 * f.quad_words,), "uint32", scope="local")
         for i in range(self.rounds):
-            scaled = [x[4 * i + j] * inverse for j in range(4)]
-            for j in range(2):  # 0 and 2, 1 and 3
-                T.buffer_store(halves, half2(scaled[j], scaled[j + 2]), [j])
-                rest = [scaled[j + 2 * k] - low_half(T.shift_right(halves[j], T.uint32(16 * k))) for k in range(2)]
-                T.buffer_store(halves, half2(*rest), [2 + j])
+            self._split(words, [x[4 * i + j] * inverse if f.kind == "float16" else x[4 * i + j] for j in f.order])
             with T.If(i * self.threads + thread < self.quads), T.Then():
-                step, vector, lane, word = self.fragments.place(i * self.threads + thread)
-                for j in range(4):
-                    T.buffer_store(at.words, halves[j], [at.index(m, j // 2, step, vector, lane, word + j % 2)])
+                step, vector, lane, word = f.place(i * self.threads + thread)
+                for j in range(2 * f.quad_words):
+                    half, inner = divmod(j, f.quad_words)
+                    T.buffer_store(at.words, words[j], [at.index(m, half, step, vector, lane, word + inner)])
+
+    def _split(self, words: Any, four: list[Any]) -> None:
+        """Store the words of four numbers' first halves, and those of what is left."""
+        count = self.fragments.quad_words
+        for j in range(count):
+            if self.fragments.kind == "float32":
+                T.buffer_store(words, first_bits(four[j]), [j])
+                rest = four[j] - T.reinterpret(words[j], dtype="float32")
+                T.buffer_store(words, first_bits(rest), [count + j])
+                continue
+            pair = four[2 * j : 2 * j + 2]
+            pack, unpack = (half2, low_half) if self.fragments.kind == "float16" else (bfloat2, low_bfloat)
+            T.buffer_store(words, pack(*pair), [j])
+            rests = [value - unpack(T.shift_right(words[j], T.uint32(16 * k))) for k, value in enumerate(pair)]
+            T.buffer_store(words, pack(*rests), [count + j])
 
     def find_scales(self, at: Prepared, x: Any, scales: Any, one: Any, thread: Any, scratch: Any) -> None:
         """Leave the scale of each quad of columns in ``scales``."""
@@ -252,7 +268,7 @@ class Preparation:
                 largest = T.max(T.max(bits[0], bits[1]), T.max(bits[2], bits[3]))
                 T.buffer_store(sizes, T.reinterpret(largest, dtype="float32"), [i])
             if not self._scans:
-                T.buffer_store(sizes, (lanes_sum if act.is_sign else lanes_max)(sizes[i], span), [i])
+                T.buffer_store(sizes, (lane_sum if act.is_sign else lane_max)(sizes[i], span), [i])
         if self._scans:
             self._scan(sizes, thread, scratch)
         if act.is_sign:

@@ -15,9 +15,9 @@ from compressor.codegen.gpu.intrinsics import WARP
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.fragments import LANES
 from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.products import Products
+from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.linear.shares import Share, Streaming
-from compressor.codegen.gpu.linear.tensor_cores import held, shared
+from compressor.codegen.gpu.memory import held, shared
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.formats.parts import TILE_ROWS
 
@@ -30,7 +30,9 @@ class FewTokens:
         tokens: at most.
     """
 
-    def __init__(self, products: Products, operands: Operands, streaming: Streaming, blocks: int, is_one: bool) -> None:
+    def __init__(
+        self, products: Statements, operands: Operands, streaming: Streaming, blocks: int, is_one: bool
+    ) -> None:
         self.products, self.operands, self.blocks, self.is_one = products, operands, blocks, is_one
         self.fragments = fragments = products.fragments
         self.halves, self.warps = fragments.halves, streaming.warps
@@ -179,7 +181,7 @@ class FewTokens:
                 raw = T.alloc_buffer((self.next + 2 * self.pieces,), "int32", scope="local")
                 sums = T.alloc_buffer((self.blocks * products.sums,), products.kind, scope="local")
                 b = T.alloc_buffer((self.blocks * f.lane_words,), "uint32", scope="local")
-                a = T.alloc_buffer((4,), "uint32", scope="local")
+                a = T.alloc_buffer((products.operand,), "uint32", scope="local")
                 constants = T.alloc_buffer((2,), "uint32", scope="local")
                 out = T.alloc_buffer((4 * self.blocks,), "float32", scope="local")
                 parts, held, factor, scratch = T.meta_var(self.memory(preparing, words_, factor_))

@@ -7,53 +7,66 @@ and activations are laid out to meet them there::
     codes        int32 [tiles, chunks, words, 16]        a lane loads two neighbouring rows of each of its chunks
     activations  [blocks of 8 tokens, steps, halves, vectors, 4 * g + t]: what lane 4 * g + t needs of token g
 
-Activations are int8, or float16 in two halves whose sum has 22 bits of the number.  Within four columns, float16 are in
-the order 0, 2, 1, 3: a mask takes bytes 0 and 2 of a word, or 1 and 3, for a register of two.
+Activations are int8, or in two halves whose sum is the number: float16, of which it keeps 22 bits, bfloat16 (16 bits),
+or float32 as tensor cores read it (22 bits).  Within four columns, a register of two float16 has columns 0 and 2, or 1
+and 3, where codes are bytes of a word, which one mask takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 
 LANES = 4
 """Lanes that share a row."""
+Kind = Literal["int8", "float16", "bfloat16", "float32"]
+_QUAD_WORDS = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class Fragments:
-    """The layout for one format and number of columns.
+    """The layout for one kind of weight and number of columns.
 
     Attributes:
         columns: of a row.
+        kind: of operands.
+        order: of four columns, in registers of two.
+        chunk_columns: columns that a lane loads together, a multiple of four.
         lane_chunks: chunks of a lane in one step.
         group_columns: columns that share both scales, of the weight and of integer activations.
+        scale_columns: columns that share a scale of the weight.
+        act: what activations are rounded to; None for floats as they come.
     """
 
-    fmt: Format
     columns: int
+    kind: Kind
+    order: tuple[int, int, int, int]
+    chunk_columns: int
     lane_chunks: int
     group_columns: int
+    scale_columns: int
+    act: Activations | None
 
     @classmethod
     def of(cls, fmt: Format, columns: int) -> Fragments | str:
-        """Choose the longest step of which a group is a multiple; or say why there is none."""
-        act = fmt.activations.group_size if fmt.activations is not None and fmt.integer_products else 0
-        group = min(fmt.columns(columns), act or fmt.columns(columns))
-        return cls.with_longest_step(fmt, columns, group, fmt.chunk_columns)
+        """Choose the longest step of which a format's group is a multiple; or say why there is none."""
+        return cls.cut(fmt, columns, fmt.columns(columns), fmt.chunk_columns)
 
     @classmethod
-    def with_longest_step(cls, fmt: Format, columns: int, group: int, chunk: int) -> Fragments | str:
-        """Choose the longest step of chunks of ``chunk`` columns of which a group is a multiple."""
-        size = 1 if fmt.integer_products else 2
-        lane = max(1, 16 // (chunk * size))
-        least = max(1, 8 // chunk) if fmt.integer_products else 1
+    def cut(cls, fmt: Format, columns: int, scale: int, chunk: int) -> Fragments | str:
+        """Do the same for columns of which ``scale`` share a scale, and ``chunk`` are loaded together."""
+        integer, act = fmt.integer_products, fmt.activations
+        size = act.group_size if act is not None and integer else 0
+        group = min(scale, size or scale)
+        kind: Kind = "int8" if integer else "float16"
+        order = (0, 1, 2, 3) if integer else (0, 2, 1, 3)
+        lane, least = max(1, 16 // (chunk * (1 if integer else 2))), max(1, 8 // chunk) if integer else 1
         while lane >= least:
-            step = LANES * lane * chunk
-            if group % step == 0 or group >= columns:
-                return cls(fmt, columns, lane, group)
+            if group % (LANES * lane * chunk) == 0 or group >= columns:
+                return cls(columns, kind, order, chunk, lane, group, scale, act)
             lane //= 2
         step = LANES * least * chunk
         return f"groups of {group} columns of {fmt.name} on a GPU; use a multiple of {step}"
@@ -61,7 +74,7 @@ class Fragments:
     @property
     def integer(self) -> bool:
         """Whether products are of int8."""
-        return self.fmt.integer_products
+        return self.kind == "int8"
 
     @property
     def halves(self) -> int:
@@ -71,12 +84,12 @@ class Fragments:
     @property
     def quads(self) -> int:
         """Four columns each, of a chunk."""
-        return self.fmt.chunk_columns // 4
+        return self.chunk_columns // 4
 
     @property
     def quad_words(self) -> int:
         """Words of 32 bits of four activations."""
-        return 1 if self.integer else 2
+        return _QUAD_WORDS[self.kind]
 
     @property
     def step_chunks(self) -> int:
@@ -86,7 +99,7 @@ class Fragments:
     @property
     def step_columns(self) -> int:
         """Columns that a warp multiplies at once."""
-        return self.step_chunks * self.fmt.chunk_columns
+        return self.step_chunks * self.chunk_columns
 
     @property
     def steps(self) -> int:
@@ -109,11 +122,6 @@ class Fragments:
         return self.lane_words // self.vector
 
     @property
-    def code_words(self) -> int:
-        """Words of codes of a lane and row, in a step."""
-        return self.lane_chunks * self.fmt.chunk_words
-
-    @property
     def groups(self) -> int:
         """Groups of a row."""
         return -(-self.columns // self.group_columns)
@@ -126,13 +134,12 @@ class Fragments:
     @property
     def scale_groups(self) -> int:
         """Groups that share a scale of the weight."""
-        return -(-self.fmt.columns(self.columns) // self.group_columns)
+        return -(-self.scale_columns // self.group_columns)
 
     @property
     def act_span(self) -> int:
         """Groups that share a scale of the activations; 0 where a token has one."""
-        act = self.fmt.activations.group_size if self.fmt.activations is not None and self.integer else 0
-        return act // self.group_columns
+        return self.act.group_size // self.group_columns if self.act is not None and self.integer else 0
 
     @property
     def act_groups(self) -> int:

@@ -20,9 +20,9 @@ from tvm.script import tirx as T
 from compressor.codegen.gpu.intrinsics import WARP
 from compressor.codegen.gpu.linear.fragments import LANES
 from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.products import Products
+from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.linear.shares import Tiling
-from compressor.codegen.gpu.linear.tensor_cores import copy16, end_copies, held, shared, wait_copies
+from compressor.codegen.gpu.memory import copy16, end_copies, held, shared, wait_copies
 from compressor.formats.parts import TILE_ROWS
 
 
@@ -36,7 +36,7 @@ class ManyTokens:
         stage_words: of a stage.
     """
 
-    def __init__(self, products: Products, operands: Operands, tiling: Tiling) -> None:
+    def __init__(self, products: Statements, operands: Operands, tiling: Tiling) -> None:
         self.products, self.operands, self.tiling = products, operands, tiling
         self.fragments = fragments = products.fragments
         self.threads = WARP * tiling.warps
@@ -107,7 +107,7 @@ class ManyTokens:
             for i in range(per_vector):
                 for n in range(tiling.row_tiles):
                     slot = (s * tiling.row_tiles + n) * loads.words
-                    at = 4 * (i * tiling.row_tiles + n)
+                    at = products.operand * (i * tiling.row_tiles + n)
                     constants = n * products.constants
                     products.expand(local.a, at, local.words, slot, vector * per_vector + i, local.constants, constants)
             for block in range(tiling.token_blocks):
@@ -118,7 +118,7 @@ class ManyTokens:
                     for i in range(per_vector):
                         for n in range(tiling.row_tiles):
                             sums = (block * tiling.row_tiles + n) * products.sums
-                            at, constants = 4 * (i * tiling.row_tiles + n), n * products.constants
+                            at, constants = products.operand * (i * tiling.row_tiles + n), n * products.constants
                             products.multiply(local.sums, sums, local.a, at, local.b, 2 * i, local.constants, constants)
 
     def start_piece(self, local: Any, piece: int) -> None:
@@ -326,7 +326,7 @@ class Registers:
         return cls(
             registers(kernel.stage * tiling.row_tiles * products.loads.words, "int32"),
             registers(2 * kernel.raws, "int32"),
-            registers(2 * f.vector * tiling.row_tiles, "uint32"),
+            registers(products.operand * f.vector // 2 * tiling.row_tiles, "uint32"),
             registers(f.vector, "uint32"),
             registers(tiling.row_tiles * products.constants, "uint32"),
             registers(count * products.sums, products.kind),

@@ -7,15 +7,14 @@ or the code of zero: one byte permutation expands four columns.  What follows ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.linear.fragments import LANES, Fragments
-from compressor.codegen.gpu.linear.operands import Loads
+from compressor.codegen.gpu.linear.operands import PackedLoads
 from compressor.codegen.gpu.linear.products import Products
-from compressor.codegen.gpu.linear.tensor_cores import call
+from compressor.codegen.gpu.memory import call
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
@@ -69,45 +68,22 @@ def supports(pattern: KeptOfGroup) -> str:
     )
 
 
-@dataclass(frozen=True)
-class KeptFragments(Fragments):
-    """The layout of all columns, those that are not stored included."""
-
-    @classmethod
-    def of(cls, fmt: Format, columns: int) -> Fragments | str:
-        """Choose the longest step of which the columns of a scale are a multiple; or say why there is none."""
-        pattern = _pattern(fmt)
-        stored = fmt.columns(columns)
-        return cls.with_longest_step(
-            fmt, columns, stored // pattern.kept * pattern.size, fmt.chunk_columns // pattern.kept * pattern.size
-        )
-
-    @property
-    def quads(self) -> int:
-        """Four columns each, of a chunk."""
-        pattern = _pattern(self.fmt)
-        return self.fmt.chunk_columns // pattern.kept * pattern.size // 4
-
-    @property
-    def step_columns(self) -> int:
-        """Columns that a warp multiplies at once."""
-        return self.step_chunks * self.quads * 4
-
-    @property
-    def scale_groups(self) -> int:
-        """Groups that share a scale of the weight."""
-        return 1
+def fragments_of(fmt: Format, columns: int) -> Fragments | str:
+    """Lay out all columns, those that are not stored included; or say why that cannot be."""
+    pattern = _pattern(fmt)
+    scale, chunk = (n // pattern.kept * pattern.size for n in (fmt.columns(columns), fmt.chunk_columns))
+    return Fragments.cut(fmt, columns, scale, chunk)
 
 
-class KeptLoads(Loads):
+class KeptLoads(PackedLoads):
     """Loads beside a chunk's codes the words that its groups' numbers begin in, and the words after those."""
 
-    def __init__(self, fragments: Fragments) -> None:
-        super().__init__(fragments)
-        self.pattern = _pattern(fragments.fmt)
+    def __init__(self, fragments: Fragments, fmt: Format) -> None:
+        super().__init__(fragments, fmt)
+        self.pattern = _pattern(fmt)
         self.first = self.words  # of the patterns: of a chunk the bit where they begin, two words of each row
         self.words += 5 * fragments.lane_chunks
-        self.chunk_bits = fragments.fmt.chunk_columns // self.pattern.kept * self.pattern.index_bits
+        self.chunk_bits = fmt.chunk_columns // self.pattern.kept * self.pattern.index_bits
 
     def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
         """Load a step's codes to ``to[slot]`` and on, and then what :meth:`KeptProducts.number` reads."""
@@ -126,10 +102,10 @@ class KeptLoads(Loads):
 class KeptProducts(Products):
     """The statements for one format that keeps N of every M weights."""
 
-    def __init__(self, fragments: KeptFragments) -> None:
-        super().__init__(fragments)
-        self.pattern = _pattern(fragments.fmt)
-        self.loads = self.kept = KeptLoads(fragments)
+    def __init__(self, fragments: Fragments, fmt: Format) -> None:
+        super().__init__(fragments, fmt)
+        self.pattern = _pattern(fmt)
+        self.loads = self.kept = KeptLoads(fragments, fmt)
 
     def number(self, words: Any, slot: int, chunk: int, group: int, row: int) -> Any:
         """Return the number of a group of a lane's chunk, uint32."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.linear.fragments import LANES, Fragments
-from compressor.codegen.gpu.linear.tensor_cores import choose, stream, stream_pair, stream_word
+from compressor.codegen.gpu.memory import choose, stream, stream_pair, stream_word
 from compressor.codegen.kernels.linear.weights import Weight, by_token, parameter
 from compressor.formats.format import Format
-from compressor.formats.parts import TILE_ROWS
+from compressor.formats.parts import TILE_ROWS, Stored
 
 
 class Operands:
-    """All weights of a kernel, [rows, columns] each, of one format; blocks of threads share out their tiles."""
+    """All weights of a kernel, [rows, columns] each, stored alike; blocks of threads share out their tiles."""
 
-    def __init__(self, rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool) -> None:
+    def __init__(
+        self, rows: Sequence[int], stored: Sequence[Mapping[str, Stored]], has_bias: bool, has_residual: bool
+    ) -> None:
         assert len(rows) == 1 or not has_residual
-        self.rows, self.has_bias, self.has_residual = tuple(rows), has_bias, has_residual
-        self.stored = [fmt.parts(n, columns) for n in rows]
+        self.rows, self.stored, self.has_bias, self.has_residual = tuple(rows), stored, has_bias, has_residual
         self.tiles = [-(-n // TILE_ROWS) for n in rows]
         self._all: list[Weight] = []
 
@@ -73,19 +75,41 @@ class Operands:
         return Weight(rows, parts, bias, None, y), (task - number([0, *ends[:-1]])) * n_tiles, number(self.tiles)
 
 
-class Loads:
-    """What a lane loads of its two rows of a tile: ``2 * g`` and ``2 * g + 1``."""
+class Loads(ABC):
+    """What a lane loads of its two rows of a tile: ``2 * g`` and ``2 * g + 1``.
 
-    def __init__(self, fragments: Fragments) -> None:
-        self.fragments, fmt = fragments, fragments.fmt
-        self.words = 2 * fragments.code_words  # of codes, in a step
+    Attributes:
+        words: of a lane, in a step.
+    """
+
+    words: int
+
+    @abstractmethod
+    def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
+        """Load a step's weights to ``to[slot]`` and on."""
+
+    @abstractmethod
+    def scales(self, to: Any, slot: int, weight: Weight, tile: Any, group: Any, lane: Any) -> None:
+        """Load the two rows' scales to ``to[slot]``, if there are any."""
+
+    @abstractmethod
+    def zeros(self, to: Any, slot: int, weight: Weight, tile: Any, group: Any, lane: Any) -> None:
+        """Load the two rows' zero points to ``to[slot]``, if there are any, one a byte."""
+
+
+class PackedLoads(Loads):
+    """Those of codes, in the words of tiles."""
+
+    def __init__(self, fragments: Fragments, fmt: Format) -> None:
+        self.fragments, self.fmt = fragments, fmt
+        self.words = 2 * fragments.lane_chunks * fmt.chunk_words  # of codes, in a step
         self.is_block = fmt.block_tiles > 0
         self.has_zeros = not fmt.symmetric
         self.chunks = fmt.chunks(fragments.columns)
 
     def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
-        """Load a step's codes to ``to[slot]`` and on: chunks, words of a chunk, rows."""
-        fragments, words = self.fragments, self.fragments.fmt.chunk_words
+        """Load a step's codes: chunks, words of a chunk, rows."""
+        fragments, words = self.fragments, self.fmt.chunk_words
         for i in range(fragments.lane_chunks):
             chunk = step * fragments.step_chunks + LANES * i + lane % LANES
             chunk = T.min(chunk, self.chunks - 1)  # those that fill up are multiplied by zeros
@@ -94,16 +118,16 @@ class Loads:
                 stream(T.address_of(to[slot + 2 * (i * words + word)]), at)
 
     def scales(self, to: Any, slot: int, weight: Weight, tile: Any, group: Any, lane: Any) -> None:
-        """Load what :meth:`scale` decodes of the two rows' scales to ``to[slot]``."""
+        """Load the two rows' scales as they are stored."""
         self._pair(to, slot, weight.parts["scales"], tile, group, lane)
 
     def zeros(self, to: Any, slot: int, weight: Weight, tile: Any, group: Any, lane: Any) -> None:
-        """Load the two rows' zero points to ``to[slot]``, one a byte."""
+        """Load the two rows' zero points."""
         if self.has_zeros:
             self._pair(to, slot, weight.parts["zeros"], tile, group, lane)
 
     def _pair(self, to: Any, slot: int, part: Any, tile: Any, group: Any, lane: Any) -> None:
-        fmt = self.fragments.fmt
+        fmt = self.fmt
         group = T.min(group, self.fragments.groups - 1) // self.fragments.scale_groups
         if self.is_block:
             at = part[tile // fmt.block_tiles, group]

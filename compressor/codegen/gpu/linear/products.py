@@ -6,21 +6,17 @@ zero point uint8, less a second product with the zero point.  Floats: codes beco
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.halves import low_half, pick_bytes, subtract_halves
 from compressor.codegen.gpu.linear.fragments import Fragments
-from compressor.codegen.gpu.linear.operands import Loads
-from compressor.codegen.gpu.linear.tensor_cores import (
-    held,
-    low_half,
-    pick_bytes,
-    product_bytes,
-    product_halves,
-    subtract_halves,
-)
+from compressor.codegen.gpu.linear.operands import Loads, PackedLoads
+from compressor.codegen.gpu.linear.tensor_cores import product_bytes, product_halves
+from compressor.codegen.gpu.memory import held
 from compressor.formats.format import Format
 from compressor.formats.weights import BitPlanes, Integers
 
@@ -38,23 +34,73 @@ def supports(fmt: Format) -> str:
     return ""
 
 
-class Products:
+class Statements(ABC):
+    """What a kernel asks of the weights that it multiplies by, whatever they are stored as.
+
+    Attributes:
+        kind: of sums.
+        operand: registers of operand A, of one product.
+        constants: registers of zero points, of one tile and group.
+        sums: registers, of one tile and block of tokens.
+        per_step: products of a step, each of which takes two words of a lane's activations.
+    """
+
+    fragments: Fragments
+    loads: Loads
+    kind = "float32"
+    operand = 4
+    constants = 0
+    sums = 4
+    per_step: int
+
+    @abstractmethod
+    def expand(self, to: Any, at: int, words: Any, slot: int, product: int, constants: Any, first: int) -> None:
+        """Store operand A of one product of a step to ``to[at]`` and on.
+
+        Args:
+            words: of the step's codes, from ``slot`` on.
+            constants: of the two rows, from ``first`` on.
+        """
+
+    @abstractmethod
+    def multiply(self, sums: Any, at: int, a: Any, first: int, b: Any, operand: int, constants: Any, row: int) -> None:
+        """Add one product to the sums from ``sums[at]`` on; B is ``b[operand]`` and the next."""
+
+    @abstractmethod
+    def store_constants(self, constants: Any, at: int, raw: Any) -> None:
+        """Store what the codes of two rows are compared with: of their zero points, one a byte of ``raw``."""
+
+    def scale(self, raw: Any, row: int) -> Any:
+        """Decode a row's scale, times what :meth:`expand` leaves out."""
+        return T.float32(1)
+
+    def clear(self, sums: Any, at: int) -> None:
+        """Set the sums of one block of tokens to zero."""
+        for i in range(self.sums):
+            T.buffer_store(sums, T.Cast(self.kind, 0), [at + i])
+
+    def total(self, sums: Any, at: int, i: int) -> Any:
+        """Return sum ``i`` of four as float32."""
+        return sums[at + i]
+
+
+class Products(Statements):
     """The statements for one format."""
 
-    def __init__(self, fragments: Fragments) -> None:
-        self.fragments, self.fmt, self.integer = fragments, fragments.fmt, fragments.integer
-        self.loads = Loads(fragments)
+    def __init__(self, fragments: Fragments, fmt: Format) -> None:
+        self.fragments, self.fmt, self.integer = fragments, fmt, fragments.integer
+        self.loads = PackedLoads(fragments, fmt)
+        self.has_zeros = self.loads.has_zeros
         weights = self.fmt.weights
         self.kind = "int32" if self.integer else "float32"
         self.is_bipolar = isinstance(weights, BitPlanes) and weights.grid == "bipolar"
         # Codes at the top of their bytes: their sign is the byte's after one bit is turned round.
         self.is_high = self.integer and (self.is_bipolar or (isinstance(weights, Integers) and weights.symmetric))
-        self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.loads.has_zeros
-        # Products of a step: a lane gives each four or eight columns.
-        self.per_step = fragments.lane_chunks * fragments.quads // (2 if self.integer else 1)
-        self.operand_words = fragments.lane_words // self.per_step  # of activations, in one product
-        self.constants = 2 if self.loads.has_zeros else 0  # registers of zero points, of one tile and group
-        self.sums = 8 if self.is_unsigned else 4  # registers, of one tile and block of tokens
+        self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.has_zeros
+        # A lane gives a product four or eight columns.
+        self.per_step = fragments.lane_chunks * fragments.chunk_columns // (8 if self.integer else 4)
+        self.constants = 2 if self.has_zeros else 0
+        self.sums = 8 if self.is_unsigned else 4
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
         """Return four columns' codes of a row, one a byte, at the bottom of the bytes or the top."""
@@ -91,12 +137,7 @@ class Products:
             T.buffer_store(constants, value, [at + row])
 
     def expand(self, to: Any, at: int, words: Any, slot: int, product: int, constants: Any, first: int) -> None:
-        """Store operand A of one product of a step, four registers, to ``to[at]`` and on.
-
-        Args:
-            words: of the step's codes, from ``slot`` on.
-            constants: of the two rows, from ``first`` on.
-        """
+        """Store operand A of one product of a step: four registers."""
         if self.integer:
             for part in range(2):
                 for row in range(2):
@@ -119,13 +160,13 @@ class Products:
             return T.bitwise_or(signed, half) if self.is_bipolar else signed
         if self.is_unsigned:
             return quad
-        less = constants[at] if self.loads.has_zeros else T.uint32((128 - int(fmt.zero_point)) * 0x01010101)
+        less = constants[at] if self.has_zeros else T.uint32((128 - int(fmt.zero_point)) * 0x01010101)
         return T.bitwise_xor(quad + less, T.uint32(0x80808080))
 
     def _to_halves(self, quad: Any, part: int, constants: Any, at: int) -> Any:
         """Return codes less their zero point as float16: as the last bits of 1024 and above."""
         value = pick_bytes(quad, T.uint32(0x64646464), 0x4341 if part else 0x4240)
-        if self.loads.has_zeros:
+        if self.has_zeros:
             return subtract_halves(value, constants[at])
         zero = self.fmt.zero_point
         if zero % 1:  # above 1024, float16 has no halves
@@ -157,11 +198,6 @@ class Products:
         if self.is_unsigned:
             zeros = [constants[row], constants[row + 1]] * 2
             product_bytes(T.address_of(sums[at + 4]), zeros, right, is_unsigned=True)
-
-    def clear(self, sums: Any, at: int) -> None:
-        """Set the sums of one block of tokens to zero."""
-        for i in range(self.sums):
-            T.buffer_store(sums, T.Cast(self.kind, 0), [at + i])
 
     def total(self, sums: Any, at: int, i: int) -> Any:
         """Return sum ``i`` of four as float32."""

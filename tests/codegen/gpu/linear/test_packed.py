@@ -21,8 +21,9 @@ from kernel_cases import (
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
-from compressor.codegen.gpu.linear import packed as kernels
-from compressor.codegen.gpu.linear.packed import Schedule, fused_linear, supports
+from compressor.codegen.gpu.linear import kernel as kernels
+from compressor.codegen.gpu.linear.kernel import Schedule
+from compressor.codegen.gpu.linear.packed import fused_linear, supports
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.formats.format import Format

@@ -1,4 +1,4 @@
-"""The packed routed linear on a GPU: the kernels of the packed linear, for one expert after another.
+"""Routed linears on a GPU: the kernels of linears, for one expert after another.
 
 Of one token, each of its experts is a linear of one token, beside the others.  Several tokens are sorted by expert
 first, so that a weight is read once for a block of an expert's tokens::
@@ -18,12 +18,14 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.experts.order import Order, block_count, sort_pairs
+from compressor.codegen.gpu.linear import dense, packed
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.few_tokens import FewTokens
+from compressor.codegen.gpu.linear.kernel import PREPARING, Schedule
 from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
-from compressor.codegen.gpu.linear.packed import PREPARING, Schedule, products_of
-from compressor.codegen.gpu.linear.tensor_cores import held
+from compressor.codegen.gpu.linear.products import Statements
+from compressor.codegen.gpu.memory import held
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear.weights import Weight, parameter
 from compressor.formats.format import Format
@@ -77,13 +79,29 @@ def packed_routed_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.packed_routed_linear`.
     """
-    experts, each = routing.experts, routing.each
-    body, operands = products_of(fmt, columns), ExpertOperands([rows], columns, fmt, has_bias, False)
-    fragments = body.fragments
+    operands = ExpertOperands([rows], [fmt.parts(rows, columns)], has_bias, False)
+    return _routed_kernel(packed.products_of(fmt, columns), operands, routing, schedule)
+
+
+def dense_routed_linear(routing: Routing, rows: int, columns: int, storage: str, has_bias: bool) -> tvm.tirx.PrimFunc:
+    """Write TIR for :func:`compressor.ops.experts.routed_linear`.
+
+    Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.dense_routed_linear`.
+    """
+    operands = ExpertOperands([rows], [dense.stored(rows, columns, storage)], has_bias, False)
+    return _routed_kernel(dense.products_of(rows, columns, storage), operands, routing, Schedule())
+
+
+def _routed_kernel(
+    products: Statements, operands: ExpertOperands, routing: Routing, schedule: Schedule
+) -> tvm.tirx.PrimFunc:
+    """Write TIR with the parameters x, index, all experts' parts and biases, and y, for any number of tokens."""
+    experts, each, fragments = routing.experts, routing.each, products.fragments
+    rows, columns, has_bias = operands.rows[0], fragments.columns, operands.has_bias
     shares = {name: max(1, getattr(schedule, name).blocks // each) for name in ("one", "few")}
-    one = _Few(body, operands, replace(schedule.one, blocks=shares["one"]), 1, True)
-    few = _Few(body, operands, replace(schedule.few, blocks=shares["few"]), FEW * fragments.halves // 8, False)
-    many = _Many(body, operands, schedule.many)
+    one = _Few(products, operands, replace(schedule.one, blocks=shares["one"]), 1, True)
+    few = _Few(products, operands, replace(schedule.few, blocks=shares["few"]), FEW * fragments.halves // 8, False)
+    many = _Many(products, operands, schedule.many)
     run_one = one.macro(None)
     run_few = _sorted(routing, few, few.macro(None), few.tokens, few.steps, few.room)
     run_many = _sorted(routing, many, many.macro(), many.tiling.tokens, many.all_steps, many.room(many.tiling.tokens))
