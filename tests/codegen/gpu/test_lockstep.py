@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lockstep
@@ -109,6 +110,12 @@ def test_a_graph_replays_what_a_stream_captured() -> None:
     driver.cudaGetLastError()
     for made, end in ((ready, "cudaGraphExecDestroy"), (graph, "cudaGraphDestroy"), (stream, "cudaStreamDestroy")):
         getattr(driver, end)(made)
+
+
+def test_threads_of_the_host_take_turns() -> None:
+    kernel = lockstep.build(reversed_rows(64))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: check_reversed(kernel, 64), range(8)))
 
 
 def test_what_g_plus_plus_compiles_is_cuda_too() -> None:

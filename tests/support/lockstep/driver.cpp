@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,8 @@ int capability = 90, last_error = SUCCESS, launches = 0, replays = 0;
 bool is_descending = false;
 Stream* capturing = nullptr;
 std::string message = "success";
+std::recursive_mutex turn;  // threads of the host take turns
+using Turn = std::lock_guard<std::recursive_mutex>;
 
 int fail(int status, const std::string& why) {
   message = "lockstep: " + why;
@@ -137,6 +140,7 @@ int copy(void* to, const void* from, std::size_t bytes, int kind) {
 
 // Do a step now, or have the stream that captures keep it.
 int step(void* stream, std::function<int()> act, bool is_capturable = true) {
+  const Turn mine(turn);
   if (!capturing) return act();
   if (stream != capturing) return fail(CAPTURE_IMPLICIT, "work on another stream while one captures");
   if (!is_capturable) return fail(CAPTURE_UNSUPPORTED, "a copy between host and device while a stream captures");
@@ -271,6 +275,7 @@ int cudaMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
 }
 
 int cudaMalloc(void** pointer, std::size_t bytes) {
+  const Turn mine(turn);
   if (const int status = refuse_in_capture("an allocation")) return status;
   if (bytes > memory - used) return fail(OUT_OF_MEMORY, "out of device memory");
   const std::size_t padded = (bytes + 255) / 256 * 256;
@@ -283,6 +288,7 @@ int cudaMalloc(void** pointer, std::size_t bytes) {
 }
 
 int cudaFree(void* pointer) {
+  const Turn mine(turn);
   if (!pointer) return SUCCESS;
   if (const int status = refuse_in_capture("a deallocation")) return status;
   const auto found = allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
@@ -336,6 +342,7 @@ int cudaGraphDestroy(Graph* graph) { return delete graph, SUCCESS; }
 int cudaGraphExecDestroy(Graph* graph) { return delete graph, SUCCESS; }
 
 int cudaGraphLaunch(Graph* graph, void*) {
+  const Turn mine(turn);
   if (const int status = refuse_in_capture("a graph's launch")) return status;
   ++replays;
   for (auto& act : graph->steps)

@@ -8,6 +8,7 @@ device memory; the number of blocks depends on shapes alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ _HEADS = 8  # at most, which one block computes
 _CHANNELS = 4096  # at most, of these heads: what shared memory has room for
 _TILE = 64  # keys, at least
 _PART = 16  # keys: parts of the context are multiples of it
+_ROWS_EACH = 4  # of values, that a thread waits for
 _BLOCKS = 256  # of one entry of a batch, for a long context
 _KEYS_A_BLOCK = 64  # of the capacity, at least
 
@@ -59,6 +61,11 @@ class OneToken(Heads):
         return min(THREADS, _power(self.columns))
 
     @cached_property
+    def rows_at_once(self) -> int:
+        """Return how many rows of values the block reads at once."""
+        return THREADS // self.spread
+
+    @cached_property
     def steps(self) -> int:
         """Return how many vectors of a row of values each of these has."""
         return -(-self.columns // self.spread)
@@ -84,9 +91,9 @@ class OneToken(Heads):
         first key and how many follow; ``added(head, key)`` is added to a score; ``seen(b, key)`` tells whether a key is
         not hidden; both may be None.  ``sums`` [B * H * splits, D] and ``stats`` [B * H * splits, 2] get the results.
         """
-        groups, warps, spread = self.heads // self.group, THREADS // WARP, THREADS // self.spread
-        load, score, softmax, weigh = self._load(), self._score(), self._softmax(warps), self._weigh(spread)
-        leave = self._leave(spread)
+        groups, warps = self.heads // self.group, THREADS // WARP
+        load, score, softmax, weigh = self._load(), self._score(), self._softmax(warps), self._weigh()
+        leave = self._leave()
 
         @T.inline
         def partial(q, keys, values, limits, added, seen, splits, sums, stats, batch):
@@ -95,7 +102,7 @@ class OneToken(Heads):
                     query = T.alloc_buffer((self.group, self.width), "float32", scope="shared")
                     scores = T.alloc_buffer((self.group, self.tile), "float32", scope="shared")
                     found = T.alloc_buffer((self.group, 3), "float32", scope="shared")  # maximum, sum, factor
-                    shares = T.alloc_buffer((spread, self.group, self.width), "float32", scope="shared")
+                    shares = T.alloc_buffer((self.rows_at_once, self.group, self.width), "float32", scope="shared")
                     acc = T.alloc_buffer((self.group * self.steps * self.vec,), "float32", scope="local")
                     bounds = T.alloc_buffer((4,), "int64", scope="local")  # first and end of the part, tile's, of all
                     bounds[3] = limits()[1]
@@ -111,9 +118,8 @@ class OneToken(Heads):
                         barrier()
                         weigh(values, scores, found, acc, bounds, b, y, t)
                         barrier()
-                    leave(
-                        acc, shares, found, sums, stats, (b * self.heads + y * self.group) * splits + split, splits, t
-                    )
+                    row = T.meta_var((b * self.heads + y * self.group) * splits + split)
+                    leave(acc, shares, found, sums, stats, row, splits, t)
 
         return partial
 
@@ -199,31 +205,40 @@ class OneToken(Heads):
 
         return softmax
 
-    def _weigh(self, spread: int) -> Any:
-        vec, size = self.vec, self.steps * self.vec
+    def _row(self, first: Any, t: Any, n: Any) -> Any:
+        """Return the n-th row of values of a thread, from the first on."""
+        return (first + n) * self.rows_at_once + t // self.spread
+
+    def _weigh(self) -> Any:
+        """Make a macro that adds a tile's weighted values; several rows are on their way at once."""
+        vec, size, rows_at_once = self.vec, self.steps * self.vec, self.rows_at_once
+        each = min(max(1, _ROWS_EACH // self.steps), self.tile // rows_at_once)
 
         @T.inline
         def weigh(values, scores, found, acc, bounds, b, y, t):
-            row = T.alloc_buffer((vec,), "float32", scope="local")
+            rows = T.alloc_buffer((each * vec,), "float32", scope="local")
             kv = T.meta_var(y * self.group // self.repeat)
             for r in T.unroll(self.group):
                 for e in T.unroll(size):
                     acc[r * size + e] = acc[r * size + e] * found[r, 2]
-            for n in range(-(-self.tile // spread)):
-                place = T.meta_var(n * spread + t // self.spread)
-                if bounds[2] + place < bounds[1]:
+            for n in range(self.tile // (rows_at_once * each)):
+                place = T.meta_var(functools.partial(self._row, n * each, t))
+                if bounds[2] + n * each * rows_at_once < bounds[1]:
                     for step in T.unroll(self.steps):
                         c = T.meta_var(step * self.spread + t % self.spread)
                         if c < self.columns:
-                            values.emit_load(row, (0,), b, kv, bounds[2] + place, c * vec, vec)
-                            for r in T.unroll(self.group):
-                                for e in T.unroll(vec):
-                                    at = T.meta_var(r * size + step * vec + e)
-                                    acc[at] = acc[at] + scores[r, place] * row[e]
+                            for u in T.unroll(each):  # the last row again for those behind it, whose weights are 0
+                                key = T.meta_var(T.min(bounds[2] + place(u), bounds[1] - 1))
+                                values.emit_load(rows, (u * vec,), b, kv, key, c * vec, vec)
+                            for u in T.unroll(each):
+                                for r in T.unroll(self.group):
+                                    for e in T.unroll(vec):
+                                        at = T.meta_var(r * size + step * vec + e)
+                                        acc[at] = acc[at] + scores[r, place(u)] * rows[u * vec + e]
 
         return weigh
 
-    def _leave(self, spread: int) -> Any:
+    def _leave(self) -> Any:
         vec, size = self.vec, self.steps * self.vec
 
         @T.inline
@@ -239,7 +254,7 @@ class OneToken(Heads):
                 at = T.meta_var(n * THREADS + t)
                 if at < self.group * self.width:
                     total[0] = T.float32(0)
-                    for g in range(spread):
+                    for g in range(self.rows_at_once):
                         total[0] = total[0] + shares[g, at // self.width, at % self.width]
                     sums[row + at // self.width * splits, at % self.width] = total[0]
             if t < self.group:
