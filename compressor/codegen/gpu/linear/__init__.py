@@ -1,1 +1,4 @@
-"""Linears on a GPU: codes become operands of tensor cores, for one token as for many."""
+"""Linears on a GPU: codes become operands of tensor cores, for one token as for many.
+
+Invariant: weights are read as they are stored, with the layout that CPUs read.
+"""

@@ -27,6 +27,9 @@ TUNED_TOKENS = 64
 """Schedules are chosen for one token, and then for so many."""
 
 
+_OPAQUE = 8  # of TVM's kinds of functions: it is not fused with others, whatever TVM takes it for
+
+
 def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> str:
     """Return the kernel's name; with ``:1`` or ``:64`` for the tokens, its name in the database of schedules."""
     return f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
@@ -56,7 +59,7 @@ class LinearConverter:
         """Return the kernel of that name, made if there is none; ``make`` also returns the fields of its record."""
         if name not in self._made:
             func, details = make()
-            self._made[name] = importer.block_builder.add_func(func, name)
+            self._made[name] = importer.block_builder.add_func(func.with_attr("op_pattern", _OPAQUE), name)
             self.records.append({"name": name, "isa": self.isa.name, **details})
         return self._made[name]
 
